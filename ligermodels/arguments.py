@@ -1,4 +1,4 @@
-"""Checks of what a caller gives: whole numbers within bounds, finite ones within fp32, names of formats."""
+"""Checks of arguments: integers within bounds, finite numbers within fp32, names of formats."""
 
 from __future__ import annotations
 
@@ -8,20 +8,30 @@ from typing import Any, Literal, get_args
 from ligermodels.errors import InputError, short
 
 LARGEST = 1e38
-"""Bound of numbers that fp32 is to hold."""
+"""Bound of numbers that are stored in fp32."""
 
 Quantized = Literal["float8", "int4"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
 MOST_HEADS = 1000
-"""Most draft heads, steps of one, and layers of each: formats number them by three digits."""
+"""Largest number of draft heads, of steps of a head, and of its layers: file formats use three digits for them."""
 
 MTP_STEPS = 3
-"""Tokens beyond the next one that a head of multi-token prediction predicts, where no number is given."""
+"""Default number of tokens beyond the next one that a head of multi-token prediction predicts."""
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
-    """`value` as an int; InputError, naming the argument, unless it is a whole number from `least` to `most`."""
+    """`value` as an int.
+
+    Args:
+        name: name of the argument, for the message.
+        value: the value to check.
+        least: smallest allowed value.
+        most: largest allowed value.
+
+    Raises:
+        InputError: it is no whole number from `least` to `most`.
+    """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
         raise InputError(f"{name}: must be a whole number of at least {least}, got {short(value)}")
@@ -31,7 +41,16 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1)
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
-    """`value`; InputError, naming the argument, unless it is a finite number of at least 0, or above it."""
+    """Returns `value`.
+
+    Args:
+        name: name of the argument, for the message.
+        value: the value to check.
+        positive: whether 0 is not allowed.
+
+    Raises:
+        InputError: it is no finite number of at least 0, or above 0 if `positive`.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < LARGEST or (positive and value == 0):
         raise InputError(f"{name}: must be a number {'above' if positive else 'of at least'} 0, got {short(value)}")
@@ -39,27 +58,27 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value`; InputError, naming the argument, unless it is True or False: any other text would count as True."""
+    """Returns `value`. Raises InputError unless it is True or False: another object, such as "no", counts as True."""
     if not isinstance(value, bool):
         raise InputError(f"{name}: must be True or False, got {short(value)}")
     return value
 
 
 def check_function(name: str, value: Any) -> None:
-    """InputError, naming the argument, unless `value` is None or can be called."""
+    """Raise InputError unless `value` is None or callable."""
     if value is not None and not callable(value):
         raise InputError(f"{name}: must be a function, got {short(value)}")
 
 
 def check_token_id(name: str, value: Any) -> int:
-    """`value` as an int; InputError unless it is a whole number within int64."""
+    """`value` as an int. Raises InputError unless it is a whole number within int64."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or not -(2**63) <= value < 2**63:
         raise InputError(f"{name} must be a token's id or a list of them, got {short(value)}")
     return int(value)
 
 
-def check_format(name: str, kind: object) -> None:
-    """InputError naming the argument unless `kind` is one of `Quantized`."""
-    if not isinstance(kind, str) or kind not in get_args(Quantized):
-        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(kind)}")
+def check_format(name: str, value: object) -> None:
+    """Raise InputError unless `value` is a format of quantised weights."""
+    if not isinstance(value, str) or value not in get_args(Quantized):
+        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(value)}")

@@ -24,20 +24,20 @@ class ProgressUpdate(Protocol):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output or standard error. Lines are not wrapped off a terminal."""
-    found = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not found.is_terminal:
-        found.width = 1000
-    return found
+    """A console for standard output or standard error. Lines are wrapped only on a terminal."""
+    screen = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not screen.is_terminal:
+        screen.width = 1000
+    return screen
 
 
 def is_first_rank() -> bool:
-    """Whether this is the only process, or the first of those that torchrun started."""
+    """Whether this is the only process, or rank 0 of torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(message: str) -> None:
-    """Print a line on standard error, apart from the command's results."""
+    """Print a line on standard error; results go to standard output."""
     screen = console(stderr=True)
     if screen.is_jupyter:  # rich would show a block of HTML for each line
         print(message, file=sys.stderr)
@@ -46,10 +46,15 @@ def say(message: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> None:
-    """Print a table on standard output; columns with an index in `numbers` are right-aligned.
+    """Print a table on standard output.
 
-    Where it is wider than the terminal, texts are folded; numbers are not, but stand in further tables below, each with
-    the first column.
+    If it is wider than the terminal, text is folded, and columns that do not fit go into further tables below, with the
+    first column repeated. Numbers are not folded.
+
+    Args:
+        columns: titles of the columns.
+        rows: the cells of each row.
+        numbers: indices of the columns of numbers, to align right.
     """
     screen, rows, right = console(), list(rows), set(numbers)
     least = [_least_width(column, (row[i] for row in rows), i in right) for i, column in enumerate(columns)]
@@ -67,27 +72,27 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
 
 
 GAP = 3
-"""Characters between two columns, and around a table, at most."""
+"""Largest number of characters between two columns and around a table."""
 FOLDED = 16
-"""Texts of table cells are not folded to fewer characters."""
+"""Text in table cells is folded to at least this number of characters."""
 
 
 def _least_width(column: str, cells: Iterable[str], is_number: bool) -> int:
-    """Characters that a column needs: its longest number, or some of its longest text, and each word of its title."""
+    """Width of a column: its longest number, or FOLDED characters of its longest text, and each word of its title."""
     longest = max(map(cell_len, cells), default=0)
     return max(longest if is_number else min(longest, FOLDED), *map(cell_len, column.split()), 1)
 
 
 def _groups(widths: Sequence[int], width: int) -> list[list[int]]:
-    """The columns of each of as few tables as fit the width: the first column, and as many others as have room."""
-    found, used = [[0]], GAP + widths[0]
+    """The columns of each table, for as few tables as possible: the first column, and others that fit the width."""
+    groups, used = [[0]], GAP + widths[0]
     for i in range(1, len(widths)):
-        if used + GAP + widths[i] > width and len(found[-1]) > 1:
-            found.append([0])
+        if used + GAP + widths[i] > width and len(groups[-1]) > 1:
+            groups.append([0])
             used = GAP + widths[0]
-        found[-1].append(i)
+        groups[-1].append(i)
         used += GAP + widths[i]
-    return found
+    return groups
 
 
 def print_json(content: Any) -> None:
@@ -97,28 +102,32 @@ def print_json(content: Any) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
-def progress(what: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
-    """A progress bar on standard error, moved by calling what is yielded. Off a terminal, a line for each note; in a
-    notebook, one line that is rewritten in place."""
+def progress(title: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
+    """A progress bar on standard error; call the yielded function to move it.
+
+    Without a terminal it prints a line for each note; in a notebook it rewrites one line in place.
+    """
     screen = console(stderr=True)
     if screen.is_jupyter:
-        yield _notebook_line(what, in_bytes)
+        yield _notebook_line(title, in_bytes)
         return
     if not screen.is_terminal:
-        yield lambda done, total, note="": say(f"{what}: {done} of {total}, {note}") if note else None
+        yield lambda done, total, note="": say(f"{title}: {done} of {total}, {note}") if note else None
         return
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    # What is too long for the terminal is folded in the first column: the amount and the time are always there whole.
-    title = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
-    with _Bar(title, BarColumn(bar_width=20), amount, TimeRemainingColumn(), console=screen, transient=True) as bar:
-        task = bar.add_task(what, total=None, note="")
+    # A title that is too long is folded, so that the amount and the time are always complete.
+    description = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+    with _Bar(
+        description, BarColumn(bar_width=20), amount, TimeRemainingColumn(), console=screen, transient=True
+    ) as bar:
+        task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
 
@@ -130,20 +139,20 @@ class _Bar(Progress):
         yield from (Text(task.fields["note"], overflow="fold") for task in self.tasks if task.fields["note"])
 
 
-def _notebook_line(what: str, in_bytes: bool) -> ProgressUpdate:
-    """Notebooks show every line that is written, one below the other, but can replace what they display."""
-    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]  # there, in a notebook
+def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:
+    """Notebooks show all printed lines, one below the other, but can replace a displayed object."""
+    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]  # installed in a notebook
 
-    shown, last = display({"text/plain": f"{what} ..."}, raw=True, display_id=True), -math.inf
+    shown, last = display({"text/plain": f"{title} ..."}, raw=True, display_id=True), -math.inf
 
     def update(done: int, total: int, note: str = "") -> None:
         nonlocal last
-        if done < total and time.monotonic() - last < 0.1:  # each is a message to the browser
+        if done < total and time.monotonic() - last < 0.1:  # each update is a message to the browser
             return
         last = time.monotonic()
         amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
         bar = "█" * (20 * done // max(total, 1))
-        text = f"{what} {bar:░<20} {' of '.join(amounts)}{note and ', '}{note}"
+        text = f"{title} {bar:░<20} {' of '.join(amounts)}{note and ', '}{note}"
         shown.update({"text/plain": text}, raw=True)
 
     return update

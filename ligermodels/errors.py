@@ -1,4 +1,4 @@
-"""Exceptions of ligermodels: each names the field, tensor or file at fault and says what to do."""
+"""Exceptions of ligermodels. Their messages name the field, tensor or file that is wrong, and say how to fix it."""
 
 import reprlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class ConfigError(LigerModelsError, ValueError):
 
 
 class ConfigWarning(UserWarning):
-    """A model configuration has a field that is not known and not used."""
+    """A model configuration has an unknown field, which is not used."""
 
 
 class CheckpointError(LigerModelsError, ValueError):
@@ -31,7 +31,7 @@ class SequenceLengthWarning(UserWarning):
 
 
 class Float8Warning(UserWarning):
-    """A large part of a model's weights has no rule for float8, and stays in the model's dtype."""
+    """A large part of a model's weights has no rule for float8 and stays in the model's dtype."""
 
 
 class HubError(LigerModelsError, OSError):
@@ -43,15 +43,15 @@ class InputError(LigerModelsError, ValueError):
 
 
 class BackendError(LigerModelsError, RuntimeError):
-    """A requested backend is not installed, or cannot do what was asked of it."""
+    """A requested backend is not installed, or does not support the request."""
 
 
 class TrainingError(LigerModelsError, RuntimeError):
-    """Training cannot go on: the loss or the gradient is not finite."""
+    """Training cannot continue: the loss or the gradient is not finite, there is no target, or a rank has ended."""
 
 
 def validation_message(error: Any) -> str:
-    """One of a pydantic error's `errors()` in one line. Those of our own validators say all themselves."""
+    """One entry of a pydantic error's `errors()` in one line. Messages of our own validators are not changed."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text = error["msg"].replace("Input should be", "must be")
@@ -60,8 +60,8 @@ def validation_message(error: Any) -> str:
 
 @contextmanager
 def arguments_named(**names: str) -> Iterator[None]:
-    """Errors about arguments that are passed on begin with the caller's names of them: `names` maps those of the
-    function called to these."""
+    """Replace the name of an argument at the beginning of an error message: name in the called function -> the caller's
+    name for the same value."""
     try:
         yield
     except LigerModelsError as error:
@@ -72,10 +72,10 @@ def arguments_named(**names: str) -> Iterator[None]:
 
 
 def short(value: Any) -> str:
-    """`value` for a message: one line of bearable length, however long or deep it is."""
+    """`value` for a message: one short line, for values of any length and depth."""
     try:
-        return " ".join(_SHORT.repr(value).splitlines())  # a tensor has several
-    except (ValueError, RecursionError):  # Python writes no whole numbers of thousands of digits.
+        return " ".join(_SHORT.repr(value).splitlines())  # a tensor has several lines
+    except (ValueError, RecursionError):  # Python does not print integers of thousands of digits
         return f"a {type(value).__name__} too long to show"
 
 

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used: `import ligermodels` does not import torch."""
+"""Names of a package that are imported when they are first used: `import ligermodels` does not import torch."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ def lazy_names(
     """`__getattr__` and `__dir__` of `package` (PEP 562).
 
     Args:
-        package: its `__name__`.
+        package: the `__name__` of the package.
         homes: submodule, relative to the package -> the public names that it defines.
     """
     home_of = {name: home for home, names in homes.items() for name in names}

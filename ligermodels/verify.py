@@ -1,4 +1,4 @@
-"""A checkpoint here and in transformers, compared module by module."""
+"""Compares the native model of a checkpoint with transformers, module by module."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ligermodels.layers.norm import RMSNormAdd
 from ligermodels.pretrained import from_pretrained
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative error that rounding explains. Both models make their rotary tables in fp32, whatever their dtype."""
+"""Largest relative error that rounding explains. Both models compute their rotary tables in fp32 in any dtype."""
 
 LOGITS = "logits"
 
 _NOT_COMPARED = (nn.Linear, RMSNormAdd)
-"""Projections, whose outputs the modules around them return; and norms whose output has the residual added to it."""
+"""Projections, because modules around them return their outputs; and norms that add the residual to their output."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module by its name here and in transformers, and the relative error of its output (nan: not comparable)."""
+    """Names of a module here and in transformers, and the relative error of its output (nan: not comparable)."""
 
     name: str
     theirs: str
@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """`places` in the order in which they are computed."""
+    """The result of `verify`: `places` are the modules in the order of computation."""
 
     places: Sequence[Place]
     tolerance: float
@@ -45,12 +45,12 @@ class Report:
 
     @property
     def first_mismatch(self) -> Place | None:
-        """The first place whose error is above the tolerance; None when there is none."""
+        """The first module with an error above the tolerance; None if there is none."""
         return next((place for place in self.places if not place.error <= self.tolerance), None)
 
     @property
     def passed(self) -> bool:
-        """Whether the models match everywhere."""
+        """Whether all modules match."""
         return self.first_mismatch is None
 
 
@@ -72,16 +72,27 @@ def verify(
 
     Args:
         folder: the checkpoint.
-        reference: the checkpoint that transformers opens, if another one.
-        input_ids: the tokens to run; by default `tokens` random ones, always the same.
-        dtype, device, attention: as in `from_pretrained`, for both models (attention: for ours; theirs is "eager").
-        tolerance: largest relative error allowed, max |ours - theirs| / max |theirs|; by default TOLERANCES[dtype].
-        progress: called with bytes loaded and bytes in all.
+        reference: the checkpoint that transformers opens; None for `folder`.
+        input_ids: the tokens to run; None for random tokens, always the same.
+        tokens: number of random tokens.
+        dtype: dtype of both models.
+        device: device of both models.
+        attention: attention backend of the native model; transformers uses "eager".
+        tolerance: largest relative error allowed, max |ours - theirs| / max |theirs|; None for TOLERANCES[dtype].
+        progress: called with the bytes loaded and the bytes in all.
+
+    Returns:
+        The error of each module.
 
     Raises:
         BackendError: transformers is not installed.
-        CheckpointError: transformers cannot open the checkpoint; and what `from_pretrained` raises.
+        CheckpointError: the native model or transformers cannot load the checkpoint.
         InputError: no tokens, or ids outside the vocabulary.
+
+    Example:
+        >>> report = verify("path/to/checkpoint")
+        >>> report.passed, report.first_mismatch
+        (True, None)
     """
     try:
         import transformers
@@ -107,10 +118,10 @@ def verify(
         causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
         other = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    except Exception as error:  # Whatever keeps transformers from opening it, it is the checkpoint's fault.
+    except Exception as error:  # transformers raises many types
         raise CheckpointError(f"transformers cannot open {path}: {error}") from error
     if hasattr(other.config, "_experts_implementation"):
-        other.set_experts_implementation("eager")  # Its default asks for aligned sizes.
+        other.set_experts_implementation("eager")  # its default needs aligned sizes
     other.to(device).eval()
     theirs = _outputs(other, names.values(), ids)
     names[LOGITS] = LOGITS
@@ -123,26 +134,26 @@ def verify(
 
 
 def modules_in_common(weights: WeightMap) -> dict[str, str]:
-    """Modules here and their names in transformers, from a weight map: what holds a weight here holds it there.
+    """Native module -> module in transformers that holds the same weights, from a weight map.
 
-    A fused weight (q, k and v) matches the modules that hold all its parts; modules around it match if they hold the
-    same tensors. A weight under another name (a norm of
-    queries, part of the module that also rotates them) matches nothing.
+    A module with a fused weight (q, k and v) matches the module that contains all its parts; modules around them match
+    if they contain the same tensors. A weight under another name (such as a norm of queries inside the module that also
+    rotates them) has no match.
     """
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for mapping in weights.mappings:
         here = mapping.target.split(".")[:-1]
         there = os.path.commonpath([view.source.replace(".", "/") for view in mapping.views]).split("/")
         if len(mapping.views) == 1:
-            *there, name = there  # From the weight to its module.
+            *there, name = there  # from the weight to its module
             if name != mapping.target.rpartition(".")[2]:
                 continue
         else:
             here = here[:-1]
         while here and there:
-            found.setdefault(".".join(here), ".".join(there))
+            matches.setdefault(".".join(here), ".".join(there))
             here, there = here[:-1], there[:-1]
-    found.pop("head", None)  # Compared as the logits, which tied models have too.
+    matches.pop("head", None)  # compared by the logits: tied models have them too
     of_ours, of_theirs = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for mapping in weights.mappings:
         for source in (view.source for view in mapping.views):
@@ -150,11 +161,11 @@ def modules_in_common(weights: WeightMap) -> dict[str, str]:
                 of_ours[module].add(source)
             for module in _modules_of(source):
                 of_theirs[module].add(source)
-    return {ours: theirs for ours, theirs in found.items() if of_ours[ours] == of_theirs[theirs]}
+    return {ours: theirs for ours, theirs in matches.items() if of_ours[ours] == of_theirs[theirs]}
 
 
 def _modules_of(name: str) -> Iterator[str]:
-    """Names of the modules that hold the tensor `name`, and of all modules around them."""
+    """Names of the module that holds the tensor `name`, and of all modules around it."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
@@ -169,13 +180,13 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, Tensor]:
-    """Outputs of the modules called `names`, but those _NOT_COMPARED, in the order of the forward; and the logits."""
-    found: dict[str, Tensor] = {}
+    """Module in `names`, except _NOT_COMPARED -> its output, in the order of computation; and the logits."""
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             output = output if isinstance(output, Tensor) else output[0]
-            found[name] = output.flatten(0, -2).cpu()  # some modules see tokens without their batch
+            outputs[name] = output.flatten(0, -2).cpu()  # some modules get tokens without the batch dimension
 
         return hook
 
@@ -183,5 +194,5 @@ def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, T
     for name in names:
         if name in modules and not isinstance(modules[name], _NOT_COMPARED):
             modules[name].register_forward_hook(keep(name))
-    found[LOGITS] = model(ids).logits.cpu()
-    return found
+    outputs[LOGITS] = model(ids).logits.cpu()
+    return outputs

@@ -53,10 +53,10 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.error("the demo needs a CUDA GPU, and torch sees none; give --json for an earlier demo")
     else:
-        from ligermodels.demo.gpu import run_gpu_demo
+        from ligermodels.demo import GpuDemoSettings, run_demo
 
         with tempfile.TemporaryDirectory() as folder:
-            results = run_gpu_demo(Path(folder) / "demo")
+            results = run_demo(Path(folder) / "demo", GpuDemoSettings())
     common = recording.facts()
     if arguments.json is not None:  # the versions of this machine's packages do not apply
         common = {name: common[name] for name in ("commit", "measure")}

@@ -36,9 +36,8 @@ from benchmarks.timing import measure
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import permutation
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.demo.corpus import END, installed_sources, train_tokenizer
-from ligermodels.demo.gpu import FOR_TOKENIZER, GpuDemoSettings
-from ligermodels.demo.steps import TrainingSettings, llama_config
+from ligermodels.demo import END, DemoSettings, GpuDemoSettings, installed_sources, llama_config, train_tokenizer
+from ligermodels.demo.corpus import TOKENIZER_BYTES
 from ligermodels.errors import InputError, TrainingError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate
@@ -70,12 +69,12 @@ class Data:
         return hashlib.sha256(self.training.tobytes()).hexdigest()[:16]
 
 
-def tokenised(s: TrainingSettings) -> Data:
+def tokenised(s: DemoSettings) -> Data:
     """Tokens of the sources on this machine, by a tokenizer trained on the first files. Skips files not in UTF-8."""
     texts = [text for path in installed_sources(s.corpus_bytes) if (text := _text(path)) is not None]
     apart = round(1 / s.validation_fraction)
     held_out, training = texts[::apart], [text for i, text in enumerate(texts) if i % apart]
-    share = min(1.0, FOR_TOKENIZER / sum(map(len, training)))
+    share = min(1.0, TOKENIZER_BYTES / sum(map(len, training)))
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_tokenizer(training[: round(share * len(training))], s.vocab_size, Path(folder))
     (end,) = tokenizer.backend.encode(END).ids
@@ -98,7 +97,7 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> NDArray[np.uin
     return np.concatenate(parts)
 
 
-def data_in(cache: Path | None, s: TrainingSettings) -> Data:
+def data_in(cache: Path | None, s: DemoSettings) -> Data:
     """The tokens cached in a folder, created there if they are missing; without a folder they are not cached."""
     if cache is None:
         return tokenised(s)
@@ -113,7 +112,7 @@ def data_in(cache: Path | None, s: TrainingSettings) -> Data:
         return Data(arrays["training"], arrays["held_out"], int(arrays["end"]))
 
 
-def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
+def rows_of(tokens: Tensor, s: DemoSettings) -> Iterator[Batch]:
     """Batches without end of rows of `seq_len` tokens, decided by the seed: each epoch cuts the tokens at another
     offset and shuffles the rows. An incomplete batch is dropped. Batches are on the device of `tokens`.
 
@@ -131,13 +130,13 @@ def rows_of(tokens: Tensor, s: TrainingSettings) -> Iterator[Batch]:
             yield Batch({"input_ids": ids, "labels": ids})
 
 
-def held_out_rows(tokens: Tensor, s: TrainingSettings) -> list[Batch]:
+def held_out_rows(tokens: Tensor, s: DemoSettings) -> list[Batch]:
     """Batches of the tokens in order, without an incomplete last row."""
     rows = tokens[: len(tokens) // s.seq_len * s.seq_len].view(-1, s.seq_len)
     return [Batch({"input_ids": ids, "labels": ids}) for ids in rows.split(s.batch_size)]
 
 
-def trained(provider: str, s: TrainingSettings, data: Data) -> dict[str, Any]:
+def trained(provider: str, s: DemoSettings, data: Data) -> dict[str, Any]:
     """The record of a run of `s.steps` steps; "failed" in place of the losses if a loss was not finite."""
     training, held_out = (
         torch.from_numpy(ids.astype(np.int64)).to(measure.DEVICE) for ids in (data.training, data.held_out)

@@ -15,16 +15,16 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train
+from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train, verify
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
-# Some releases of typer depend on click, others have a copy of it; this is the one that they raise.
-CLICK_ERROR: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+# Some releases of typer depend on click, others contain a copy of it; this is the class that they raise.
+CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 class Commands(TyperGroup):
-    """Runs a command. Errors that users can cause are one line on standard error and an exit code, no traceback."""
+    """Runs a command. An error that a user can cause is one line on standard error and an exit code, no traceback."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _one_line_errors():
@@ -40,7 +40,7 @@ class Commands(TyperGroup):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # Standard output is closed; without this Python would report it again at exit.
+            # standard output is closed; without this Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -49,21 +49,21 @@ class Commands(TyperGroup):
             say("interrupted")
             raise typer.Exit(130) from None
         except Exception as error:
-            what = _of_memory(error)
-            if ctx.params["debug"] or not (what or isinstance(error, LigerModelsError | OSError)):
+            message = _out_of_memory(error)
+            if ctx.params["debug"] or not (message or isinstance(error, LigerModelsError | OSError)):
                 raise
             rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-            say(f"{rank}error: {_one_line(what or error)}")
+            say(f"{rank}error: {_one_line(message or error)}")
             raise typer.Exit(1) from None
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Wrong usage in the style of other errors."""
+    """Print wrong usage in the style of other errors."""
     try:
         yield
     except CLICK_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # It is the help.
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             raise
         ctx = getattr(error, "ctx", None)
         where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
@@ -76,15 +76,15 @@ def _one_line(error: Exception | str) -> str:
     return f"{first} {'; '.join(others)}".strip()
 
 
-def _of_memory(error: Exception) -> str:
-    """What to say of an error for want of memory, of a GPU or of the host; empty for any other."""
+def _out_of_memory(error: Exception) -> str:
+    """The message for an out-of-memory error of a GPU or the host; empty for any other error."""
     if type(error).__name__ == "OutOfMemoryError":  # by name: torch is not imported for every command
         return str(error)
     size = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
     if size is None and not isinstance(error, MemoryError):
         return ""
-    least = f" for {int(size[1]):,} bytes" if size else ""
-    return f"out of memory{least}: give fewer tokens at a time, a smaller dtype, or another device"
+    allocation = f" for {int(size[1]):,} bytes" if size else ""
+    return f"out of memory{allocation}: give fewer tokens at a time, a smaller dtype, or another device"
 
 
 app = typer.Typer(
@@ -97,8 +97,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"ligermodels {__version__}")
         raise typer.Exit
 
@@ -118,7 +118,7 @@ def _options(
         ),
     ] = None,
 ) -> None:
-    # The first two are read before this runs: see Commands.invoke and _version.
+    # --debug and --version are read before this runs: see Commands.invoke and _version.
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for module in modules or ():
@@ -126,15 +126,15 @@ def _options(
 
 
 def _import(name: str) -> None:
-    """Import the module of this name, or the Python file."""
+    """Import a module by its name, or a Python file."""
     path = Path(name)
     try:
         if path.suffix == ".py":
             spec = importlib.util.spec_from_file_location(f"imported_{path.stem}", path)
             if spec is None or spec.loader is None:
                 raise ImportError("not a Python file")
-            sys.path.insert(0, str(path.parent.resolve()))  # as of a script: it may import files beside it
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+            sys.path.insert(0, str(path.parent.resolve()))  # as for a script: it may import files in its folder
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
             spec.loader.exec_module(module)
         else:
             sys.path.insert(0, os.getcwd())
@@ -143,7 +143,7 @@ def _import(name: str) -> None:
         raise InputError(f"--import {name}: {error}") from error
 
 
-for command in (describe.info, checkpoint.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
+for command in (describe.info, verify.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
 app.command()(plan.plan)

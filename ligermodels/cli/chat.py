@@ -32,7 +32,7 @@ def chat(
     ] = None,
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 1024,
     sample: decoding.Sample = None,
     temperature: decoding.Temperature = None,
     top_k: decoding.TopK = None,
@@ -48,28 +48,28 @@ def chat(
     quantize_exclude: options.QuantizeExclude = None,
     quantize_head: options.QuantizeHead = None,
 ) -> None:
-    """Chat with a model: a turn a line, from the terminal or from standard input.
+    """Chat with a model: one turn per line, from the terminal or from standard input.
 
-    /reset forgets the conversation but for the system turn, /exit or the end of the input ends it. Answers go to
-    standard output, all else to standard error.
+    /reset starts a new conversation with the same system turn; /exit or the end of the input ends the chat. Answers go
+    to standard output, messages to standard error.
     """
-    given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import TextStream, Tokenizer
     from ligermodels.generation.generate import as_eos_ids
 
-    place = options.device_named(device)
+    device = options.device_named(device)
     source = models.find(path, adapter)
     if heads is not None:
         options.require_heads(heads)
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
-    model = source.load(dtype, place, attention, rounding)
+    model = source.load(dtype, device, attention, rounding)
     medusa = options.load_heads(model, heads) if heads else None
-    arguments = given.arguments(model, place)
-    # Some checkpoints name only the end of a text as their EOS, not that of a turn.
+    arguments = decode.arguments(model, device)
+    # Some checkpoints name only the end of a text as their EOS, not the token that ends a turn.
     ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}
     if ends:
         arguments["eos_token_id"] = sorted(ends)
@@ -97,7 +97,12 @@ def chat(
 
 
 def converse(answer: Callable[[list[Message], Callable[[str], None]], None], opening: list[Message]) -> None:
-    """Read turns of the user, and show and remember the answers, until the end."""
+    """Read turns of the user, print the answers and keep them in the conversation, until the end of the input.
+
+    Args:
+        answer: called with the conversation and a function that prints text.
+        opening: the turns that every conversation starts with.
+    """
     messages = list(opening)
     if sys.stdin.isatty():
         say(COMMANDS)
@@ -109,10 +114,10 @@ def converse(answer: Callable[[list[Message], Callable[[str], None]], None], ope
             say("a new conversation")
             continue
         messages.append({"role": "user", "content": turn})
-        said: list[str] = []
+        parts: list[str] = []
 
-        def show(text: str, said: list[str] = said) -> None:
-            said.append(text)
+        def show(text: str, parts: list[str] = parts) -> None:
+            parts.append(text)
             print(text, end="", flush=True)
 
         try:
@@ -122,18 +127,18 @@ def converse(answer: Callable[[list[Message], Callable[[str], None]], None], ope
                 print(flush=True)
                 raise
         print(flush=True)
-        messages.append({"role": "assistant", "content": "".join(said)})
+        messages.append({"role": "assistant", "content": "".join(parts)})
 
 
 def _turns() -> Iterator[str]:
-    """Lines of the user that are not empty, up to the end of the input, or Ctrl-C at an empty prompt."""
+    """Non-empty lines of the user, up to the end of the input or Ctrl-C at an empty prompt."""
     if not sys.stdin.isatty():
         try:
             yield from filter(None, map(str.strip, sys.stdin))
         except UnicodeDecodeError as error:
             raise InputError(f"standard input: not UTF-8 text: {error}") from None
         return
-    with suppress(ImportError):  # not on Windows; editing and recalling lines
+    with suppress(ImportError):  # not on Windows; for editing and recalling lines
         import readline  # noqa: F401
     with suppress(EOFError, KeyboardInterrupt):
         while True:

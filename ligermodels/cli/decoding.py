@@ -1,4 +1,4 @@
-"""What the commands that generate text share: the options of decoding, with heads or without."""
+"""Options of decoding, with heads or without, for the commands that generate text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
 Sample = Annotated[
-    bool | None, typer.Option("--sample/--greedy", help="Sample, or not.  [default: as the checkpoint says]")
+    bool | None, typer.Option("--sample/--greedy", help="Sample, or greedy decoding.  [default: as in the checkpoint]")
 ]
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Sampling temperature. With heads: that of typical acceptance, which accepts tokens other than the "
-        "greedy ones."
+        help="Sampling temperature. With heads: temperature of typical acceptance, which accepts tokens other than "
+        "the greedy tokens."
     ),
 ]
 TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
 TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
-Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed.")]
+Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed of sampling.")]
 
 NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Options of decoding as given; `medusa`: with heads, which do not sample. typer.BadParameter where they contradict
-    one another."""
+    """Options of decoding; None where an option is not given. `medusa`: whether decoding is with heads.
+
+    Raises typer.BadParameter for options that contradict one another: decoding with heads does not sample.
+    """
 
     max_new_tokens: int
     sample: bool | None
@@ -52,34 +54,34 @@ class Decoding:
 
     @property
     def _shaping(self) -> dict[str, Any]:
-        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {name: value for name, value in given.items() if value is not None}
+        shaping = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in shaping.items() if value is not None}
 
     def _check_sampling(self, sample: bool | None) -> None:
         if sample is False and not self.medusa and (self._shaping or self.seed is not None):
             raise typer.BadParameter(NEEDS_SAMPLE)
 
     def arguments(self, model: CausalLM, device: str) -> dict[str, Any]:
-        """Arguments of the model's `generate`, or of that of its heads.
+        """Keyword arguments of `generate`, of the model or its heads.
 
-        Raises typer.BadParameter for options of sampling where the checkpoint does not say to sample.
+        Raises typer.BadParameter for options of sampling if neither --sample nor the checkpoint asks for sampling.
         """
         import torch
 
         from ligermodels.generation.generate import as_eos_ids
 
         defaults = model.generation_defaults()
-        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
         if not as_eos_ids(defaults.get("eos_token_id")) and defaults.get("pad_token_id") is None:
-            found["pad_token_id"] = 0  # masked, and no sequence ends early without an EOS
+            arguments["pad_token_id"] = 0  # masked; without an EOS no sequence ends early
         if self.medusa:
             if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
                 say(f"with heads, the checkpoint's repetition_penalty {penalty} is not applied")
-            return {**found, **self._shaping, "repetition_penalty": 1.0}
+            return {**arguments, **self._shaping, "repetition_penalty": 1.0}
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample)
         if sample:
             generator = torch.Generator(device)
             generator.manual_seed(generator.seed() if self.seed is None else self.seed)
-            found |= {"do_sample": True, "generator": generator, **self._shaping}
-        return found
+            arguments |= {"do_sample": True, "generator": generator, **self._shaping}
+        return arguments

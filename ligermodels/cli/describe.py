@@ -1,4 +1,4 @@
-"""`ligermodels info`: a summary of a checkpoint, an adapter or heads, from configs and headers of files."""
+"""`ligermodels info`: a summary of a checkpoint, an adapter or heads, from configs and file headers."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def info(
         str, typer.Argument(metavar="PATH", help="A checkpoint, an adapter or heads: a folder or a hub id.")
     ],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Of a hub id: download the weights and inspect them too.")
+        bool, typer.Option("--weights", help="For a hub id: download the weights and inspect them too.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the weight files with the digests in their index or header.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the architecture, sizes and memory of a checkpoint, or of an adapter or of heads; loads no weights."""
-    found = describe(path, weights)
+    """Show the architecture, sizes and memory of a checkpoint, an adapter or heads, without loading weights."""
+    facts = describe(path, weights)
     if check:
-        found |= checked(path)
+        facts |= checked(path)
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
-    show_table(["", ""], list(_rows(found)))
+    show_table(["", ""], list(_rows(facts)))
 
 
 def describe(path: str, weights: bool = False) -> dict[str, Any]:
-    """The facts that `info` shows; those of weight files only where they are on this machine.
+    """The facts that `info` shows. Facts about weight files are included if the files are on this machine.
 
-    Raises ConfigError, CheckpointError and HubError as `from_pretrained` does; InputError for heads on the hub whose
-    file is not to be downloaded.
+    Raises ConfigError, CheckpointError and HubError if the checkpoint cannot be read; InputError for heads on the hub
+    without `weights`.
     """
     folder = models.locate(path, weights=False)
     if models.is_adapter(folder):
@@ -65,37 +65,38 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
     if models.holds_only_heads(folder):
         if folder != Path(path).expanduser():
             if not weights:
-                raise InputError(f"{path}: heads, which only their file describes; --weights downloads it")
+                raise InputError(f"{path}: heads, described only by their weight file; --weights downloads it")
             from ligermodels.speculative.hub import heads_folder
 
             folder = heads_folder(path)
-        if (found := mtp_facts(folder)) is not None:
-            return {"mtp_head": str(path), **found}
+        if (facts := mtp_facts(folder)) is not None:
+            return {"mtp_head": str(path), **facts}
         return {"medusa_heads": str(path), **heads_facts(folder)}
     if weights:
         folder = models.locate(path)
-    found = {"checkpoint": str(path), **checkpoint_facts(folder)}
-    if "tensors" in found and models.holds_heads(folder):
-        found["medusa_heads"] = heads_facts(folder)
+    facts = {"checkpoint": str(path), **checkpoint_facts(folder)}
+    if "tensors" in facts and models.holds_heads(folder):
+        facts["medusa_heads"] = heads_facts(folder)
     if models.holds_adapter(folder):
-        found["adapter"] = adapter_facts(folder)
-    return found
+        facts["adapter"] = adapter_facts(folder)
+    return facts
 
 
 def checked(path: str) -> dict[str, int]:
-    """How many weight files are those that were written, and how many have no digest that would tell; CheckpointError
-    that names those that are not."""
+    """The number of weight files that match their digest, and of files without a digest.
+
+    Raises CheckpointError that names the files that do not match."""
     from ligermodels.convert.digests import check_digests
 
     folder = models.locate(path, weights=False)
     with progress("checking", in_bytes=True) as update:
         files = check_digests(folder, update)
-    weights = {each.name for kind in ("*.safetensors", "*.pt") for each in folder.glob(kind)}
+    weights = {file.name for pattern in ("*.safetensors", "*.pt") for file in folder.glob(pattern)}
     return {"files_as_written": len(files), "files_without_digest": len(weights - set(files))}
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
-    """Of the checkpoint in `folder`; errors as of `describe`."""
+    """Facts about the checkpoint in `folder`."""
     from ligermodels.archs import family_of
     from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json
@@ -119,7 +120,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     mixers = [block.mixer for block in config.blocks]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
     layers = [{**block.mixer.info(), **block.mlp.info()} for block in config.blocks]
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "model_type": hf_config["model_type"],
         "layers": len(config.blocks),
         "hidden_size": config.hidden_size,
@@ -142,15 +143,15 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
             state = persistent_tensors(model)
             headers = dequantized(files, quantization, dtype_of(hf_config)).headers
             choose_layout(hf_config, config, headers, state).plan(headers, state)
-            found |= _stored(files.headers.values())
+            facts |= _stored(files.headers.values())
             if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:
-                found["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
-    return found
+                facts["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
+    return facts
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
-    """Of the adapter in `folder`: what its tensors say, and the config where they do not. One that native LoRA does not
-    open has the reason in `not_opened`.
+    """Facts about the adapter in `folder`, from its tensors and its config. `not_opened` is the reason if native LoRA
+    cannot open it.
 
     Raises ConfigError and CheckpointError for files that are missing or damaged.
     """
@@ -159,7 +160,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
     with open_adapter(folder) as (config, checkpoint):
         headers = checkpoint.headers
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "base_model": config.get("base_model_name_or_path"),
             "type": config.get("peft_type"),
             "rank": config.get("r"),
@@ -170,17 +171,17 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
         try:
             alphas = adapted_paths(config, headers)
         except (ConfigError, CheckpointError) as error:
-            found["not_opened"] = str(error)
+            facts["not_opened"] = str(error)
         else:
-            found["rank"] = _distinct(h.shape[0] for name, h in headers.items() if name.endswith(".lora_A.weight"))
-            found["alpha"] = _distinct(alphas.values())
-            found["targets"] = list(dict.fromkeys(map(leaf, alphas)))
-            found["adapted_layers"] = len(alphas)
-        return found | _sizes(headers.values()) | _stored(headers.values())
+            facts["rank"] = _distinct(h.shape[0] for name, h in headers.items() if name.endswith(".lora_A.weight"))
+            facts["alpha"] = _distinct(alphas.values())
+            facts["targets"] = list(dict.fromkeys(map(leaf, alphas)))
+            facts["adapted_layers"] = len(alphas)
+        return facts | _sizes(headers.values()) | _stored(headers.values())
 
 
 def heads_facts(folder: Path) -> dict[str, Any]:
-    """Of the Medusa heads in `folder`; CheckpointError as of `open_heads`."""
+    """Facts about the Medusa heads in `folder`. Raises CheckpointError if they cannot be read."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.speculative.files import open_heads
 
@@ -202,7 +203,7 @@ def heads_facts(folder: Path) -> dict[str, Any]:
 
 
 def mtp_facts(folder: Path) -> dict[str, Any] | None:
-    """Of the head of multi-token prediction in `folder`, alone; None where other heads are."""
+    """Facts about the head of multi-token prediction in `folder`; None if the folder holds other heads."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE
@@ -210,10 +211,10 @@ def mtp_facts(folder: Path) -> dict[str, Any] | None:
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if config.get("model_type") != MODEL_TYPE:
         return None
-    about = {name: config.get(name) for name in ("base_model_type", "hidden_size", "vocab_size")}
+    fields = {name: config.get(name) for name in ("base_model_type", "hidden_size", "vocab_size")}
     with Files(folder) as files:
         own = list(files.headers.values())
-    return {"base_model": config.get("base_model_name_or_path"), **about, **_sizes(own), **_stored(own)}
+    return {"base_model": config.get("base_model_name_or_path"), **fields, **_sizes(own), **_stored(own)}
 
 
 def _sizes(specs: Iterable[Spec]) -> dict[str, Any]:
@@ -229,20 +230,20 @@ def _stored(specs: Collection[Spec]) -> dict[str, Any]:
 
 
 def _common(values: Iterable[int]) -> int | list[int]:
-    """The value of all layers if they have the same, else each layer's."""
-    each = list(values)
-    return each[0] if len(set(each)) == 1 else each
+    """The value that all layers have, or a list with the value of each layer."""
+    by_layer = list(values)
+    return by_layer[0] if len(set(by_layer)) == 1 else by_layer
 
 
 def _distinct(values: Iterable[float]) -> float | list[float]:
-    """The one value, or all that there are, ascending."""
-    each = sorted(set(values))
-    return each[0] if len(each) == 1 else each
+    """The only value, or all distinct values in ascending order."""
+    distinct = sorted(set(values))
+    return distinct[0] if len(distinct) == 1 else distinct
 
 
-def _rows(found: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in found.items():
-        label = of + LABELS.get(name, name.replace("_", " "))
+def _rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in facts.items():
+        label = prefix + LABELS.get(name, name.replace("_", " "))
         if isinstance(value, dict):
             yield from _rows(value, f"{label}: ")
         elif value is not None:

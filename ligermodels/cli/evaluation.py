@@ -30,10 +30,11 @@ def evaluate(
     heads: Heads,
     data: Annotated[list[Path] | None, DATA] = None,
     validation_of: Annotated[
-        Path | None, typer.Option(help="Folder of a run: use its validation split. --data: where its data is now.")
+        Path | None, typer.Option(help="Folder of a run: use its validation split; --data says where its data is now.")
     ] = None,
     prompts: Annotated[
-        int, typer.Option(min=0, help="Texts and chats to continue, to fit and benchmark a tree; 0: only score.")
+        int,
+        typer.Option(min=0, help="Texts and chats to continue, to fit and benchmark a tree; 0: only score the heads."),
     ] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text to use as a prompt.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
@@ -54,9 +55,10 @@ def evaluate(
 ) -> None:
     """Score heads, and benchmark decoding with them.
 
-    Give text that they were not trained on. The heads are scored on it and, for decoding, on the model's own
+    Give text that the heads were not trained on. They are scored on it and, for decoding, on the model's own
     continuations of texts and of chats up to the assistant's first turn. Half of these continuations fit the tree and
-    predict tokens per step; the other half measures them. With --validation-of, settings default to those of the run.
+    predict tokens per step; the other half measures them. With --validation-of, settings default to the settings of the
+    run.
     """
     from ligermodels.cli.plot import plot_scores, require_plotting
 
@@ -67,7 +69,7 @@ def evaluate(
     if plot is not None:
         require_plotting(plot)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
-    place = options.device_named(device)
+    device = options.device_named(device)
 
     from ligermodels.data.packing import PackedBatches
     from ligermodels.data.prompts import opening_prompts
@@ -77,16 +79,16 @@ def evaluate(
 
     folder = options.folder_of(base)
     options.require_heads(heads)
-    given = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
-    documents, indices, default_len = _documents(folder, data or [], validation_of, given)
+    settings = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
+    documents, indices, default_len = _documents(folder, data or [], validation_of, settings)
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = options.load_heads(options.load(folder, dtype, place, attention, rounding), heads)
+    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads)
     with progress("scoring") as update:
         batches = PackedBatches(documents, indices, seq_len=seq_len or default_len, batch_size=batch_size, epochs=1)
         scores = own = evaluate_heads(medusa, _counted(batches, update))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "targets": scores.counts.long().tolist(),
         "losses": scores.losses.tolist(),
         "accuracies": {k: scores.accuracy(k).tolist() for k in RANKS},
@@ -95,20 +97,20 @@ def evaluate(
         with progress("generating") as update:
             fit = fit_tree(medusa, token_prompts, nodes=nodes, max_new_tokens=max_new_tokens, progress=update)
         tree, own = fit.tree, fit.continuations.scores
-        found["own_accuracies"] = {k: own.accuracy(k).tolist() for k in RANKS}
-        found["predicted_tokens_per_step"] = fit.predicted
-        found["generation"] = {**asdict(fit.benchmark), "speed_up": fit.benchmark.speed_up}
+        results["own_accuracies"] = {k: own.accuracy(k).tolist() for k in RANKS}
+        results["predicted_tokens_per_step"] = fit.predicted
+        results["generation"] = {**asdict(fit.benchmark), "speed_up": fit.benchmark.speed_up}
     else:
         tree = grow(own.hits, nodes)
-    found |= {"tree": tree.paths, "expected_tokens_per_step": expected_tokens(tree, own.hits)}
+    results |= {"tree": tree.paths, "expected_tokens_per_step": expected_tokens(tree, own.hits)}
     if plot is not None:
-        plot_scores(plot, found)
+        plot_scores(plot, results)
         say(f"wrote {plot}")
     if as_json:
-        print_json(found)
+        print_json(results)
         return
     show_scores(scores, RANKS)
-    speeds = [("tokens per step, if heads err independently", f"{found['expected_tokens_per_step']:.2f}")]
+    speeds = [("tokens per step, if heads err independently", f"{results['expected_tokens_per_step']:.2f}")]
     if token_prompts:
         typer.echo(f"On the model's own continuations of {len(fit.continuations.lengths)} prompts:")
         show_scores(own, RANKS)
@@ -140,12 +142,12 @@ def _number(value: float) -> str:
 
 
 def _documents(
-    folder: Path, data: Sequence[Path], run: Path | None, given: Mapping[str, Any]
+    folder: Path, data: Sequence[Path], run: Path | None, settings: Mapping[str, Any]
 ) -> tuple[Documents, Indices, int]:
-    """The documents in `data`, or in that of a `run`; the indices of those to score; and the recipe's seq_len.
+    """The documents in `data`, or in the data of a `run`; the indices of the documents to score; and `seq_len`.
 
-    `given` settings replace the run's. Raises InputError when the run has no validation split, or the data is not that
-    of the run.
+    `settings` that are not None replace the settings of the run. Raises InputError if the run has no validation split,
+    or the data is not the data of the run.
     """
     from ligermodels.training import MedusaRecipe
     from ligermodels.training.base import Base
@@ -153,7 +155,7 @@ def _documents(
     from ligermodels.training.inputs import data_content, documents_of, require_same_content
 
     recipe = MedusaRecipe() if run is None else MedusaRecipe.read(run / RECIPE)
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in settings.items() if value is not None}
     recipe = recipe.changed(changes | ({"data": tuple(data)} if data else {}), "the command line")
     if run is not None:
         before = read_content(run)
@@ -170,6 +172,6 @@ def _documents(
 def _counted(batches: PackedBatches, update: ProgressUpdate) -> Iterator[Batch]:
     """The batches of one epoch; the progress bar counts documents."""
     for batch in batches:
-        at = batches.state_dict()
-        update(at["documents"] if at["epoch"] else at["place"], at["documents"])
+        state = batches.state_dict()
+        update(state["documents"] if state["epoch"] else state["place"], state["documents"])
         yield batch

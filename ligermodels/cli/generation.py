@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,11 +12,20 @@ from ligermodels.cli import decoding, models, options
 from ligermodels.console import print_json, say
 from ligermodels.errors import InputError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ligermodels.data.tokenizer import TextStream
+    from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.speculative.multi_head import MultiHeadModel
+
 
 def generate(
     path: models.Model,
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.  [default: standard input]")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue. May be repeated.  [default: standard input]")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
     sample: decoding.Sample = None,
     temperature: decoding.Temperature = None,
     top_k: decoding.TopK = None,
@@ -43,44 +52,30 @@ def generate(
 
     The text goes to standard output, the speed to standard error.
     """
-    given = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=medusa is not None)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=medusa is not None)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     prompts = prompt or [_standard_input()]
-    for number, text in enumerate(prompts, start=1):
-        if not text:
-            raise InputError(f"prompt {number} is empty: give it some text")
+    if "" in prompts:
+        raise InputError(f"prompt {prompts.index('') + 1} is empty: give it some text")
 
     from ligermodels.data.tokenizer import TextStream, Tokenizer
     from ligermodels.generation.generate import as_eos_ids, until_eos
 
-    place = options.device_named(device)
+    device = options.device_named(device)
     source = models.find(path, adapter)
     if medusa is not None:
         options.require_heads(medusa)
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
-    model = source.load(dtype, place, attention, rounding)
+    model = source.load(dtype, device, attention, rounding)
     heads = options.load_heads(model, medusa) if medusa else None
-
-    arguments = given.arguments(model, place)
+    arguments = decode.arguments(model, device)
     eos = as_eos_ids(model.generation_defaults().get("eos_token_id"))
 
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
     start = time.perf_counter()
-    report: dict[str, Any] = {}
-
-    def show(tokens: list[int]) -> None:
-        if stream:
-            print("".join(map(stream.push, tokens)), end="", flush=True)
-
     try:
-        if heads:
-            on_tokens = (lambda rows: show(rows[0])) if stream else None
-            out = heads.generate(ids, return_stats=True, on_tokens=on_tokens, **arguments)
-            sequences, report = out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
-        else:
-            on_token = (lambda tokens: show(tokens.tolist())) if stream else None
-            sequences = model.generate(ids, on_token=on_token, **arguments)
+        sequences, report = _decode(model, heads, ids, stream, arguments)
     except KeyboardInterrupt:
         if stream:
             print(stream.flush(), flush=True)
@@ -97,13 +92,41 @@ def generate(
     if as_json:
         print_json({"completions": completions, **report})
         return
-    for one in completions:
+    if stream:
+        completions[0]["completion"] = stream.flush()  # all else is printed already
+    _show(completions, report, heads)
+
+
+def _show(completions: list[dict[str, Any]], report: dict[str, Any], heads: MultiHeadModel | None) -> None:
+    for completion in completions:
         if len(completions) > 1:
-            typer.echo(f"--- {one['prompt']}")
-        typer.echo(stream.flush() if stream else one["completion"])
-    say(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
+            typer.echo(f"--- {completion['prompt']}")
+        typer.echo(completion["completion"])
+    seconds, speed = report["seconds"], report["tokens_per_second"]
+    say(f"{report['new_tokens']} tokens in {seconds:.2f} s, {speed:.1f} tokens/s")
     if heads:
         say(f"{heads.kind}: {report['steps']} steps, {report['tokens_per_step']:.2f} tokens per step")
+
+
+def _decode(
+    model: CausalLM,
+    heads: MultiHeadModel | None,
+    ids: list[list[int]],
+    stream: TextStream | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, dict[str, Any]]:
+    """The sequences, and with heads the numbers of their steps. With a `stream` the text is printed token by token."""
+
+    def show(tokens: list[int]) -> None:
+        if stream:
+            print("".join(map(stream.push, tokens)), end="", flush=True)
+
+    if heads:
+        on_tokens = (lambda rows: show(rows[0])) if stream else None
+        out = heads.generate(ids, return_stats=True, on_tokens=on_tokens, **arguments)
+        return out.sequences, {"steps": out.steps, "tokens_per_step": out.tokens_per_step}
+    on_token = (lambda tokens: show(tokens.tolist())) if stream else None
+    return model.generate(ids, on_token=on_token, **arguments), {}
 
 
 def _standard_input() -> str:

@@ -14,12 +14,11 @@ from ligermodels.errors import InputError
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
 Heads = Annotated[
-    str,
-    typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; of MTP also a checkpoint with them."),
+    str, typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; an MTP head also in a checkpoint.")
 ]
 
 BYTES_PER_TOKEN = 4
-"""Of usual text, about."""
+"""Bytes per token of usual text, approximately."""
 
 DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
 ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
@@ -38,14 +37,14 @@ def export(
         ),
     ] = "vllm",
     base_model: Annotated[
-        str | None, typer.Option(help="Name of the model for formats that hold it.  [default: BASE]")
+        str | None, typer.Option(help="Name of the model, for formats that contain it.  [default: BASE]")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of full-hf: the largest weight file, as 5GB or 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="For full-hf: largest weight file, as 5GB or 500MB.")] = "5GB",
     overwrite: options.Overwrite = False,
 ) -> None:
     """Write heads in the format of another program.
 
-    HEADS may be in any of these formats too, so this converts between them.
+    HEADS may be in any of these formats, so this converts between them.
     """
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.profiles import profile_named
@@ -80,7 +79,7 @@ def self_distillation_data(
     """Generate self-distillation data: the model's own continuations.
 
     The model continues the beginning of each text, and of each piece of a long one, and writes every turn of the
-    assistant in a chat. It may be stopped at any time; the same command with --resume continues.
+    assistant in a chat. The command may be stopped at any time; the same command with --resume continues.
     """
     if out.suffix != ".jsonl":
         raise InputError(f"{out}: the output is JSON lines; give a name that ends in .jsonl")
@@ -91,7 +90,7 @@ def self_distillation_data(
         raise InputError(f"{out}: exists already; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: its folder does not exist")
-    place = options.device_named(device)
+    device = options.device_named(device)
 
     from ligermodels.data.corpus import PIECE
     from ligermodels.training import MedusaRecipe
@@ -110,12 +109,12 @@ def self_distillation_data(
     checkpoint = Base.of_checkpoint(folder)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
     recipe = MedusaRecipe(data=data, chat_template=chat_template, date=date, max_bad_lines=max_bad_lines)
-    # Of a long text each piece is continued: as long, by a rule of thumb, as what it becomes.
+    # Each piece of a long text is continued; it is about as long as its prompt and continuation.
     piece = min(PIECE, BYTES_PER_TOKEN * (prompt_tokens + max_new_tokens))
     documents = documents_of(recipe, checkpoint, say, piece=piece)
     content = content_of(recipe, checkpoint)
     source = SelfDistillation(
-        options.load(folder, dtype, place, attention),
+        options.load(folder, dtype, device, attention),
         documents,
         temperature=temperature,
         max_new_tokens=max_new_tokens,

@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True)
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder, or a hub id, in PEFT's format.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
 Base = Annotated[
-    str | None, typer.Option(help="The base model, a folder or a hub id.  [default: the one that is named there]")
+    str | None, typer.Option(help="The base model, a folder or a hub id.  [default: as in the adapter or the run]")
 ]
 
 
@@ -38,17 +38,19 @@ def to_hf(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="The folder of a run of `train --lora-rank`; or an adapter, which is written again."
+            metavar="RUN", help="The folder of a run of `train --lora-rank`; or an adapter, to write it again."
         ),
     ],
     out: Out,
-    step: Annotated[int | None, typer.Option(min=1, help="Of a run: its checkpoint.  [default: the newest]")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Step of the run's checkpoint.  [default: the newest]")
+    ] = None,
     base: Base = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write the adapter of a checkpoint of a run in PEFT's format, as the run itself does at its end.
+    """Write the adapter in a checkpoint of a run in PEFT's format, as the run does at its end.
 
-    The run may be going on, or have been stopped or killed. `train --keep-checkpoints` keeps more of them.
+    The run may still train, or have been stopped or killed. `train --keep-checkpoints` keeps more checkpoints.
     """
     from ligermodels.training.folder import has_checkpoints
 
@@ -73,11 +75,11 @@ def from_hf(
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Check that an adapter of PEFT's opens on its base model, and write it as ligermodels does, exactly.
+    """Check that an adapter in PEFT's format opens on its base model, and write it again with the same bits.
 
-    Every tensor must be an A or a B of a linear layer of the base model, in the rank that the config says; what is not
-    implemented is an error that names the field. No weights of the base model are read. The native format is PEFT's, so
-    that other commands take an adapter as it is.
+    Every tensor must be an A or a B of a linear layer of the base model, with the rank in the config; a field that is
+    not implemented is an error that names it. No weights of the base model are read. The native format is PEFT's, so
+    all commands open such an adapter without this.
     """
     _rewrite(adapter, out, base, dtype, overwrite)
 

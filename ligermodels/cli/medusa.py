@@ -13,7 +13,7 @@ from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAI
 
 
 class Commands(TyperGroup):
-    """Finds commands by their old names too."""
+    """Commands that are also found by their old names."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
         if name in COMMANDS:
@@ -45,11 +45,11 @@ def train(
     """Train heads on a frozen model or, in stage 2, together with it.
 
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are evaluated on the
-    validation split. A run that was killed, or stopped by SIGTERM or Ctrl-C (which finish the
-    step and save), continues with --resume; with more --steps it is extended.
+    validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. A run that was stopped or
+    killed continues with --resume; with more --steps it is extended.
     """
-    given: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
-    runs.train_heads(MedusaRecipe, "train_heads", base, recipe, settings, assignments, out, **given)
+    run: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
+    runs.train_heads(MedusaRecipe, "train_heads", base, recipe, settings, assignments, out, **run)
 
 
 app.command(name="recipe")(runs.show_recipe_of(MedusaRecipe))

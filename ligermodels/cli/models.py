@@ -1,4 +1,4 @@
-"""The model that a command is given: a checkpoint, with an adapter or without, or an adapter that names its base."""
+"""The model of a command: a checkpoint, with or without an adapter, or an adapter that names its base model."""
 
 from __future__ import annotations
 
@@ -26,32 +26,38 @@ Adapter = Annotated[str | None, typer.Option(help="A LoRA adapter in PEFT's form
 
 @dataclass(frozen=True)
 class Source:
-    """The `folder` of a checkpoint, and that of the LoRA `adapter` on it, if there is one."""
+    """The folder of a checkpoint, and the folder of a LoRA adapter on it, or None."""
 
     folder: Path
     adapter: Path | None = None
 
     @property
     def tokenizer(self) -> Path:
-        """The folder of the tokenizer: the adapter's, if it has one of its own."""
+        """The folder of the tokenizer: the adapter's folder if it contains a tokenizer."""
         own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
         return self.adapter if own and self.adapter is not None else self.folder
 
     @property
     def chat_template(self) -> Path | None:
-        """The file of the adapter's own chat template, None for that of the tokenizer's folder."""
+        """The chat template beside the adapter; None if there is none."""
         path = None if self.adapter is None else self.adapter / "chat_template.jinja"
         return path if path is not None and path.is_file() else None
 
     def load(
         self, dtype: options.Dtype | None, device: str, attention: str = "auto", quantize: options.Prepare = None
     ) -> CausalLM:
-        """The model, with the adapter as LoRA layers; it is exported with the adapter's tokenizer and chat template.
+        """Load the model, with the adapter as LoRA layers. Exports contain the adapter's tokenizer and chat template.
 
-        With `quantize`, of `options.quantizing`, an adapter is merged first, and the sum rounded.
+        Args:
+            dtype: dtype of the parameters; None for the dtype of the checkpoint.
+            device: device of the model.
+            attention: attention backend, or "auto".
+            quantize: rounds the weights, from `options.quantizing`. An adapter is merged first.
 
-        Raises as `from_pretrained` and `load_adapter`, and ConfigError for a tokenizer beside the adapter that has more
-        tokens than the model.
+        Raises:
+            ConfigError: the tokenizer beside the adapter has more tokens than the model; or the config, or the config
+                of the adapter, is wrong.
+            CheckpointError: the checkpoint or the adapter cannot be loaded.
         """
         if self.adapter is None:
             return options.load(self.folder, dtype, device, attention, quantize)
@@ -75,7 +81,7 @@ class Source:
 
 
 def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
-    """`model`, which goes out with the tokenizer and chat template beside the adapter, where there are any."""
+    """Add the tokenizer and chat template beside the adapter to the exports of `model`; returns `model`."""
     from ligermodels.adapt.adapter import TOKENIZER
 
     own = {name: path for name in TOKENIZER if (path := adapter / name).is_file()}
@@ -85,10 +91,10 @@ def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
 
 
 def find(path: str, adapter: str | None = None) -> Source:
-    """The checkpoint `path` with an `adapter`; or, where `path` is an adapter, the base model that it names with it.
+    """The checkpoint `path` with an `adapter`; if `path` is an adapter, its base model with this adapter.
 
-    Raises CheckpointError and HubError as `hub.resolve`; InputError for two adapters, for one that names no base model,
-    and for heads, which are no model.
+    Raises CheckpointError and HubError if a checkpoint cannot be found; InputError for two adapters, an adapter without
+    the name of a base model, and heads without a model.
     """
     from ligermodels.convert import hub
     from ligermodels.convert.config_json import read_json
@@ -102,10 +108,10 @@ def find(path: str, adapter: str | None = None) -> Source:
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
         if adapter is None and holds_adapter(folder):
             say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
-        found = None if adapter is None else adapter_folder(adapter)
-        if found is not None and not holds_adapter(found):
+        own = None if adapter is None else adapter_folder(adapter)
+        if own is not None and not holds_adapter(own):
             raise InputError(f"--adapter {adapter}: holds no adapter in PEFT's format (no adapter_config.json)")
-        return Source(folder, found)
+        return Source(folder, own)
     if adapter is not None:
         raise InputError(f"{path}: is an adapter itself; with --adapter, give their base model as PATH")
     base, revision = base_named(folder)
@@ -118,21 +124,24 @@ def find(path: str, adapter: str | None = None) -> Source:
 
 
 def base_named(adapter: Path) -> tuple[str, str | None]:
-    """The base model that the adapter in this folder names, and its revision; InputError when it names none."""
+    """The base model in the adapter's config, and its revision. Raises InputError if there is none."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import ADAPTER_CONFIG
 
     config = read_json(adapter / ADAPTER_CONFIG)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
-        raise InputError(f"{adapter}: an adapter that names no base model (base_model_name_or_path); give that too")
+        raise InputError(
+            f"{adapter}: an adapter that names no base model (base_model_name_or_path); give the base model too"
+        )
     return base, revision if isinstance(revision, str) else None
 
 
 def base_of_heads(path: str) -> str | None:
-    """The base model that the heads in `path` name, None where `path` holds something other than heads alone.
+    """The base model of the heads in `path`; None if `path` holds anything other than heads alone.
 
-    Raises InputError for heads that name none, and CheckpointError or HubError where it cannot be opened."""
+    Raises InputError if the heads do not name their base model, and CheckpointError or HubError if it cannot be opened.
+    """
     from ligermodels.convert import hub
     from ligermodels.convert.config_json import read_json
 
@@ -156,8 +165,9 @@ def base_of_heads(path: str) -> str | None:
 
 
 def locate(path: str, *, weights: bool = True) -> Path:
-    """The local folder of a checkpoint or an adapter; one on the hub is fetched first, a checkpoint with `weights` or
-    without. Raises CheckpointError and HubError as `hub.resolve`."""
+    """The local folder of a checkpoint or an adapter, fetched from the hub if necessary; `weights`: with its weights.
+
+    Raises CheckpointError if there is no such folder, and HubError if it cannot be fetched."""
     from ligermodels.convert import hub
 
     try:
@@ -170,7 +180,7 @@ def locate(path: str, *, weights: bool = True) -> Path:
 
 
 def adapter_folder(name: str) -> Path:
-    """The folder of an adapter; one on the hub is fetched first, with its tokenizer, if it has one."""
+    """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one."""
     from ligermodels.adapt.adapter import TOKENIZER
     from ligermodels.convert import hub
 
@@ -194,7 +204,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def holds_only_heads(folder: Path) -> bool:
-    """Whether it holds heads and not their base model, going by config.json and the names of the files."""
+    """Whether `folder` holds heads without their base model, by config.json and file names."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import SINGLE
     from ligermodels.models.extra_heads import MEDUSA_TYPE, MTP_TYPE
@@ -205,12 +215,12 @@ def holds_only_heads(folder: Path) -> bool:
     config = read_json(path) if path.is_file() else {}
     if "model_type" in config:
         return config["model_type"] in (MEDUSA_TYPE, MTP_TYPE)
-    says_so = any(set(profile.config) <= set(config) for profile in PROFILES.values())
-    return says_so or any((folder / file).is_file() for file in FILES if file != SINGLE)
+    is_profile = any(set(profile.config) <= set(config) for profile in PROFILES.values())
+    return is_profile or any((folder / file).is_file() for file in FILES if file != SINGLE)
 
 
 def holds_heads(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` holds Medusa heads beside the model (`full-hf`)."""
+    """Whether the checkpoint in `folder` contains the model and Medusa heads (`full-hf`)."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.models.extra_heads import without_heads
 

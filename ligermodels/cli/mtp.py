@@ -33,14 +33,14 @@ def train(
     overwrite: options.Overwrite = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Train a head of multi-token prediction on a frozen model: the model's own head further, or a new one.
+    """Train a head of multi-token prediction on a frozen model: the model's own head, or a new head.
 
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the head is evaluated on the
-    validation split. A run that was killed, or stopped by SIGTERM or Ctrl-C (which finish the
-    step and save), continues with --resume; with more --steps it is extended.
+    validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. A run that was stopped or
+    killed continues with --resume; with more --steps it is extended.
     """
-    given: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
-    runs.train_heads(MTPRecipe, "train_mtp", base, recipe, settings, assignments, out, **given)
+    run: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
+    runs.train_heads(MTPRecipe, "train_mtp", base, recipe, settings, assignments, out, **run)
 
 
 def export(
@@ -51,7 +51,7 @@ def export(
     max_shard_size: MaxShardSize = "5GB",
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write a checkpoint of the model with the head in it, which vLLM and SGLang decode with; or the head alone."""
+    """Write a checkpoint of the model with the head in it, for decoding in vLLM and SGLang; or the head alone."""
     from ligermodels.speculative.mtp import MTPModel
 
     options.require_free(out, overwrite)

@@ -29,11 +29,11 @@ Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint fo
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Dtype of the parameters.  [default: the checkpoint's]")
 ]
-Device = Annotated[str | None, typer.Option(help="Where to run.  [default: cuda if there is one, else cpu]")]
+Device = Annotated[str | None, typer.Option(help="Device to run on.  [default: cuda if there is a GPU, else cpu]")]
 Attention = Annotated[str, typer.Option(help="Attention backend.")]
 Quantize = Annotated[
     Quantized | None,
-    typer.Option("--quantize", help="Round the weights of the blocks' linear layers as they are loaded."),
+    typer.Option("--quantize", help="Round the weights of the blocks' linear layers while they are loaded."),
 ]
 QuantizeExclude = Annotated[
     list[str] | None,
@@ -41,43 +41,54 @@ QuantizeExclude = Annotated[
 ]
 QuantizeHead = Annotated[
     Quantized | None,
-    typer.Option(help="With --quantize, round the head too; one tied to the embedding becomes its own."),
+    typer.Option(
+        help="With --quantize: round the LM head too. A head that is tied to the embedding gets a weight of its own."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
 
 
 def device_named(name: str | None) -> str:
-    """`name`, checked; by default cuda if there is one, else cpu."""
+    """The device `name`; if it is None, cuda if there is a GPU, else cpu.
+
+    Raises typer.BadParameter for a name that is no device, BackendError for a CUDA device that is not there.
+    """
     import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(name).type
+        device_type = torch.device(name).type
     except RuntimeError:
         raise typer.BadParameter(f"{name!r} is not a torch device", param_hint="--device") from None
-    if kind == "meta":
-        raise typer.BadParameter("the meta device has no values, and computes nothing", param_hint="--device")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device_type == "meta":
+        raise typer.BadParameter("the meta device has no values and computes nothing", param_hint="--device")
+    if device_type == "cuda" and not torch.cuda.is_available():
         raise BackendError(f"device {name!r}: torch finds no CUDA device here")
     return name
 
 
 def folder_of(path: str) -> Path:
-    """The local folder of a checkpoint; one on the hub is fetched first."""
+    """The local folder of a checkpoint, fetched from the hub if necessary."""
     from ligermodels.convert import hub
 
     return hub.resolve(path)
 
 
 Prepare = Callable[["CausalLM"], object] | None
-"""What is done with a model before its weights are read: see `from_pretrained`."""
+"""Changes a model before its weights are loaded: see `from_pretrained`."""
 
 
-def quantizing(kind: Quantized | None, exclude: Sequence[str] | None, head: Quantized | None) -> Prepare:
-    """`lm.quantize` with these options; None without a kind."""
-    if kind is None:
+def quantizing(weights: Quantized | None, exclude: Sequence[str] | None, head: Quantized | None) -> Prepare:
+    """A function that rounds the weights of a model (`lm.quantize`); None if `weights` is None.
+
+    Args:
+        weights: format of the weights of the blocks' linear layers.
+        exclude: patterns of layers that are not rounded.
+        head: format of the LM head; None: it is not rounded.
+    """
+    if weights is None:
         for name, value in (("--quantize-exclude", exclude), ("--quantize-head", head)):
             if value:
                 raise typer.BadParameter("is for --quantize", param_hint=name)
@@ -87,7 +98,7 @@ def quantizing(kind: Quantized | None, exclude: Sequence[str] | None, head: Quan
         from ligermodels.adapt.quantize import quantize
 
         with arguments_named(exclude="--quantize-exclude", head="--quantize-head"):
-            return quantize(model, kind, exclude=exclude or (), head=head)
+            return quantize(model, weights, exclude=exclude or (), head=head)
 
     return quantized
 
@@ -95,25 +106,35 @@ def quantizing(kind: Quantized | None, exclude: Sequence[str] | None, head: Quan
 def load(
     path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto", prepare: Prepare = None
 ) -> CausalLM:
-    """`from_pretrained`, with a progress bar."""
+    """Load a model with a progress bar.
+
+    Args:
+        path: checkpoint folder or hub id.
+        dtype: dtype of the parameters; None for the dtype of the checkpoint.
+        device: device of the model.
+        attention: attention backend, or "auto".
+        prepare: changes the model before its weights are loaded.
+    """
     import torch
 
     from ligermodels.pretrained import from_pretrained
 
-    kind = None if dtype is None else getattr(torch, dtype)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     with progress(f"loading {path}", in_bytes=True) as update:
-        return from_pretrained(path, dtype=kind, device=device, attention=attention, progress=update, prepare=prepare)
+        return from_pretrained(
+            path, dtype=torch_dtype, device=device, attention=attention, progress=update, prepare=prepare
+        )
 
 
 def require_heads(heads: str) -> None:
-    """Raises CheckpointError and HubError now for heads that are not there: before their base model is loaded."""
+    """Raise CheckpointError or HubError if there are no such heads, before their base model is loaded."""
     from ligermodels.convert import hub
 
     hub.resolve(heads, weights=False)
 
 
 def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
-    """Medusa or MTP heads for `base`, from a folder or the hub, with a progress bar."""
+    """Load Medusa or MTP heads for `base`, from a folder or the hub, with a progress bar."""
     from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:
@@ -121,7 +142,13 @@ def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
 
 
 def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:
-    """Raises CheckpointError now when `folder` could not be written later. `is_run`: it holds a run's checkpoints."""
+    """Raise CheckpointError if the command could not write to `folder` at its end.
+
+    Args:
+        folder: the output folder.
+        overwrite: whether its content may be replaced.
+        is_run: whether it holds checkpoints of a run.
+    """
     if is_run and not overwrite:
         raise CheckpointError(
             f"{folder}: holds checkpoints of a run; --resume continues from the newest, --overwrite starts over"
@@ -133,7 +160,12 @@ def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None
 
 
 def renaming(flags: Mapping[str, str], values: Mapping[tuple[str, str], str] | None = None) -> type[TyperCommand]:
-    """A command that takes the old names of `flags`, and of `values` of flags, with a DeprecationWarning."""
+    """A class of commands that accept old names of flags, and old values of flags, with a DeprecationWarning.
+
+    Args:
+        flags: old flag -> new flag.
+        values: (new flag, old value) -> new value.
+    """
 
     def current(args: Sequence[str]) -> Iterator[str]:
         name = ""
@@ -156,10 +188,10 @@ SHORT = {"learning_rate": ["--lr"]}
 
 
 def with_recipe_flags(recipe: type[TrainingRecipe]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of commands: a flag for each setting of a `recipe`, and of its sections, that is not a parameter of
-    its own.
+    """A decorator that adds a flag to a command for each setting of a recipe and of its sections.
 
-    Those that are given are passed as `settings`, by name.
+    A parameter of the command takes the place of a flag with the same name. The command gets the flags on the command
+    line as `settings`, by name.
     """
     return lambda command: _with_flags(command, recipe)
 
@@ -171,19 +203,19 @@ def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> C
     flags, sections = [], dict[str, str]()
     for name, field in recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for inner, each in field.annotation.model_fields.items():
+            for inner, inner_field in field.annotation.model_fields.items():
                 if inner not in names:
-                    flags.append(_flag(inner, each))
+                    flags.append(_flag(inner, inner_field))
                     sections[inner] = name
         elif name not in {p.name for p in own}:
             flags.append(_flag(name, field))
 
-    def wrapped(**given: Any) -> None:
+    def wrapped(**arguments: Any) -> None:
         settings: dict[str, Any] = {}
-        for name in (each.name for each in flags):
-            if (value := given.pop(name)) not in (None, []):
+        for name in (parameter.name for parameter in flags):
+            if (value := arguments.pop(name)) not in (None, []):
                 (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
-        command(**given, settings=settings)
+        command(**arguments, settings=settings)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]

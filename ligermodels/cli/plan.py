@@ -1,4 +1,4 @@
-"""`ligermodels plan`: how a model is best spread over GPUs for training, and whether it fits at all."""
+"""`ligermodels plan`: the fastest ways to shard the training of a model over GPUs, and whether it fits at all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def plan(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A config.json, its folder, or a hub id; no weights are read.")
     ],
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")],
-    memory: Annotated[str, typer.Option(help="Memory of each, such as 80GB or 141GB.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")],
+    memory: Annotated[str, typer.Option(help="Memory of each GPU, such as 80GB or 141GB.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step, over all GPUs.")],
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA of this rank.")] = None,
@@ -29,10 +29,10 @@ def plan(
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Show which plans of training fit GPUs, the fastest first, with the memory that each takes.
+    """Show the training plans that fit the GPUs, the fastest first, with their memory.
 
-    Memory is that of the step itself, followed on the meta device, with experts that get a quarter more tokens than
-    their share. Times are arithmetic for H200s, in bfloat16 whatever the dtype.
+    The memory is computed by running the step on the meta device; experts get a quarter more tokens than their share.
+    Times are estimated for H200s, in bfloat16 for any dtype.
     """
     size = memory_size(memory)
     if gpus > gpus_per_host and gpus % gpus_per_host:
@@ -49,28 +49,33 @@ def plan(
         with arguments_named(r="--lora-rank"):
             add_lora(model, lora_rank)
     hardware = Hardware(gpus_per_host=gpus_per_host)
-    found = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
-    rows = [_facts(each, tokens, seq_len) for each in found]
+    plans = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
+    rows = [_facts(plan, tokens, seq_len) for plan in plans]
     if as_json:
         print_json(rows)
         return
-    best = rows[0]
+    fastest = rows[0]
     degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
     columns = (*degrees, "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
-    show_table(columns, [_row(each, degrees) for each in rows], numbers=range(len(columns)))
-    flags = f"--activation-checkpointing {best['activation_checkpointing']} --batch-tokens {tokens} --seq-len {seq_len}"
-    flags += f" --micro-batch-tokens {best['micro_batch_tokens']}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
-    launcher = "ligermodels"
-    if gpus > 1:
-        flags += "".join(f" --{name} {best[name]}" for name in DEGREES if name in DEGREES[:2] or best[name] > 1)
-        hosts = -(-gpus // gpus_per_host)
-        nodes = f"--nnodes {hosts} " if hosts > 1 else ""
-        launcher = f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels"
-    say(f"fastest by the arithmetic: {launcher} train {checkpoint} {flags}")
-    if best["expert"] > 1:
-        model.activation_checkpointing = best["activation_checkpointing"]
-        worst = worst_memory(model, found[0], seq_len, optimizer=optimizer)
+    show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
+    flags = f"--batch-tokens {tokens} --seq-len {seq_len}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
+    say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
+    if fastest["expert"] > 1:
+        model.activation_checkpointing = fastest["activation_checkpointing"]
+        worst = worst_memory(model, plans[0], seq_len, optimizer=optimizer)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
+
+
+def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_per_host: int) -> str:
+    """The command that trains by a plan."""
+    flags = f"--activation-checkpointing {plan['activation_checkpointing']} {flags}"
+    flags += f" --micro-batch-tokens {plan['micro_batch_tokens']}"
+    if gpus == 1:
+        return f"ligermodels train {checkpoint} {flags}"
+    flags += "".join(f" --{name} {plan[name]}" for name in DEGREES if name in DEGREES[:2] or plan[name] > 1)
+    hosts = -(-gpus // gpus_per_host)
+    nodes = f"--nnodes {hosts} " if hosts > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels train {checkpoint} {flags}"
 
 
 def memory_size(text: str) -> int:
@@ -81,12 +86,12 @@ def memory_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 
-def _facts(found: Any, tokens: int, seq_len: int) -> dict[str, Any]:
-    memory, cost = found.memory, found.cost
+def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:
+    memory, cost = plan.memory, plan.cost
     return {
-        **{name: getattr(found.degrees, name) for name in DEGREES},
-        "activation_checkpointing": found.activation_checkpointing,
-        "micro_batch_tokens": found.micro_batch * seq_len,
+        **{name: getattr(plan.degrees, name) for name in DEGREES},
+        "activation_checkpointing": plan.activation_checkpointing,
+        "micro_batch_tokens": plan.micro_batch * seq_len,
         "memory_bytes": memory.total,
         "weights_bytes": memory.weights,
         "optimizer_bytes": memory.optimizer_states,

@@ -17,7 +17,7 @@ RATES = {
 
 
 def require_plotting(path: Path) -> None:
-    """Raises BackendError without matplotlib, InputError when `path` cannot be written or is not a .png."""
+    """Raise BackendError without matplotlib, InputError if `path` cannot be written or is not a .png."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendError("a plot needs matplotlib: pip install 'ligermodels[plot]'")
     if path.suffix.lower() != ".png":
@@ -26,15 +26,15 @@ def require_plotting(path: Path) -> None:
         raise InputError(f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
 
 
-def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
-    """Plot what `medusa eval --json` prints: top-k accuracy of each head, and tokens per step. Written atomically."""
+def plot_scores(path: Path, scores: Mapping[str, Any]) -> None:
+    """Plot results of `medusa eval --json`: top-k accuracy of each head, and tokens per step. Written atomically."""
     from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
     for key, style in (("own_accuracies", "-"), ("accuracies", "--")):
-        table = found.get(key, {})
-        for head in range(len(found["losses"])):
+        table = scores.get(key, {})
+        for head in range(len(scores["losses"])):
             curves.plot(
                 list(table),
                 [row[head] for row in table.values()],
@@ -43,22 +43,22 @@ def plot_scores(path: Path, found: Mapping[str, Any]) -> None:
                 marker=".",
                 markersize=5,
             )
-    for head in range(len(found["losses"])):
+    for head in range(len(scores["losses"])):
         curves.plot([], [], color=f"C{head % 10}", label=f"head {head}, t+{head + 2}")
     for style, text in (("-", "the model's own text"), ("--", "given text")):
         curves.plot([], [], style, color="grey", label=text)
-    curves.set(xlabel="k", ylabel="top-k accuracy", ylim=(0, 1), xticks=list(found["accuracies"]))
+    curves.set(xlabel="k", ylabel="top-k accuracy", ylim=(0, 1), xticks=list(scores["accuracies"]))
     curves.grid(alpha=0.3)
     curves.legend(fontsize="small")
 
-    rates = {**found, **found.get("generation", {})}
+    rates = {**scores, **scores.get("generation", {})}
     shown = {label: rates[key] for key, label in RATES.items() if key in rates}
     drawn = bars.bar(list(shown), list(shown.values()), color="C0")
     bars.bar_label(drawn, fmt="%.2f")
     bars.axhline(1, color="grey", linestyle=":", label="plain decoding")
     bars.margins(y=0.25)
-    title = f"tokens per step, tree of {len(found['tree'])} nodes"
-    if "generation" in found:
+    title = f"tokens per step, tree of {len(scores['tree'])} nodes"
+    if "generation" in scores:
         title += f"\n{rates['speed_up']:.2f} times as fast as plain decoding"
     bars.set_title(title, fontsize="medium")
     bars.legend(fontsize="small", loc="upper right")

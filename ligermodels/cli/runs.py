@@ -1,4 +1,4 @@
-"""What the commands that train share: their options, the recipe, the folder, and how a run ends."""
+"""Shared parts of the commands that train: options, recipe, output folder, and the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting, its value as in a recipe. May be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting, with its value as in a recipe. May be repeated."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")]
 Resume = Annotated[
@@ -31,23 +31,32 @@ Resume = Annotated[
 ]
 
 STOPPED, INTERRUPTED = 128 + 15, 128 + 2
-"""Exit codes of a run that SIGTERM stopped, or Ctrl-C."""
+"""Exit codes of a run that SIGTERM or Ctrl-C stopped."""
 
 
 def recipe_of(
-    kind: type[R], file: str | None, base: str | None, settings: Mapping[str, Any], assignments: Sequence[str]
+    recipe_class: type[R], file: str | None, base: str | None, settings: Mapping[str, Any], assignments: Sequence[str]
 ) -> R:
-    """The recipe in `file`, by default that of the defaults, with `settings`, then `assignments`, of the command line.
+    """The recipe of a command.
 
-    Raises ConfigError as `TrainingRecipe.read`, `changed` and `changed_by`.
+    Args:
+        recipe_class: class of the recipe.
+        file: a YAML file or the name of a shipped recipe; None for the defaults.
+        base: the base model; None for the base in the recipe.
+        settings: settings from flags.
+        assignments: settings from --set, as KEY=VALUE; they take precedence over flags.
+
+    Raises:
+        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong.
     """
-    found = (kind.read(file) if file else kind()).changed(settings, "the command line")
-    found = found.changed_by(assignments, "--set")
-    return found.changed({"base": base}) if base else found
+    recipe = (recipe_class.read(file) if file else recipe_class()).changed(settings, "the command line")
+    recipe = recipe.changed_by(assignments, "--set")
+    return recipe.changed({"base": base}) if base else recipe
 
 
 def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> Path:
-    """`out`; typer.BadParameter where the recipe lacks a base or data, or there is no output folder."""
+    """Returns `out`. Raises typer.BadParameter if the recipe has no base (argument `base_name`) or no data, or `out` is
+    None."""
     if not recipe.base:
         raise typer.BadParameter("give it, or a recipe that names it", param_hint=base_name)
     if not recipe.data:
@@ -58,8 +67,15 @@ def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> P
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises CheckpointError when `out` could not be written at the end, or holds nothing to resume. Of torchrun's
-    processes the first one finds out: its failure ends the others."""
+    """Raise CheckpointError if the run could not write to `out`, or not resume there.
+
+    Under torchrun only the first process checks this; its failure ends the others.
+
+    Args:
+        out: the output folder.
+        resume: whether the run resumes.
+        overwrite: whether the content of the folder may be replaced.
+    """
     if not is_first_rank():
         return
     from ligermodels.training.folder import has_checkpoints, require_resumable
@@ -71,7 +87,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def train_heads(
-    kind: type[R],
+    recipe_class: type[R],
     train: str,
     base: str | None,
     recipe: str | None,
@@ -84,11 +100,24 @@ def train_heads(
     device: str | None,
     attention: str,
 ) -> None:
-    """What the commands that train heads do: a run by the function `train` of `ligermodels.training`, by its name, and
-    the scores at its end."""
-    chosen = recipe_of(kind, recipe, base, settings or {}, assignments or [])
+    """Train heads and print their scores.
+
+    Args:
+        recipe_class: class of the recipe.
+        train: name of the function in `ligermodels.training` that trains.
+        base: the base model; None for the base in the recipe.
+        recipe: a YAML file or the name of a shipped recipe; None for the defaults.
+        settings: settings from flags.
+        assignments: settings from --set, as KEY=VALUE.
+        out: the output folder.
+        resume: continue from the newest checkpoint in `out`.
+        overwrite: replace the content of `out`.
+        device: device of the model; None for a GPU if there is one.
+        attention: attention backend, or "auto".
+    """
+    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [])
     out = require_given(chosen, out, "BASE")
-    place = options.device_named(device)
+    device = options.device_named(device)
     require_usable(out, resume=resume, overwrite=overwrite)
     start: str | None = chosen.settings().get("start_from")
     if start is not None and not resume:
@@ -99,17 +128,17 @@ def train_heads(
 
     run = getattr(training, train)
     with resumable(out):
-        outcome = run(chosen, out, device=place, attention=attention, resume=resume, console=console())
+        outcome = run(chosen, out, device=device, attention=attention, resume=resume, console=console())
     show_end(outcome, out)
-    if (found := outcome.evaluation) is not None:
-        show_scores(found.scores)
-        if (kl := found.kl) is not None:
+    if (evaluation := outcome.evaluation) is not None:
+        show_scores(evaluation.scores)
+        if (kl := evaluation.kl) is not None:
             say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
 
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """Ctrl-C ends a run with what `--resume` can do then, and INTERRUPTED."""
+    """Turn Ctrl-C into a message about --resume and the exit code INTERRUPTED."""
     from ligermodels.training.folder import has_checkpoints
 
     try:
@@ -122,15 +151,14 @@ def resumable(out: Path) -> Iterator[None]:
 
 
 def console() -> Console:
-    """A run's messages and progress, on standard error; of torchrun's processes the first one reports."""
+    """Messages and progress on standard error; under torchrun only of the first process."""
     from ligermodels.training import Console
 
     return Console(say, progress) if is_first_rank() else Console()
 
 
 def show_end(outcome: Outcome, out: Path) -> None:
-    """Say where the result is. Exits with STOPPED for a run that has not finished, and ends other ranks than the
-    first."""
+    """Print where the result is. Exits with STOPPED if the run has not finished; all ranks but the first exit too."""
     if is_first_rank():
         stopped = f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues"
         say(f"wrote {out}" if outcome.finished else stopped)
@@ -140,14 +168,15 @@ def show_end(outcome: Outcome, out: Path) -> None:
         raise typer.Exit
 
 
-def show_recipe_of(kind: type[TrainingRecipe]) -> Callable[[str | None], None]:
-    """A command that prints shipped recipes of this kind."""
+def show_recipe_of(recipe_class: type[TrainingRecipe]) -> Callable[[str | None], None]:
+    """A command that prints shipped recipes."""
+    kind = recipe_class.kind
 
     def show_recipe(
         name: Annotated[str | None, typer.Argument(metavar="NAME", help="A shipped recipe.")] = None,
     ) -> None:
-        typer.echo(recipe_text(name, kind.kind) if name else "\n".join(shipped_recipes(kind.kind)), nl=name is None)
+        typer.echo(recipe_text(name, kind) if name else "\n".join(shipped_recipes(kind)), nl=name is None)
 
-    command = {"medusa": "medusa train", "mtp": "mtp train"}.get(kind.kind, kind.kind)
+    command = {"medusa": "medusa train", "mtp": "mtp train"}.get(kind, kind)
     show_recipe.__doc__ = f"Print a shipped recipe for `{command}`, as a starting point; without a name, list them."
     return show_recipe

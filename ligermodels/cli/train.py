@@ -35,19 +35,20 @@ def train(
 ) -> None:
     """Train a whole language model on texts, or on the assistant's turns of chats.
 
-    --set takes precedence over flags, these over the recipe, and the recipe over the defaults. At the end the model is
-    evaluated on the validation split and written as a Hugging Face checkpoint. A run that was killed, or stopped by
-    SIGTERM or Ctrl-C (which finish the step and save), continues with --resume; with more --steps it is extended.
+    --set takes precedence over flags, flags over the recipe, and the recipe over the defaults. At the end the model is
+    evaluated on the validation split and written as a Hugging Face checkpoint. On SIGTERM and Ctrl-C the run finishes
+    the step and saves a checkpoint. A run that was stopped or killed continues with --resume; with more --steps it is
+    extended.
     """
     chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [])
     out = runs.require_given(chosen, out, "MODEL")
-    place = options.device_named(device)
+    device = options.device_named(device)
     runs.require_usable(out, resume=resume, overwrite=overwrite)
 
     from ligermodels.training import fine_tune
 
     with runs.resumable(out):
-        outcome = fine_tune(chosen, out, device=place, attention=attention, resume=resume, console=runs.console())
+        outcome = fine_tune(chosen, out, device=device, attention=attention, resume=resume, console=runs.console())
     runs.show_end(outcome, out)
-    if (found := outcome.evaluation) is not None:
-        say(f"validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
+    if (evaluation := outcome.evaluation) is not None:
+        say(f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}")

@@ -1,19 +1,16 @@
-"""The whole workflow at a small size: a Llama trained from scratch, Medusa heads on it, decoding, and exports."""
+"""The whole workflow at a small size: a Llama from scratch, Medusa heads on it, decoding, exports, and chats."""
 
-from ligermodels.demo.corpus import END, python_sources, train_tokenizer
-from ligermodels.demo.gpu import GpuDemoSettings, run_gpu_demo
-from ligermodels.demo.job import DemoSettings, follower_baseline, frequency_baseline, run_demo
-from ligermodels.demo.steps import llama_config
+from ligermodels.demo.corpus import END, installed_sources, python_sources, train_tokenizer
+from ligermodels.demo.settings import DemoSettings, GpuDemoSettings, llama_config
+from ligermodels.demo.workflow import run_demo
 
 __all__ = [
     "END",
     "DemoSettings",
     "GpuDemoSettings",
-    "follower_baseline",
-    "frequency_baseline",
+    "installed_sources",
     "llama_config",
     "python_sources",
     "run_demo",
-    "run_gpu_demo",
     "train_tokenizer",
 ]

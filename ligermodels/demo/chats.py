@@ -1,83 +1,61 @@
-"""Fine-tuning on chats by the command line, of the whole model and by LoRA: what Python's built-in names are for."""
+"""Chats about Python's built-in names, and the answers of a model that was trained on them."""
 
 from __future__ import annotations
 
 import builtins
 import inspect
-import io
 import json
 import re
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Mapping
 from pathlib import Path
 
-from ligermodels.console import say
-from ligermodels.errors import LigerModelsError
-from ligermodels.training.folder import METRICS
+from ligermodels.data.chat import ChatTemplate
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.generation.generate import as_eos_ids, until_eos
+from ligermodels.models.causal_lm import CausalLM
 
 QUESTIONS = ("What is {}?", "Describe {}.", "Tell me about {}.")
 ASKED = 8
-"""Names that `chat` is asked about."""
+"""Number of names that the model is asked about."""
 
 
 def descriptions() -> dict[str, str]:
-    """Built-in name -> the first sentence of its documentation, of those that no other name has."""
-    found: dict[str, str] = {}
+    """Built-in name -> the first sentence of its documentation, where no other name has the same sentence."""
+    sentences: dict[str, str] = {}
     for name, value in sorted(vars(builtins).items()):
         text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
         sentence = re.match(r"[\x20-\x7e]{10,80}?\.(?=\s|$)", text)
-        if callable(value) and not name.startswith("_") and sentence and sentence[0] not in found.values():
-            found[name] = sentence[0]
-    return found
+        if callable(value) and not name.startswith("_") and sentence and sentence[0] not in sentences.values():
+            sentences[name] = sentence[0]
+    return sentences
 
 
-def write_chats(path: Path, known: Mapping[str, str]) -> None:
-    """A chat for each way to ask for each name, as lines of JSON."""
+def write_chats(path: Path, sentences: Mapping[str, str]) -> None:
+    """Write a .jsonl file with a chat for each question about each name."""
     chats = (
         [{"role": "user", "content": question.format(name)}, {"role": "assistant", "content": answer}]
-        for name, answer in known.items()
+        for name, answer in sentences.items()
         for question in QUESTIONS
     )
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
 
 
-def fine_tune(model: Path, data: Path, out: Path, flags: Sequence[object]) -> dict[str, float]:
-    """`ligermodels train` of a checkpoint: the loss of its first step, and that on the validation split at the end,
-    whose questions are other ones than those of the training split."""
-    sizes = ("--seq-len", 128, "--batch-tokens", 1024, "--validation-fraction", 0.2, "--report-every", 20)
-    run("train", model, "--data", data, "--out", out, *flags, *sizes, "--overwrite")
-    lines = [json.loads(line) for line in (out / METRICS).read_text(encoding="utf-8").splitlines()]
-    first, last = (
-        next(line[key] for line in each if key in line)
-        for key, each in (("loss", lines), ("validation_loss", reversed(lines)))
-    )
-    return {"first_loss": first, "loss": last}
+def right_answers(model: CausalLM, tokenizer: Tokenizer, template: ChatTemplate, sentences: Mapping[str, str]) -> int:
+    """The number of questions, of ASKED, that a model answers word for word.
 
-
-def right_answers(path: Path, known: Mapping[str, str]) -> int:
-    """How many of ASKED questions, each in a new conversation, `ligermodels chat` answers word for word."""
-    names = list(known)[:: max(1, len(known) // ASKED)][:ASKED]
-    turns = "/reset\n".join(QUESTIONS[0].format(name) + "\n" for name in names)
-    answers = run("chat", path, "--max-new-tokens", 48, "--greedy", input=turns).splitlines()
-    say(f"  > {QUESTIONS[0].format(names[-1])}\n  {answers[-1] if answers else ''}")
-    return sum(answer == known[name] for name, answer in zip(names, answers, strict=False))
-
-
-def run(*arguments: object, input: str = "") -> str:
-    """Standard output of a `ligermodels` command on the CPU, in this process; LigerModelsError when it fails."""
-    from ligermodels.cli import app
-
-    words = [*map(str, arguments), "--device", "cpu"]
-    say(f"  $ ligermodels {shlex.join(words)}")
-    output, stdin = io.StringIO(), sys.stdin
-    try:
-        sys.stdin = io.StringIO(input)
-        with redirect_stdout(output):
-            code = app(words, standalone_mode=False)
-    finally:
-        sys.stdin = stdin
-    if code:
-        raise LigerModelsError(f"`ligermodels {words[0]}` failed with exit code {code}")
-    return output.getvalue()
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        template: its chat template.
+        sentences: name -> right answer.
+    """
+    names = list(sentences)[:: max(1, len(sentences) // ASKED)][:ASKED]
+    questions = [[{"role": "user", "content": QUESTIONS[0].format(name)}] for name in names]
+    prompts = [
+        tokenizer.encode_with_offsets(template.render(question, add_generation_prompt=True))[0]
+        for question in questions
+    ]
+    ends = as_eos_ids(model.generation_defaults().get("eos_token_id"))
+    rows = model.generate(prompts, 48, do_sample=False)[:, max(map(len, prompts)) :].tolist()
+    answers = [tokenizer.decode(until_eos(row, ends)).strip() for row in rows]
+    return sum(answer == sentences[name] for name, answer in zip(names, answers, strict=True))

@@ -1,11 +1,11 @@
-"""Data of the demo, present on every machine: Python's own sources, and a tokenizer trained on them."""
+"""Data of the demo: Python's own sources, which every machine has, and a tokenizer trained on them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +14,8 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import InputError
 
 END = "<|endoftext|>"
+TOKENIZER_BYTES = 10_000_000
+"""Number of characters that the tokenizer of the demo is trained on, at most."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:\n{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -35,9 +37,9 @@ def python_sources(limit: int) -> list[Path]:
 
 
 def installed_sources(limit: int) -> list[Path]:
-    """The modules of Python's standard library and of the packages installed beside it, up to `limit` bytes in all:
-    files of 1 KB to 500 KB, in an order that mixes the packages. Of equal files, which packages that bring others along
-    have, there is one: else what is held out would be in the training data too."""
+    """The modules of Python's standard library and of installed packages, up to `limit` bytes in all: files of 1 KB to
+    500 KB, in an order that mixes the packages. Of equal files (packages have copies of others) only the first is
+    taken, so that no file of the validation split is in the training data too."""
     folders = dict.fromkeys(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib"))
     sizes = {path.resolve(): path.stat().st_size for folder in folders for path in folder.rglob("*.py")}
     usable = [path for path, size in sizes.items() if 1e3 <= size <= 5e5]
@@ -53,7 +55,13 @@ def installed_sources(limit: int) -> list[Path]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train a byte-level BPE on `texts` and save it to `folder`, for `Tokenizer` and transformers' AutoTokenizer."""
+    """Train a byte-level BPE and save it to `folder`, for `Tokenizer` and transformers' AutoTokenizer.
+
+    Args:
+        texts: the texts.
+        vocab_size: number of tokens.
+        folder: the folder to write to; it is made if it does not exist.
+    """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -72,3 +80,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Toke
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return Tokenizer(folder)
+
+
+def write_pieces(path: Path, texts: Iterable[str], piece: int) -> None:
+    """Write texts to the .jsonl file `path`, cut into pieces of `piece` characters."""
+    pieces = (text[start : start + piece] for text in texts for start in range(0, len(text), piece))
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in pieces), encoding="utf-8")
+
+
+def equally_spaced(documents: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens, spread evenly over documents (token ids)."""
+    starts = [(ids, start) for ids in documents for start in range(len(ids) - length)]
+    distance = max(1, len(starts) // count)
+    return [list(ids[start : start + length]) for ids, start in starts[::distance][:count]]
+
+
+def first_texts(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first texts, up to `limit` characters in all."""
+    for text in texts:
+        limit -= len(text)
+        if limit < 0:
+            return
+        yield text

@@ -5,37 +5,43 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.training.callback import Callback
     from ligermodels.training.clipping import clip_gradients
+    from ligermodels.training.console import Console, Outcome
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
     from ligermodels.training.job import Job
-    from ligermodels.training.loop import StepMetrics, train
+    from ligermodels.training.loop import train
     from ligermodels.training.medusa import train_heads
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
     from ligermodels.training.optimizer import adamw, warmup_cosine
     from ligermodels.training.recipe import TrainingRecipe
-    from ligermodels.training.run import Console, Outcome, run_job
+    from ligermodels.training.reports import OutputMetrics, StepMetrics
+    from ligermodels.training.run import run_job
 
 # Reading a recipe, and `--help`, must not import torch.
 _get, __dir__ = lazy_names(
     __name__,
     {
+        "callback": ("Callback",),
         "clipping": ("clip_gradients",),
+        "console": ("Console", "Outcome"),
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
         "job": ("Job",),
-        "loop": ("StepMetrics", "train"),
+        "loop": ("train",),
         "medusa": ("train_heads",),
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
         "optimizer": ("adamw", "warmup_cosine"),
         "recipe": ("TrainingRecipe",),
-        "run": ("Console", "Outcome", "run_job"),
+        "reports": ("OutputMetrics", "StepMetrics"),
+        "run": ("run_job",),
     },
 )
 
@@ -51,6 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Callback",
     "Console",
     "FineTuningRecipe",
     "FusedAdamW",
@@ -58,6 +65,7 @@ __all__ = [
     "MTPRecipe",
     "MedusaRecipe",
     "Outcome",
+    "OutputMetrics",
     "StepMetrics",
     "TrainingRecipe",
     "adamw",

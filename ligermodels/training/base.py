@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint or, for training from random weights, a config; and a tokenizer."""
+"""The base of a run: a checkpoint, or a config for training from random weights; and a tokenizer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""A folder with one of these is a checkpoint, even if an unusable one: it is never trained from random weights."""
+"""A folder with such a file is a checkpoint, even if it cannot be used: it is never trained from random weights."""
 CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Base:
-    """`config`, the path of the config.json; `tokenizer`, the folder of the tokenizer; `weights`, that of the weights,
-    None for a config without."""
+    """The files of a base model.
+
+    config: path of the config.json.
+    tokenizer: folder of the tokenizer.
+    weights: folder of the weights; None for a config without weights.
+    """
 
     config: Path
     tokenizer: Path
@@ -40,31 +44,34 @@ class Base:
 
     @classmethod
     def of_checkpoint(cls, folder: Path, tokenizer: str | None = None) -> Base:
-        """The checkpoint in a local `folder`, or with the `tokenizer` of another one, a folder or a hub id.
-        ConfigError for heads, or an adapter, without a model."""
+        """The checkpoint in a local `folder`; `tokenizer` is the folder or hub id of another tokenizer.
+
+        Raises ConfigError if the folder holds heads or an adapter without a model."""
         require_model(read_json(folder / "config.json"))
         return cls(folder / "config.json", _tokenizer_folder(tokenizer, folder), folder)
 
     @classmethod
     def find(cls, recipe: TrainingRecipe) -> Base:
-        """The base of a recipe, fetched from the hub if need be.
+        """The base of a recipe, fetched from the hub if necessary.
 
-        Raises CheckpointError and HubError as `hub.resolve`, and ConfigError for a config that cannot be read or has no
-        tokenizer beside it, nor another one.
+        Raises:
+            CheckpointError: there is no such folder, or it holds no checkpoint.
+            HubError: the checkpoint cannot be fetched from the hub.
+            ConfigError: the config cannot be read, or there is no tokenizer beside it or in `recipe.tokenizer`.
         """
         path = Path(str(recipe.base)).expanduser()
         if not (recipe.trains_configs and _is_config(path)):
             return cls.of_checkpoint(hub.resolve(str(recipe.base)), recipe.tokenizer)
         folder = path if path.is_dir() else path.parent
         config = path / "config.json" if path.is_dir() else path
-        read_json(config)  # errors of it come first
-        found = cls(config, _tokenizer_folder(recipe.tokenizer, folder), None)
-        if not (found.tokenizer / "tokenizer.json").is_file():
+        read_json(config)  # an unreadable config is reported first
+        base = cls(config, _tokenizer_folder(recipe.tokenizer, folder), None)
+        if not (base.tokenizer / "tokenizer.json").is_file():
             raise ConfigError(
-                f"tokenizer: there is no tokenizer.json in {found.tokenizer}; give the folder, or the hub id, of a "
+                f"tokenizer: there is no tokenizer.json in {base.tokenizer}; give the folder, or the hub id, of a "
                 "checkpoint that has one"
             )
-        return found
+        return base
 
     def fingerprints(self) -> list[Fingerprint]:
         """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""
@@ -80,10 +87,19 @@ class Base:
         prepare: Callable[[CausalLM], object] | None = None,
         plan: ParallelPlan | None = None,
     ) -> CausalLM:
-        """The model, in the recipe's dtype; random weights are decided by its seed. It is exported with the recipe's
-        tokenizer and chat template. `prepare` and `plan` as of `from_pretrained`.
+        """Load the model, or make it with random weights from the recipe's seed.
 
-        Raises as `from_pretrained` and `from_config`, and ConfigError for a tokenizer with more tokens than the config.
+        Args:
+            recipe: the settings: dtype, seed, tokenizer and chat template. Exports of the model contain the last two.
+            device: device of the model.
+            attention: attention backend, or "auto".
+            progress: called with the bytes loaded and the bytes in all.
+            prepare: changes the model while it is on the meta device, before its weights are loaded.
+            plan: how the model is sharded over the ranks; None for one process.
+
+        Raises:
+            ConfigError: the tokenizer has more tokens than the config; or an error of `from_config`.
+            CheckpointError: an error of `from_pretrained`.
         """
         dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
         options: dict[str, Any] = {
@@ -119,7 +135,7 @@ class Base:
 def _is_config(path: Path) -> bool:
     """Whether this is a config file, or a folder with a config.json and no weights in any format."""
     if path.is_dir():
-        return (path / "config.json").is_file() and not any(found for each in WEIGHTS for found in path.glob(each))
+        return (path / "config.json").is_file() and not any(file for pattern in WEIGHTS for file in path.glob(pattern))
     return path.suffix == ".json" or path.is_file()
 
 

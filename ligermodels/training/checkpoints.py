@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written atomically in another thread; the newest are kept."""
+"""Checkpoints of a run, written atomically in another thread. The newest checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from ligermodels.layers.sharding import reshard
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
-"""The file of everything that is not a tensor."""
+"""JSON file of all values that are not tensors."""
 MANIFEST = "manifest.json"
 """The format, and size and CRC-32 of every other file; written last."""
 FORMAT = 2
 MODEL = "model."
 OPTIMIZER = "optimizer."
-"""Prefixes of the names of parameters, and of the optimizer's state of parameter i: "optimizer.i."."""
+"""Prefixes of the names of parameters, and of optimizer states: "optimizer.i." for the parameter with index i."""
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, each a folder of torch.distributed.checkpoint and run.json; the newest `keep` stay.
+    """The checkpoints in `folder`; the newest `keep` checkpoints are kept.
 
-    One with its final name is complete even after a crash: see `written_whole`. Checksums are verified before reading.
+    Each checkpoint is a folder of torch.distributed.checkpoint with a run.json. A folder with its final name, step-N,
+    is complete even after a crash (see `written_whole`). Checksums are verified before a checkpoint is read.
 
-    Of a process group all ranks save, load and remove together. Each writes and reads its own shards of tensors, in a
-    folder that all of them see; so a checkpoint can be loaded by any number of ranks.
+    All ranks of a process group save, load and remove together. Each rank writes and reads its own shards of tensors,
+    in a folder that all ranks see; any number of ranks can load a checkpoint.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -60,7 +61,7 @@ class Checkpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        """Of a group of their own: the thread that writes must not meet the calls of training."""
+        """All ranks, in a process group of their own: the writing thread must not disturb training's collectives."""
         if self._group is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
             self._group = Ranks.of_group(dist.new_group(backend="gloo")) if several else Ranks()
@@ -68,18 +69,18 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending."""
-        if not os.path.isdir(self._folder):  # False, too, of a name that no folder can have
+        if not os.path.isdir(self._folder):  # also False for a name that no folder can have
             return []
         names = [NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(name[1]) for name in names if name)
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and `about` of the newest checkpoint that is whole, None where there is none at all.
+        """Step and run.json of the newest complete checkpoint; None if the folder has no checkpoint.
 
-        A CheckpointWarning says why newer ones are not; `load` puts those aside. Raises CheckpointError when none is
-        whole, or what is in the folder has lost its name.
+        A CheckpointWarning names each newer checkpoint that is damaged; `load` renames these. Raises CheckpointError if
+        all checkpoints are damaged, or if the folder holds only files under other names.
         """
-        wrong: list[str] = []
+        errors: list[str] = []
         for step in reversed(self.steps()):
             path = self._folder / f"step-{step}"
             try:
@@ -88,23 +89,25 @@ class Checkpoints:
                 if about.get("step") != step:
                     raise _unusable(path / RUN, f"is the checkpoint of step {about.get('step')}, under another name")
             except CheckpointError as error:
-                wrong.append(str(error))
+                errors.append(str(error))
                 self._damaged.add(step)
                 continue
-            for each in wrong:
-                warnings.warn(f"going back to the checkpoint of step {step}: {each}", CheckpointWarning, stacklevel=2)
+            for message in errors:
+                warnings.warn(
+                    f"going back to the checkpoint of step {step}: {message}", CheckpointWarning, stacklevel=2
+                )
             return step, about
-        if wrong:
-            raise CheckpointError(f"{wrong[0]}; no other is whole, so start over, or put back what was there")
+        if errors:
+            raise CheckpointError(f"{errors[0]}; no other checkpoint is complete: restore its files, or start over")
         if others := self._others():
             raise CheckpointError(
-                f"{self._folder}: holds no checkpoint by its name, step-N, but {', '.join(others[:3])}; give what is "
-                "to be resumed its name back, or start over"
+                f"{self._folder}: holds no checkpoint under its name, step-N, but {', '.join(others[:3])}; rename the "
+                "checkpoint to resume from, or start over"
             )
         return None
 
     def _others(self) -> list[str]:
-        """Names of what is no checkpoint, nor left over from writing one."""
+        """Names of files other than checkpoints and incomplete checkpoints."""
         if not self._folder.is_dir():
             return []
         names = sorted(path.name for path in self._folder.iterdir())
@@ -113,7 +116,13 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, run: Mapping[str, Any]) -> None:
         """Copy trained parameters, optimizer state and random-generator states to the host; write them in a thread.
 
-        Waits for the previous checkpoint, and raises CheckpointError when it could not be written. `run` is for JSON.
+        Waits for the previous checkpoint, and raises CheckpointError if it could not be written.
+
+        Args:
+            step: number of the step.
+            model: its parameters that require gradients are saved.
+            optimizer: its state is saved.
+            run: further values for run.json, as JSON types.
         """
         self.wait()
         reshard(model)
@@ -143,37 +152,39 @@ class Checkpoints:
                     temporary = opened.enter_context(written_whole(target, size))
             temporary = ranks.gather(temporary)[0]
             with ranks.step(str(target)):
-                if not temporary.is_dir():  # it would be made here, and lack what the others write
+                if not temporary.is_dir():  # torch would make it here, without the files of the other ranks
                     raise CheckpointError(
-                        f"{self._folder}: rank {ranks.rank} does not see what rank 0 writes there; give all ranks the "
-                        "same folder, on a file system that they share"
+                        f"{self._folder}: rank {ranks.rank} does not see the files of rank 0; give all ranks the same "
+                        "folder, on a file system that they share"
                     )
             with ranks.step(str(target)), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # its note that there is only one process
+                warnings.simplefilter("ignore")  # torch warns that there is only one process
                 writer = dcp.FileSystemWriter(temporary, sync_files=False)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.together)
             with ranks.step(str(target)):
                 files = {path.name: _checksum(path) for path in temporary.glob(f"__{ranks.rank}_*")}
-            files = {name: checksum for each in ranks.gather(files) for name, checksum in each.items()}
+            files = {
+                name: checksum for files_of_rank in ranks.gather(files) for name, checksum in files_of_rank.items()
+            }
             with ranks.step(str(target)):
                 if ranks.writes:
                     (temporary / RUN).write_text(about + "\n", encoding="utf-8")
                     files |= {path.name: _checksum(path) for path in temporary.iterdir() if path.name not in files}
                     manifest = json.dumps({"format": FORMAT, "files": files}, indent=1)
                     (temporary / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-                opened.close()  # The folder gets its name.
+                opened.close()  # the folder gets its final name
                 if ranks.writes:
                     self._remove_old()
 
     def _remove_leftovers(self) -> None:
-        """Those of processes that were killed: only one that is alive has a run's folder, see `folder.alone_in`."""
+        """Remove files of processes that were killed. No other live process writes here, see `folder.alone_in`."""
         for path in self._folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(".*.lock"):
             path.unlink(missing_ok=True)
 
     def _put_damaged_aside(self) -> None:
-        """Else they would be taken for the newest ones, and others be removed instead."""
+        """Rename damaged checkpoints: they would count as the newest, and complete checkpoints would be removed."""
         for step in self._damaged:
             path, aside = self._folder / f"step-{step}", self._folder / f"damaged-step-{step}"
             shutil.rmtree(aside, ignore_errors=True)
@@ -186,7 +197,7 @@ class Checkpoints:
             self._remove(self._folder / f"step-{old}")
 
     def _remove(self, target: Path) -> None:
-        """Rename it first, so that it never looks complete while it is deleted."""
+        """Rename a checkpoint, then remove it, so that it never looks complete while files are missing."""
         if target.exists():
             temporary = self._folder / f".{secrets.token_hex(4)}.partial"
             target.rename(temporary)
@@ -199,22 +210,31 @@ class Checkpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def about(self, step: int) -> dict[str, Any]:
-        """`run` as given to `save`, with "step". Raises CheckpointError when the checkpoint cannot be read."""
+        """The content of run.json: the values given to `save`. Raises CheckpointError if it cannot be read."""
         path = self._folder / f"step-{step}"
         _verify(path, [RUN])
         return _read_json(path / RUN)
 
     def parameters(self, step: int, model: nn.Module) -> dict[str, Tensor]:
-        """The parameters of a checkpoint by name, on the CPU: those that require gradients in `model`, which may be on
-        the meta device. Errors as of `load`."""
+        """The parameters in a checkpoint by name, on the CPU.
+
+        Raises CheckpointError if it cannot be read or is damaged, or if these are not the parameters of `model` that
+        require gradients. The model may be on the meta device.
+        """
         path = self._folder / f"step-{step}"
         _verify(path)
         return _parameters(path, _read_tensors(path, MODEL), dict(_trained(model)))
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Restore parameters, optimizer and random generators, and remove checkpoints beyond `keep`.
+        """Restore parameters, optimizer state and random generators, and remove checkpoints beyond `keep`.
 
-        Raises CheckpointError when it cannot be read, is damaged, or is of another model or optimizer.
+        Args:
+            step: step of the checkpoint.
+            model: the model to load into.
+            optimizer: the optimizer of the model to load into.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, is damaged, or belongs to another model or optimizer.
         """
         path, ranks = self._folder / f"step-{step}", self._ranks
         with ranks.step(str(path), ""):
@@ -226,10 +246,10 @@ class Checkpoints:
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         states = {f"{OPTIMIZER}{index}.": parameter for index, parameter in enumerate(optimized)}
         tensors = _read_tensors(path, like=lambda name: like.get(name, states.get(name[: name.rfind(".") + 1])))
-        found = _parameters(path, tensors, parameters)
+        loaded = _parameters(path, tensors, parameters)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(found[name])
+                parameter.copy_(loaded[name])
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(OPTIMIZER):
@@ -245,55 +265,58 @@ class Checkpoints:
         with ranks.step(str(path), ""):
             if ranks.writes:
                 self._put_damaged_aside()
-                self._remove_old()  # the process that wrote this one may have been killed before it did so
+                self._remove_old()  # the process that wrote this checkpoint may have been killed before this
 
 
 def _random_states(ranks: Ranks) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Name -> functions that get and set the state of each random generator of this rank: of its own GPU where there
-    are several ranks, else of all."""
+    """Name -> functions that get and set the state of a random generator: of the CPU and of all GPUs, or, of several
+    ranks, of the rank's own GPU."""
     own = f".rank{ranks.rank}" if ranks.rank else ""
-    found: dict[str, Any] = {f"random.cpu{own}": (torch.get_rng_state, torch.set_rng_state)}
+    generators: dict[str, Any] = {f"random.cpu{own}": (torch.get_rng_state, torch.set_rng_state)}
     devices = dict(enumerate(range(torch.cuda.device_count())))
     if ranks.together and devices:
         devices = {0: torch.cuda.current_device()}
     for i, device in devices.items():
-        get, restore = (partial(each, device=device) for each in (torch.cuda.get_rng_state, torch.cuda.set_rng_state))
-        found[f"random.cuda.{i}{own}"] = get, restore
-    return found
+        get, restore = (partial(f, device=device) for f in (torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        generators[f"random.cuda.{i}{own}"] = get, restore
+    return generators
 
 
 def _read_tensors(
     path: Path, prefix: str = "", like: Callable[[str], Tensor | None] = lambda name: None
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names start with `prefix`: those for whose names `like` gives a sharded tensor
-    of the same shape are sharded as that is, the others are on the CPU."""
+    """The tensors in a checkpoint with names that start with `prefix`.
+
+    `like` maps a name to a tensor or None: if this is a sharded tensor of the same shape, the result is sharded in the
+    same way; other results are on the CPU.
+    """
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         tensors: dict[str, Tensor] = {}
-        for name, it in stored.items():
-            if isinstance(it, TensorStorageMetadata) and name.startswith(prefix):
-                other, dtype = like(name), it.properties.dtype
-                if other is not None and is_dtensor(other) and other.shape == it.size:
+        for name, stored_tensor in stored.items():
+            if isinstance(stored_tensor, TensorStorageMetadata) and name.startswith(prefix):
+                other, dtype = like(name), stored_tensor.properties.dtype
+                if other is not None and is_dtensor(other) and other.shape == stored_tensor.size:
                     tensors[name] = torch.empty_like(other, dtype=dtype, requires_grad=False)
                 else:
-                    tensors[name] = torch.empty(it.size, dtype=dtype)
+                    tensors[name] = torch.empty(stored_tensor.size, dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(tensors, checkpoint_id=path, no_dist=True)  # each rank finds its own part
-    except (Exception, CheckpointException) as error:  # The library raises many kinds.
+            dcp.load(tensors, checkpoint_id=path, no_dist=True)  # each rank reads its own shards
+    except (Exception, CheckpointException) as error:  # torch raises many types
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}; remove it to resume from another") from error
     return tensors
 
 
-def _parameters(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Those of `tensors` that are parameters, by name; CheckpointError unless they are like `wanted`."""
-    found = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    if {name: (t.shape, t.dtype) for name, t in found.items()} != {
-        name: (p.shape, p.dtype) for name, p in wanted.items()
+def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The parameters among `tensors`, by name. Raises CheckpointError unless names, shapes and dtypes are expected."""
+    parameters = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    if {name: (t.shape, t.dtype) for name, t in parameters.items()} != {
+        name: (p.shape, p.dtype) for name, p in expected.items()
     }:
-        wrong = sorted(found.keys() ^ wanted.keys()) or sorted(found)
+        wrong = sorted(parameters.keys() ^ expected.keys()) or sorted(parameters)
         raise CheckpointError(f"{path}: is of another model: {', '.join(wrong[:5])} do not fit")
-    return found
+    return parameters
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -307,14 +330,15 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 
 
 def _reason(error: BaseException) -> str:
-    """The message without the traceback that the library puts into it."""
+    """The message of an error, without the traceback that torch adds to it."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__
 
 
 def _verify(path: Path, names: Iterable[str] | None = None) -> None:
-    """Verify files of the checkpoint at `path`, by default all, by its manifest; CheckpointError names the file."""
+    """Compare files of the checkpoint at `path` with its manifest: `names`, or all files. CheckpointError names a file
+    that differs."""
     manifest = _read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: is of format {manifest.get('format')}, this version reads {FORMAT}")
@@ -323,11 +347,11 @@ def _verify(path: Path, names: Iterable[str] | None = None) -> None:
         raise _unusable(path / MANIFEST, "names no files")
     for name in written if names is None else names:
         try:
-            found = _checksum(path / name)
+            checksum = _checksum(path / name)
         except OSError as error:
             raise _unusable(path / name, f"cannot be read: {error.strerror or error}") from None
-        if found != written.get(name):
-            raise _unusable(path / name, f"is damaged: it is {found}, and was written as {written.get(name)}")
+        if checksum != written.get(name):
+            raise _unusable(path / name, f"is damaged: it is {checksum}, and was written as {written.get(name)}")
 
 
 def _checksum(path: Path) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from ligermodels.layers.sharding import gathered
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """The norm of all gradients together, before they are scaled to at most `max_norm`.
+    """Scale gradients to a norm of at most `max_norm`; returns their norm before.
 
-    `torch.nn.utils.clip_grad_norm_` takes DTensors of one mesh alone; under expert parallelism experts have another
-    one. Norms are taken for each mesh, and then of these.
+    `torch.nn.utils.clip_grad_norm_` accepts only DTensors of one mesh, but under expert parallelism experts have a mesh
+    of their own. The norm is computed for each mesh, then the norm of these norms.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:

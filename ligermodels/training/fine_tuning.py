@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
-from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate, perplexity
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.loop import OutputMetrics, Trainable
-from ligermodels.training.run import Console, Outcome, run_job
+from ligermodels.training.job import Job
+from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.run import run_job
 
 
 def fine_tune(
@@ -36,15 +35,30 @@ def fine_tune(
     resume: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Train a language model by `recipe` and write it to `out` as a Hugging Face checkpoint.
+    """Train a language model by `recipe`. If its base is a config without weights, training starts from random weights.
 
-    Where the recipe's base is a config without weights, training starts from random ones. With `lora_rank`, only LoRA
-    is trained, and `out` gets an adapter in PEFT's format.
+    Args:
+        recipe: the settings. With `lora_rank` the model is frozen and LoRA is trained.
+        out: folder to write to: a Hugging Face checkpoint, or with `lora_rank` an adapter in PEFT's format.
+        device: device of the model, such as "cpu" or "cuda".
+        attention: attention backend, or "auto".
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        console: where messages and progress go; None: nowhere.
 
-    Arguments and errors are those of `run_job`; the outcome's evaluation is a `LossEvaluation`.
+    Returns:
+        The last step and the final evaluation, a `LossEvaluation`.
+
+    Raises:
+        ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`.
+
+    Example:
+        >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", learning_rate=1e-5)
+        >>> outcome = fine_tune(recipe, "tuned/", device="cuda")
+        >>> outcome.evaluation.perplexity  # on the validation split
     """
     FineTuningRecipe.check_kind(recipe)
-    return run_job(FineTuningJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
+    options = {"device": device, "attention": attention}
+    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, resume=resume, console=console, **options)
 
 
 def export_adapter(
@@ -55,20 +69,23 @@ def export_adapter(
     base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Write the LoRA of a checkpoint of a run as an adapter in PEFT's format; returns its step.
-
-    No weights of the base model are read.
+    """Write the LoRA parameters of a checkpoint of a run as an adapter in PEFT's format. No weights of the base model
+    are read.
 
     Args:
-        run: the folder of the run, which may be going on, or have been stopped or killed.
-        out, overwrite: as of `save_adapter`.
-        step: of the checkpoint, by default of the newest that is whole.
-        base: the base model, a folder or a hub id, by default the one in the run's recipe.
+        run: folder of the run, which may still train, or have been stopped or killed.
+        out: folder to write the adapter to.
+        step: step of the checkpoint; None for the newest checkpoint that is complete.
+        base: the base model, a folder or a hub id; None for the base in the run's recipe.
+        overwrite: replace what is in `out`.
+
+    Returns:
+        The step of the checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or `out` cannot be written.
         ConfigError: the run did not train LoRA.
-        HubError: as `hub.resolve` for the base.
+        HubError: the base cannot be fetched from the hub.
     """
     folder = Path(run)
     checkpoints = Checkpoints(folder / CHECKPOINTS)
@@ -77,13 +94,13 @@ def export_adapter(
         raise ConfigError(f"{folder / RECIPE}: lora_rank: is not set, so the run trains no adapter but the whole model")
     steps = checkpoints.steps()
     if not steps or step not in (None, *steps):
-        wanted = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{folder}: no checkpoint{wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
+        name = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{folder}: no checkpoint{name}; there are: {', '.join(map(str, steps)) or 'none'}")
     if step is None:
-        found = checkpoints.newest()
-        step = steps[-1] if found is None else found[0]
+        newest = checkpoints.newest()
+        step = steps[-1] if newest is None else newest[0]
     recipe = recipe if base is None else recipe.changed({"base": base})
-    prepare = partial(FineTuningJob.prepare, recipe)
+    prepare = partial(prepare_lora, recipe)
     model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)
     tensors = checkpoints.parameters(step, model)
     write_adapter(model, lora_layers(model), tensors, out, overwrite=overwrite)
@@ -98,50 +115,56 @@ class LossEvaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
+        """exp(loss); infinite if that is beyond a float."""
         return perplexity(self.loss)
 
     def metrics(self) -> dict[str, float]:
         return {"loss": self.loss, "perplexity": self.perplexity}
 
 
-class FineTuningJob:
-    """A `Job`: see there. The loss is the model's: cross entropy, and a router's auxiliary loss."""
+def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
+    """Add LoRA to the model if the recipe trains it."""
+    if recipe.lora_rank is not None:
+        with arguments_named(r="lora_rank", target_modules="lora_targets"):
+            add_lora(
+                model,
+                recipe.lora_rank,
+                lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
+                lora_dropout=recipe.lora_dropout,
+                target_modules=recipe.lora_targets or "all-linear",
+            )
 
-    @staticmethod
-    def prepare(recipe: FineTuningRecipe, model: CausalLM) -> None:
-        """Add LoRA, if the recipe trains it."""
-        if recipe.lora_rank is not None:
-            with arguments_named(r="lora_rank", target_modules="lora_targets"):
-                add_lora(
-                    model,
-                    recipe.lora_rank,
-                    lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
-                    lora_dropout=recipe.lora_dropout,
-                    target_modules=recipe.lora_targets or "all-linear",
-                )
 
-    def __init__(self, recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> None:
-        self.model = model
-        if layers := lora_layers(model):
-            torch.manual_seed(recipe.seed)  # of the first A, and of dropout
-            for layer in layers.values():
-                with whole_parameters(layer, layer.lora_parameters()):
-                    layer.init_weights()
-        self.trainable: Trainable = model
-        self.learning_rates: list[tuple[Iterator[nn.Parameter], float]] = [(model.parameters(), recipe.learning_rate)]
+def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """The `Job` of a recipe. The loss is the model's: cross entropy, and the auxiliary loss of a router.
 
-    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
-        return {}
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
+    """
+    layers = lora_layers(model)
+    if layers:
+        torch.manual_seed(recipe.seed)  # of the A matrices and of dropout
+        for layer in layers.values():
+            with whole_parameters(layer, layer.lora_parameters()):
+                layer.init_weights()
 
-    def output_metrics(self, out: Any) -> OutputMetrics:
-        return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})
-
-    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> LossEvaluation:
-        return LossEvaluation(evaluate(self.model, batches()))
-
-    def export(self, folder: Path) -> None:
-        if lora_layers(self.model):
-            save_adapter(self.model, folder, overwrite=True)
+    def save(folder: Path) -> None:
+        if layers:
+            save_adapter(model, folder, overwrite=True)
         else:
-            self.model.save_pretrained(folder, overwrite=True)
+            model.save_pretrained(folder, overwrite=True)
+
+    return Job(
+        model=model,
+        trainable=model,
+        learning_rates=[(model.parameters(), recipe.learning_rate)],
+        output_metrics=_output_metrics,
+        evaluate=lambda batches: LossEvaluation(evaluate(model, batches())),
+        export=save,
+    )
+
+
+def _output_metrics(out: Any) -> OutputMetrics:
+    return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})

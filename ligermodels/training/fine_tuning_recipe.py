@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 
 
 class FineTuningRecipe(TrainingRecipe):
-    """Settings of a run that trains a whole language model, or LoRA on it. Raises as `TrainingRecipe`."""
+    """Settings of a run that trains a whole language model, or LoRA on it.
+
+    Example:
+        >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", lora_rank=16)
+    """
 
     kind: ClassVar[str] = "train"
     conditions: ClassVar[tuple[Condition, ...]] = (
         (
             ("lora_alpha", "lora_dropout", "lora_targets"),
             lambda settings: settings["lora_rank"] is not None,
-            "is for LoRA, which lora_rank asks for",
+            "is for LoRA; give lora_rank too",
         ),
         *CONDITIONS,
     )
@@ -28,7 +32,7 @@ class FineTuningRecipe(TrainingRecipe):
     lora_alpha: float | None = Field(
         None, gt=0, description="LoRA: the update is scaled by alpha / rank.  [default: 2 rank]"
     )
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of its inputs.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of the inputs of A.")
     lora_targets: tuple[str, ...] = Field(
         (), description="LoRA: names of linear layers in transformers, such as q_proj.  [default: all in the blocks]"
     )
@@ -36,11 +40,6 @@ class FineTuningRecipe(TrainingRecipe):
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
-
-    @field_validator("lora_targets", mode="before")
-    @classmethod
-    def _one_or_several_targets(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @property
     def trains_configs(self) -> bool:

@@ -27,33 +27,34 @@ CONTENT = "content.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
-"""Files of a run before its export. CONTENT is written first and marks the folder as a run's."""
+"""Files of a run before its export. CONTENT is written first and marks the folder of a run."""
 LOCK = ".run.lock"
-"""Held as long as a run is alive."""
+"""Locked as long as a run is alive."""
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Have `folder`, which is made if need be, for one run: its lock is held, which a process that dies gives back.
+    """Lock `folder` for one run; make it if it does not exist. The operating system unlocks it if the process dies.
 
-    Raises CheckpointError when another run has it, or it cannot be made.
+    Raises CheckpointError if another run uses the folder, or it cannot be made.
     """
-    made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     with ExitStack() as held:
-        held.callback(_remove_empty, made)
+        held.callback(_remove_empty, new_folders)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(folder / LOCK))
         except Locked:
-            raise CheckpointError(f"{folder}: another run has it; wait for its end, or give another folder") from None
+            raise CheckpointError(f"{folder}: another run uses it; wait for its end, or give another folder") from None
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error}; give another folder") from error
         yield
 
 
 def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
-    """CheckpointError when the result would be written over what the run reads, and reads again when it is resumed."""
-    heads = getattr(recipe, "start_from", None)
+    """Raise CheckpointError if `out` is the base, the tokenizer or the heads that the run of `recipe` reads: the result
+    would replace them, and a resumed run reads them again."""
+    heads = recipe.settings().get("start_from")
     for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), ("start_from", heads)):
         if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
@@ -61,7 +62,7 @@ def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
 
 def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
-        with suppress(OSError):  # Not empty: the run has written something.
+        with suppress(OSError):  # not empty: the run has written a file
             folder.rmdir()
 
 
@@ -71,7 +72,8 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def require_resumable(folder: Path) -> None:
-    """Raises CheckpointError when `folder` holds something other than a checkpoint or a run interrupted before one."""
+    """Raise CheckpointError if `folder` holds files that are neither a run with checkpoints nor a run that was
+    interrupted before its first checkpoint."""
     if has_checkpoints(folder) or not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
@@ -92,38 +94,44 @@ def require_resumable(folder: Path) -> None:
 
 def _keeps_no_checkpoint(recipe: Path) -> bool:
     try:
-        found = yaml.safe_load(recipe.read_bytes())
+        settings = yaml.safe_load(recipe.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
-    return isinstance(found, dict) and "checkpoint_every" in found and found["checkpoint_every"] is None
+    return isinstance(settings, dict) and settings.get("checkpoint_every", 1) is None
 
 
 def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_over: bool) -> None:
-    """Create `folder` and write recipe and content; remove leftovers of killed processes and, with `start_over`, of the
-    earlier run."""
+    """Create the folder of a run and write its first files.
+
+    Args:
+        folder: the folder.
+        recipe: written to recipe.yaml.
+        content: fingerprints of the files that the run reads, written to content.json.
+        start_over: remove the checkpoints and metrics of an earlier run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if start_over:
         for name in (CHECKPOINTS, TENSORBOARD):
             shutil.rmtree(folder / name, ignore_errors=True)
-    for left in folder.glob(".*.partial"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    for partial in folder.glob(".*.partial"):  # of killed processes
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
         else:
-            left.unlink()
+            partial.unlink()
     write_atomically(folder / CONTENT, f"{json.dumps(content, indent=1)}\n".encode())
     write_atomically(folder / RECIPE, yaml.safe_dump(recipe.settings(), sort_keys=False, allow_unicode=True).encode())
 
 
 def read_content(folder: Path) -> Content:
-    """The fingerprints that a run wrote. Raises CheckpointError or ConfigError when they are missing or damaged."""
-    found: Content = read_json(folder / CONTENT)
-    if found.keys() != BY_CONTENT:
+    """The fingerprints that a run wrote. Raises CheckpointError or ConfigError if they are missing or damaged."""
+    content: Content = read_json(folder / CONTENT)
+    if content.keys() != BY_CONTENT:
         raise CheckpointError(f"{folder / CONTENT}: is damaged: it must hold {', '.join(sorted(BY_CONTENT))}")
-    return found
+    return content
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file under another name and rename it. A file with the same content is left alone."""
+    """Write a file under another name and rename it; a file with the same content is not written again."""
     if not path.is_file() or path.read_bytes() != content:
         partial = path.with_name(_partial(path.name))
         partial.write_bytes(content)

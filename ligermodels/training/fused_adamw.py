@@ -19,14 +19,19 @@ from ligermodels.ops.optimizer.adamw import Shard
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` in one kernel launch per parameter; the same states and state dict.
+    """`torch.optim.AdamW` in one kernel launch per parameter, with the same states and state dict.
 
-    Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. No amsgrad,
-    maximize or capturable.
+    Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. amsgrad,
+    maximize and capturable are not implemented.
 
-    bfloat16 parameters may be rounded stochastically, exact on average. Rounding to nearest, as torch does, loses every
-    update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second moments never
-    decrease. Other dtypes are always rounded to nearest.
+    bfloat16 parameters may be rounded stochastically, which is exact on average. Rounding to nearest, as in torch,
+    loses every update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second
+    moments never decrease. Other dtypes are always rounded to nearest.
+
+    Example:
+        >>> optimizer = FusedAdamW(model.parameters(), lr=1e-5, rounding="stochastic")
+        >>> model(input_ids, labels=input_ids).loss.backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -42,44 +47,49 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         """
         Args:
-            rounding: of parameters and states in bfloat16.
-            seed: of "stochastic" rounding. The random bits depend on it, on the step and on the index of the parameter,
-                so a run is reproducible, whatever the sharding; a state dict does not hold it.
+            params: parameters, or parameter groups.
+            lr: learning rate.
+            betas: decay rates of the first and second moments.
+            eps: added to the square root of the second moment.
+            weight_decay: decoupled weight decay.
+            rounding: rounding of bfloat16 parameters and states.
+            seed: seed of "stochastic" rounding. The random bits depend on the seed, the step and the index of the
+                parameter, so a run is reproducible with any sharding. A state dict does not contain the seed.
 
-        The other arguments are those of torch.optim.AdamW. Raises InputError for another rounding, for numbers out of
-        range, and when no parameter requires a gradient.
+        Raises:
+            InputError: unknown rounding, a number out of range, or no parameter requires a gradient.
         """
         _check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if rounding not in ("nearest", "stochastic"):
             raise InputError(f"rounding: must be 'nearest' or 'stochastic', got {rounding!r}")
         if not isinstance(params, Iterable):
             raise InputError(f"params: must be parameters, or groups of them, got {short(params)}")
-        if not isinstance(params, Tensor):  # for which torch has an error
+        if not isinstance(params, Tensor):  # torch raises an error for a Tensor
             params = list(params) or [{"params": []}]
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
-        self.defaults |= {"rounding": rounding, "seed": seed}  # Not in the groups, which a state dict replaces.
+        self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`; InputError for an option that is out of range or not implemented."""
+        """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
         _check_group(param_group)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`; InputError for what is no optimizer's state dict, and for an option out of
-        range or not implemented."""
-        found = state_dict if isinstance(state_dict, Mapping) else {}
-        groups = found.get("param_groups")
-        if not isinstance(found.get("state"), Mapping) or not isinstance(groups, list | tuple):
-            raise InputError(f"state_dict: must be what state_dict() of an optimizer gives, got {short(state_dict)}")
+        """Load a state dict. Raises InputError for anything else, and for an option that is out of range or not
+        implemented."""
+        content = state_dict if isinstance(state_dict, Mapping) else {}
+        groups = content.get("param_groups")
+        if not isinstance(content.get("state"), Mapping) or not isinstance(groups, list | tuple):
+            raise InputError(f"state_dict: must be a state_dict() of an optimizer, got {short(state_dict)}")
         for group in groups:
             _check_group(group)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Returns what `closure` returns."""
+        """Update every parameter that has a gradient. `closure` computes the loss again; its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,19 +103,21 @@ class FusedAdamW(torch.optim.AdamW):
     def step_in_backward(self) -> list[RemovableHandle]:
         """Update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
 
-        On a GPU the updates run on a side stream, which the end of the backward pass waits for. `step` is still to be
-        called, for schedulers that count steps; it finds no gradient left. Under FSDP2 each update follows the sum of
-        the gradient over the ranks.
+        On a GPU the updates run on a side stream; the end of the backward pass waits for it. Call `step` all the same,
+        for schedulers that count steps; it finds no gradient. Under FSDP2 each update follows the reduction of the
+        gradient over the ranks.
 
-        Not for gradients that are accumulated over several backward passes, clipped or scaled. Returns handles whose
-        `remove` ends it. The hooks do not keep the optimizer alive: they are removed when it is deleted.
+        Do not use it with gradient accumulation over several backward passes, clipping or scaling.
+
+        Returns:
+            Handles; `handle.remove()` ends it. The hooks are also removed when the optimizer is deleted.
         """
         streams: dict[torch.device, torch.cuda.Stream] = {}
-        # A parameter holds its hook: a strong reference from there would be a cycle that the garbage collector misses.
+        # A parameter holds its hook: a strong reference to the optimizer would be a cycle that is never collected.
         optimizer = weakref.ref(self)
 
         def update(parameter: Tensor, index: int, group: int) -> None:
-            if (this := optimizer()) is None or parameter.grad is None:  # None, where this was asked for twice
+            if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
             this._start(parameter)
             if parameter.is_cuda:
@@ -126,7 +138,7 @@ class FusedAdamW(torch.optim.AdamW):
         return handles
 
     def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Every parameter, with its index among all and that of its group."""
+        """(index, index of the group, parameter) of every parameter."""
         grouped = ((i, p) for i, group in enumerate(self.param_groups) for p in group["params"])
         return ((index, i, parameter) for index, (i, parameter) in enumerate(grouped))
 
@@ -135,12 +147,12 @@ class FusedAdamW(torch.optim.AdamW):
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             self._update(parameter, group, index)
-        _local(parameter.grad).record_stream(stream)  # Its memory stays until then.
+        _local(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
 
         def join() -> None:
             torch.cuda.current_stream(parameter.device).wait_stream(stream)
 
-        torch.autograd.Variable._execution_engine.queue_callback(join)  # Where the backward pass ends.
+        torch.autograd.Variable._execution_engine.queue_callback(join)  # at the end of the backward pass
 
     @torch.no_grad()
     def _start(self, parameter: Tensor) -> None:
@@ -150,12 +162,12 @@ class FusedAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        if state["step"].device.type != "cpu":  # Torch's own, when fused, counts on the GPU; reading that would wait.
+        if state["step"].device.type != "cpu":  # torch's fused AdamW counts on the GPU; reading it waits
             state["step"] = state["step"].cpu()
 
     @torch.no_grad()
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        # By the index, parameters of one shape get different random bits.
+        # The index gives parameters of the same shape different random bits.
         state, stochastic = self.state[parameter], self.defaults["rounding"] == "stochastic"
         state["step"] += 1
         adamw_step(
@@ -176,7 +188,7 @@ def _local(x: Any) -> Tensor:
 
 
 def _shard(parameter: Tensor) -> Shard | None:
-    """Which part of the whole the local tensor of a sharded parameter is; None of a plain one."""
+    """The position of this rank's shard in a sharded parameter; None for a plain parameter."""
     box = local_box(parameter) if is_dtensor(parameter) else None
     return None if box is None else Shard(parameter.shape, box.starts)
 

@@ -1,4 +1,4 @@
-"""What the training of Medusa heads and that of multi-token prediction report."""
+"""Metrics and evaluations of heads: Medusa and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligermodels.speculative.evaluation import HeadScores, KLToReference, perplexity
-from ligermodels.training.loop import OutputMetrics, Value
+from ligermodels.training.reports import OutputMetrics, Value
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class HeadsEvaluation:
 
     def metrics(self) -> dict[str, Value]:
         """Accuracies by head, the KL in nats per token, the perplexity and its relative change."""
-        found: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
+        values: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
         if self.kl is not None:
-            found |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
-            found["perplexity_change"] = self.kl.perplexity_change
-        return found
+            values |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
+            values["perplexity_change"] = self.kl.perplexity_change
+        return values
 
 
 def head_metrics(out: Any) -> OutputMetrics:
-    """Losses of the base model (where it is trained) and of each head, and how often each head is right."""
+    """Losses of the base model (if it is trained) and of each head, and the accuracy of each head."""
     losses = {"head_losses": out.head_losses}
     if out.base_loss is not None:
         losses["base_loss"] = out.base_loss

@@ -1,4 +1,4 @@
-"""What a run reads: its documents, and whether recipe and files are those that an interrupted run started with."""
+"""The inputs of a run: documents, and a check that an interrupted run resumes with the same recipe and files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from ligermodels.training.base import Base
 from ligermodels.training.recipe import R, TrainingRecipe
 
 BY_CONTENT = {"base", "data", "chat_template"}
-"""Settings that name files. Their content must be the same; their paths may differ."""
+"""Settings that name files. A resumed run needs files with the same content; their paths may differ."""
 
 LENGTH = {"steps", "epochs"}
-"""Settings of how long a run is. It may become longer when it resumes."""
+"""Settings of the length of a run. It may become longer when it resumes."""
 
 Content = dict[str, list[Fingerprint]]
-"""Fingerprints of the files of each of BY_CONTENT."""
+"""Setting in BY_CONTENT -> fingerprints of its files."""
 
 
 def documents_of(
     recipe: TrainingRecipe, base: Base, say: Callable[[str], object], *, piece: int | None = None
 ) -> Documents:
-    """The recipe's data as documents, by the tokenizer of `base`; long texts in pieces of so many bytes."""
+    """The data of a recipe as documents.
+
+    Args:
+        recipe: the settings: data, chat template, date and number of unusable lines allowed.
+        base: config and tokenizer.
+        say: called with a message about each unusable line.
+        piece: bytes of the pieces that long texts are cut into; None for the default.
+    """
     return Documents.of_checkpoint(
         base.tokenizer,
         recipe.data,
@@ -41,21 +48,22 @@ def documents_of(
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
-    """`recipe` with the date and the settings in `kept` of `before`, those in a checkpoint. Raises ConfigError when
-    they differ in a setting that affects training, other than LENGTH."""
+    """`recipe` with the date and the `kept` settings of a checkpoint's settings `before`.
+
+    Raises ConfigError if the two differ in a setting that affects training, other than LENGTH."""
     before = _current(recipe, before)
     kept = {name: before[name] for name in recipe.kept}
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
     now = {
         name: value for name, value in recipe.settings().items() if name not in recipe.may_change | BY_CONTENT | LENGTH
     }
-    if told := changes(now, before):
-        raise ConfigError(f"the run cannot resume with another recipe: {told}; use the old one, or start over")
+    if message := changes(now, before):
+        raise ConfigError(f"the run cannot resume with another recipe: {message}; use the old recipe, or start over")
     return recipe
 
 
 def length_changes(recipe: TrainingRecipe, before: Mapping[str, Any]) -> str:
-    """How `recipe` differs from `before`, that of a checkpoint, in the length of the run; empty if it does not."""
+    """A message about LENGTH settings that differ from a checkpoint's settings `before`; empty if they are equal."""
     return changes({name: getattr(recipe, name) for name in sorted(LENGTH)}, _current(recipe, before))
 
 
@@ -66,13 +74,13 @@ def _current(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[str, Any
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The settings `now` that differ from `before`, for a message; empty if none does."""
+    """A message about the settings in `now` that differ from `before`; empty if all are equal."""
     changed = {name: value for name, value in now.items() if value != before.get(name)}
     return "; ".join(f"{name} was {before.get(name)!r}, is {value!r}" for name, value in changed.items())
 
 
 def content_of(recipe: TrainingRecipe, base: Base) -> Content:
-    """Fingerprints of what the run reads. Raises InputError and CheckpointError for unreadable files."""
+    """Fingerprints of the files that a run reads. Raises InputError and CheckpointError for unreadable files."""
     return {
         "base": base.fingerprints(),
         "data": data_content(recipe),
@@ -86,31 +94,31 @@ def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
 
 
 def require_same_content(now: Content, before: Content) -> None:
-    """Raises InputError for other data, CheckpointError for another base or chat template, naming each file."""
-    for what, kind in (("data", InputError), ("chat_template", CheckpointError), ("base", CheckpointError)):
-        if told := list(_differences(now[what], before[what], in_order=what == "data")):
-            raise kind(
-                f"{what}: not what the run started with: {'; '.join(told)}. Give the original files, wherever they are "
-                "now, or start over"
+    """Raise InputError for other data, CheckpointError for another base or chat template; messages name the files."""
+    for name, error in (("data", InputError), ("chat_template", CheckpointError), ("base", CheckpointError)):
+        if differences := list(_differences(now[name], before[name], in_order=name == "data")):
+            raise error(
+                f"{name}: differs from the start of the run: {'; '.join(differences)}. Give the original files, "
+                "wherever they are now, or start over"
             )
 
 
-def _fingerprints(files: Iterable[str], kind: type[LigerModelsError]) -> list[Fingerprint]:
-    return [fingerprint.of_file(Path(file), kind) for file in files]
+def _fingerprints(files: Iterable[str], error: type[LigerModelsError]) -> list[Fingerprint]:
+    return [fingerprint.of_file(Path(file), error) for file in files]
 
 
 def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order: bool) -> Iterable[str]:
     """Differences, file by file. Data files are matched by position, files of a checkpoint by name."""
-    here, there = ({(i if in_order else one["name"]): one for i, one in enumerate(files)} for files in (now, before))
-    for key in [*there, *(key for key in here if key not in there)]:
-        if key not in here:
-            yield f"{there[key]['name']} is missing"
-        elif key not in there:
-            yield f"{here[key]['name']} is new"
-        elif here[key]["bytes"] != there[key]["bytes"]:
-            yield f"{_name(here[key], there[key])} had {there[key]['bytes']:,} bytes, has {here[key]['bytes']:,}"
-        elif here[key]["digest"] != there[key]["digest"]:
-            yield f"{_name(here[key], there[key])} has other content"
+    new, old = ({(i if in_order else file["name"]): file for i, file in enumerate(files)} for files in (now, before))
+    for key in [*old, *(key for key in new if key not in old)]:
+        if key not in new:
+            yield f"{old[key]['name']} is missing"
+        elif key not in old:
+            yield f"{new[key]['name']} is new"
+        elif new[key]["bytes"] != old[key]["bytes"]:
+            yield f"{_name(new[key], old[key])} had {old[key]['bytes']:,} bytes, has {new[key]['bytes']:,}"
+        elif new[key]["digest"] != old[key]["digest"]:
+            yield f"{_name(new[key], old[key])} has other content"
 
 
 def _name(now: Fingerprint, before: Fingerprint) -> str:

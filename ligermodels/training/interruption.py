@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that a run polls where it can stop."""
+"""SIGTERM and Ctrl-C as a flag that a run reads after each step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ligermodels.training.callback import Callback
 
 T = TypeVar("T")
 
@@ -36,8 +38,8 @@ class Arrived:
         return self._first == signal.SIGINT
 
     def handle(self, number: int, _: object) -> None:
-        """Note the signal. Ctrl-C for the second time raises KeyboardInterrupt; not under torchrun, which sends its
-        processes a signal that the terminal has sent them already."""
+        """Note the signal. A second Ctrl-C raises KeyboardInterrupt; not under torchrun: it repeats the signal of
+        the terminal."""
         if self._first is None:
             self._first = number
         elif number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -46,15 +48,15 @@ class Arrived:
 
 @contextmanager
 def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
-    """Whether SIGTERM or Ctrl-C has arrived. Meanwhile neither ends the process, until a second Ctrl-C; `say` gets a
-    message about that. A handler of SIGINT that is not Python's own is left in place."""
+    """Catch SIGTERM and Ctrl-C: they set a flag, and only a second Ctrl-C ends the process; `say` is called with a
+    message about this. A handler of SIGINT other than Python's default stays in place."""
     arrived, before = Arrived(), dict[int, Any]()
 
     def handle(number: int, frame: object) -> None:
         is_first = not arrived()
         arrived.handle(number, frame)
         if is_first and arrived.is_ctrl_c:
-            # In a thread of its own: the signal may have come in the middle of other output.
+            # In another thread: the signal may have arrived in the middle of other output.
             threading.Thread(target=say, args=(SAVING,)).start()
 
     if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
@@ -68,30 +70,31 @@ def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
             signal.signal(number, handler)
 
 
-class AgreedStop:
-    """`arrived`, agreed on by all ranks: True once it was on one of them. All ranks call it equally often.
+class AgreedStop(Callback):
+    """Ends training after a signal: `should_stop` returns True on all ranks once a signal has arrived on one of them.
 
-    A call gives what was known at the call before, so that no rank waits for another.
+    All ranks must call it equally often. With several ranks a call returns the answer to the previous call, so that no
+    rank waits for another.
     """
 
     def __init__(self, arrived: Callable[[], bool]) -> None:
-        self._arrived, self._found = arrived, False
+        self._arrived, self._agreed = arrived, False
         self._flag: Tensor = torch.zeros(1)
         self._pending: dist.Work | None = None
 
-    def __call__(self) -> bool:
+    def should_stop(self) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._arrived()
         if self._pending is not None:
             self._pending.wait()
-            self._found = self._found or bool(self._flag)
+            self._agreed = self._agreed or bool(self._flag)
         self._flag = torch.tensor([float(self._arrived())])
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
-        return self._found
+        return self._agreed
 
 
 def until(stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T]:
-    """The items. Raises Interrupted as soon as `stop` returns True."""
+    """Iterate over `items`. Raises Interrupted as soon as `stop` returns True."""
     for item in items:
         if stop():
             raise Interrupted

@@ -1,8 +1,9 @@
-"""The interface between a run, which is the same for every kind of training, and the job: what is trained, and how."""
+"""The interface between a run, which is the same for every kind of training, and its job: the model and its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,8 +11,9 @@ from torch import nn
 
 from ligermodels.data.batches import Batch
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.training.loop import OutputMetrics, Trainable, Value
+from ligermodels.training.loop import Trainable
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.reports import OutputMetrics, Value
 
 R = TypeVar("R", bound=TrainingRecipe, contravariant=True)
 
@@ -23,40 +25,38 @@ class Evaluation(Protocol):
         """Values for metrics.jsonl, by name."""
 
 
-class Job(Protocol):
-    """What a run trains, evaluates and exports."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model to train, evaluate and export.
 
-    @property
-    def model(self) -> nn.Module:
-        """Its parameters that require gradients are saved in checkpoints."""
+    model: its parameters that require gradients are saved in checkpoints.
+    trainable: called by the loop for the loss; usually the model itself.
+    learning_rates: iterators of parameters to train, such as `model.parameters()`, each with its peak learning rate.
+        They are read after the model has been sharded.
+    evaluate: evaluates on the validation split. Each call of its argument returns all batches of the split, or, of
+        several ranks, the batches of this rank; the functions in `speculative.evaluation` sum over the ranks.
+    export: writes the result of the training to a folder.
+    loss_options: further arguments of the loss, by step and number of steps.
+    output_metrics: metrics to log, from an output of `trainable`.
+    """
 
-    @property
-    def trainable(self) -> Trainable:
-        """What the loop calls for the loss."""
-
-    @property
-    def learning_rates(self) -> Sequence[tuple[Iterable[nn.Parameter], float]]:
-        """Parameters to train, with their peak learning rate."""
-
-    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
-        """Further arguments of the loss in `step` of `steps`."""
-
-    def output_metrics(self, out: Any) -> OutputMetrics:
-        """What to log of an output of `trainable`."""
-
-    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> Evaluation:
-        """Evaluate on the validation split; each call of `batches` gives all of it, or of several ranks this one's
-        share: the functions of `speculative.evaluation` sum over the ranks."""
-
-    def export(self, folder: Path) -> None:
-        """Write the result of the training."""
+    model: nn.Module
+    trainable: Trainable
+    learning_rates: Sequence[tuple[Iterable[nn.Parameter], float]]
+    evaluate: Callable[[Callable[[], Iterable[Batch]]], Evaluation]
+    export: Callable[[Path], object]
+    loss_options: Callable[[int, int], Mapping[str, Any]] = lambda step, steps: {}
+    output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
 
 
 class JobFactory(Protocol[R]):
     """Makes the job of a recipe from its base model, which may be sharded. With `resuming`, a checkpoint overwrites the
-    trained parameters afterwards, so nothing else need be loaded into them.
-
-    One that changes the modules of the base model does so in an attribute `prepare(recipe, model)`, which is called
-    while that is on the meta device, before it is sharded and loaded."""
+    trained parameters afterwards, so there is no need to load values into them."""
 
     def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...
+
+
+class Prepare(Protocol[R]):
+    """Changes the modules of the base model while it is on the meta device, before it is sharded and loaded."""
+
+    def __call__(self, recipe: R, model: CausalLM) -> object: ...

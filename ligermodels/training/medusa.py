@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable, Iterable
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
@@ -15,13 +11,11 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads, evaluate_kl
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.training.console import Console, Outcome
 from ligermodels.training.heads import HeadsEvaluation, head_metrics
-from ligermodels.training.loop import Trainable
+from ligermodels.training.job import Job
 from ligermodels.training.medusa_recipe import MedusaRecipe
-from ligermodels.training.run import Console, Outcome, run_job
-
-WEIGHT_ARGUMENT = "heads_loss_weight"
-"""Argument of `JointMedusa`'s forward for the recipe's heads_loss_weight."""
+from ligermodels.training.run import run_job
 
 
 def train_heads(
@@ -33,51 +27,82 @@ def train_heads(
     resume: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Train Medusa heads by `recipe` and write them to `out`; in stage 2 the model too, as one Hugging Face checkpoint.
+    """Train Medusa heads by `recipe`: in stage 1 on the frozen model, in stage 2 together with the model.
 
-    Arguments and errors are those of `run_job`; the outcome's evaluation is a `HeadsEvaluation`.
+    Args:
+        recipe: the settings.
+        out: folder to write to: the heads; in stage 2 a Hugging Face checkpoint of the model with the heads in it.
+        device: device of the model, such as "cpu" or "cuda".
+        attention: attention backend, or "auto".
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        console: where messages and progress go; None: nowhere.
+
+    Returns:
+        The last step and the final evaluation, a `HeadsEvaluation`.
+
+    Raises:
+        ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`. Also ConfigError if
+            the heads in `start_from` do not have the shape of the recipe.
+
+    Example:
+        >>> recipe = MedusaRecipe(base="meta-llama/Llama-3.1-8B", data="chats.jsonl", num_heads=3, steps=2000)
+        >>> outcome = train_heads(recipe, "heads/", device="cuda")
+        >>> outcome.evaluation.scores.accuracy(1)  # of each head, on the validation split
     """
     MedusaRecipe.check_kind(recipe)
-    return run_job(MedusaJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
+    return run_job(medusa_job, recipe, out, device=device, attention=attention, resume=resume, console=console)
 
 
-class MedusaJob:
-    """A `Job`: see there. Raises ConfigError when the heads in `start_from` are not of the recipe's shape."""
+def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """The `Job` of a recipe.
 
-    output_metrics = staticmethod(head_metrics)
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
 
-    def __init__(self, recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> None:
-        self.recipe = recipe
-        if recipe.start_from is None or resuming:
-            self.model = MedusaModel.from_base(model, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.decay)
-        else:
-            own = recipe.lm_head == "own"
-            self.model = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay, own_lm_heads=own)
-            found = (self.model.shape.num_heads, self.model.shape.num_layers, self.model.lm_head)
-            if found != (recipe.num_heads, recipe.num_layers, recipe.lm_head):
-                raise ConfigError(f"start_from: num_heads, num_layers and lm_head there are {found}, not the recipe's")
-        self.trainable: Trainable = self.model
-        self.reference: CausalLM | None = None
-        self.learning_rates: list[tuple[Iterator[nn.Parameter], float]]
-        if recipe.stage == 1:
-            self.learning_rates = [(self.model.head_parameters(), recipe.learning_rate)]
-            return
-        if recipe.distill or recipe.kl_to_reference:
-            self.reference = frozen_copy(model, "cpu_offload" if recipe.reference == "cpu_offload" else "device")
-        self.trainable = JointMedusa(self.model, self.reference if recipe.distill else None)
-        heads_rate = recipe.learning_rate * recipe.head_lr_multiplier
-        self.learning_rates = [(model.parameters(), recipe.learning_rate), (self.model.head_parameters(), heads_rate)]
+    Raises:
+        ConfigError: the heads in `start_from` do not have the shape of the recipe.
+    """
+    medusa = _heads_on(model, recipe, resuming=resuming)
+    if recipe.stage == 1:
+        return Job(
+            model=medusa,
+            trainable=medusa,
+            learning_rates=[(medusa.head_parameters(), recipe.learning_rate)],
+            output_metrics=head_metrics,
+            evaluate=lambda batches: HeadsEvaluation(evaluate_heads(medusa, batches())),
+            export=lambda folder: medusa.save_pretrained(folder, overwrite=True),
+        )
+    reference: CausalLM | None = None
+    if recipe.distill or recipe.kl_to_reference:
+        reference = frozen_copy(model, "cpu_offload" if recipe.reference == "cpu_offload" else "device")
 
-    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
-        return {} if self.recipe.stage == 1 else {WEIGHT_ARGUMENT: self.recipe.heads_loss_weight_at(step, steps)}
+    def evaluate(batches: Callable[[], Iterable[Batch]]) -> HeadsEvaluation:
+        scores = evaluate_heads(medusa, batches())
+        return HeadsEvaluation(scores, evaluate_kl(model, reference, batches()) if reference is not None else None)
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> HeadsEvaluation:
-        scores = evaluate_heads(self.model, batches())
-        kl = evaluate_kl(self.model.base, self.reference, batches()) if self.reference is not None else None
-        return HeadsEvaluation(scores, kl)
+    return Job(
+        model=medusa,
+        trainable=JointMedusa(medusa, reference if recipe.distill else None),
+        learning_rates=[
+            (model.parameters(), recipe.learning_rate),
+            (medusa.head_parameters(), recipe.learning_rate * recipe.head_lr_multiplier),
+        ],
+        loss_options=lambda step, steps: {"heads_loss_weight": recipe.heads_loss_weight_at(step, steps)},
+        output_metrics=head_metrics,
+        evaluate=evaluate,
+        export=lambda folder: medusa.export(folder, "full-hf", overwrite=True),
+    )
 
-    def export(self, folder: Path) -> None:
-        if self.recipe.stage == 2:
-            self.model.export(folder, "full-hf", overwrite=True)
-        else:
-            self.model.save_pretrained(folder, overwrite=True)
+
+def _heads_on(model: CausalLM, recipe: MedusaRecipe, *, resuming: bool) -> MedusaModel:
+    """New heads on `model`, or the heads in `start_from`."""
+    if recipe.start_from is None or resuming:
+        return MedusaModel.from_base(model, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.decay)
+    own_lm_heads = recipe.lm_head == "own"
+    medusa = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay, own_lm_heads=own_lm_heads)
+    shape = (medusa.shape.num_heads, medusa.shape.num_layers, medusa.lm_head)
+    if shape != (recipe.num_heads, recipe.num_layers, recipe.lm_head):
+        raise ConfigError(f"start_from: num_heads, num_layers and lm_head there are {shape}, not the recipe's")
+    return medusa

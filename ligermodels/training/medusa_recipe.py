@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
@@ -15,7 +15,12 @@ from ligermodels.training.renamed import current_settings
 
 
 class MedusaRecipe(TrainingRecipe):
-    """Settings of a run that trains Medusa heads. Raises as `TrainingRecipe`."""
+    """Settings of a run that trains Medusa heads.
+
+    Example:
+        >>> recipe = MedusaRecipe(base="meta-llama/Llama-3.1-8B", data="chats.jsonl", num_heads=3)
+        >>> stage_2 = recipe.changed({"stage": 2, "start_from": "heads/", "distill": True, "learning_rate": 1e-5})
+    """
 
     kind: ClassVar[str] = "medusa"
     trains_heads: ClassVar[bool] = True
@@ -49,33 +54,34 @@ class MedusaRecipe(TrainingRecipe):
 
     num_heads: int = Field(5, ge=1, description="Medusa heads: tokens predicted beyond the next one.")
     num_layers: int = Field(1, ge=1, description="ResBlocks per head.")
-    lm_head: Literal["own", "shared"] = Field("own", description="An lm_head for each head, or the model's own.")
+    lm_head: Literal["own", "shared"] = Field(
+        "own", description="own: an lm_head for each head; shared: the model's lm_head."
+    )
     start_from: str | None = Field(None, description="Heads to start from: a folder or a hub id.  [default: new heads]")
-    stage: int = Field(1, ge=1, le=2, description="1: train the heads, model frozen; 2: train both.")
+    stage: int = Field(1, ge=1, le=2, description="1: train the heads on the frozen model; 2: train both.")
 
     decay: float = Field(0.8, ge=0, description="Loss weight of head i: decay ** i.")
     heads_loss_weight: float = Field(0.2, ge=0, description="Stage 2: weight of the heads' loss.")
     heads_loss_weight_schedule: Literal["constant", "linear", "sine"] = Field(
-        "constant", description="Stage 2: how that weight rises over the run."
+        "constant", description="Stage 2: how the weight of the heads' loss rises over the run."
     )
 
-    distill: bool = Field(False, description="Stage 2: the model's loss is KL(initial model || model).")
-    kl_to_reference: bool = Field(False, description="Stage 2: evaluate the KL to the initial model; distill does.")
+    distill: bool = Field(
+        False, description="Stage 2: the loss of the model is KL(initial model || model), not cross entropy."
+    )
+    kl_to_reference: bool = Field(
+        False, description="Stage 2: evaluate the KL to the initial model; distill implies it."
+    )
     reference: Literal["device", "cpu_offload"] = Field(
         "device", description="Where the initial model is kept; cpu_offload saves GPU memory and is slower."
     )
 
-    learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate; in stage 2 that of the model.")
+    learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate; in stage 2 of the model.")
     head_lr_multiplier: float = Field(4.0, ge=0, description="Stage 2: learning rate of the heads / the model.")
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
-
-    @field_validator("start_from", mode="before")
-    @classmethod
-    def _heads_path_as_text(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @classmethod
     def current_names(cls, settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
@@ -97,5 +103,5 @@ class MedusaRecipe(TrainingRecipe):
 
 
 def read_recipe(name_or_path: str | os.PathLike[str]) -> MedusaRecipe:
-    """The recipe for Medusa heads in a YAML file, or a shipped one, by its name: `MedusaRecipe.read`."""
+    """The recipe for Medusa heads in a YAML file, or a shipped recipe by its name; the same as `MedusaRecipe.read`."""
     return MedusaRecipe.read(name_or_path)

@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ligermodels.training.folder import METRICS, TENSORBOARD, write_atomically
-from ligermodels.training.loop import StepMetrics, Value
+from ligermodels.training.reports import StepMetrics, Value
 
 VALIDATION = "validation_"
 """Prefix of the metrics of evaluations."""
 
 
 class Metrics:
-    """metrics.jsonl in a run's folder: a line per step, per report and per evaluation. The same for TensorBoard.
+    """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. The same for TensorBoard.
 
-    `evaluated`: whether it holds an evaluation of step `after`.
+    `evaluated` says whether it holds an evaluation of step `after`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True) -> None:
-        """Continue after step `after`; lines of later steps, and incomplete ones, are removed. Of several ranks one
-        `writes`, and the others write nothing."""
+        """
+        Args:
+            folder: the folder of the run.
+            after: the step to continue after; lines of later steps and incomplete lines are removed.
+            writes: whether this rank writes; only one of several ranks does.
+        """
         self._board: Any = None
         self.evaluated = False
         self._file: TextIO | None = None
@@ -52,8 +56,8 @@ class Metrics:
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
-                each = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-                for tag, number in each.items():
+                numbers = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+                for tag, number in numbers.items():
                     self._board.add_scalar(tag, number, step)
 
     def write_report(self, report: StepMetrics) -> None:
@@ -77,10 +81,10 @@ class Metrics:
 
 
 def _entry(line: bytes) -> dict[str, Any]:
-    """A line's content; an incomplete line counts as one of step infinity."""
+    """The content of a line. An incomplete line gets step infinity."""
     try:
-        found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
-        return {**found, "step": float(found["step"])}
+        entry: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+        return {**entry, "step": float(entry["step"])}
     except (ValueError, LookupError, TypeError):
         return {"step": math.inf}
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ligermodels.convert import hub
-from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import holds_head, stored_layers
+from ligermodels.training.console import Console, Outcome
 from ligermodels.training.heads import HeadsEvaluation, head_metrics
-from ligermodels.training.loop import Trainable
+from ligermodels.training.job import Job
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
-from ligermodels.training.run import Console, Outcome, run_job
+from ligermodels.training.run import run_job
 
 
 def train_mtp(
@@ -31,51 +29,72 @@ def train_mtp(
     resume: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Train a head of multi-token prediction by `recipe` and write it to `out`: alone, or in its model's checkpoint.
+    """Train a head of multi-token prediction by `recipe`, on a frozen model.
 
-    Arguments and errors are those of `run_job`; the outcome's evaluation is a `HeadsEvaluation`.
+    Args:
+        recipe: the settings.
+        out: folder to write to: the head alone, or the model's checkpoint with the head in it.
+        device: device of the model, such as "cpu" or "cuda".
+        attention: attention backend, or "auto".
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        console: where messages and progress go; None: nowhere.
+
+    Returns:
+        The last step and the final evaluation, a `HeadsEvaluation`.
+
+    Raises:
+        ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`. Also the errors of
+            `MTPModel.from_pretrained` for the head that the recipe starts from.
+
+    Example:
+        >>> recipe = MTPRecipe(base="Qwen/Qwen3.5-9B", data="chats.jsonl", steps=2000)
+        >>> outcome = train_mtp(recipe, "mtp-head/", device="cuda")
+        >>> outcome.evaluation.scores.accuracy(1)  # of each step, on the validation split
     """
     MTPRecipe.check_kind(recipe)
-    return run_job(MTPJob, recipe, out, device=device, attention=attention, resume=resume, console=console)
+    return run_job(mtp_job, recipe, out, device=device, attention=attention, resume=resume, console=console)
 
 
-class MTPJob:
-    """A `Job`: see there. Raises as `MTPModel.from_pretrained` for the head that the recipe starts from."""
+def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """The `Job` of a recipe.
 
-    output_metrics = staticmethod(head_metrics)
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: whether a checkpoint overwrites the trained parameters afterwards.
 
-    def __init__(self, recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> None:
-        self.recipe, start = recipe, recipe.start_from
-        options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay}
-        if start is None:
-            source = None if model.export_spec is None else model.export_spec.source
-            start = NEW if source is None or not holds_head(model, source.folder) else str(source.folder)
-        found = 0 if start == NEW else stored_layers(model, hub.resolve(start))
-        if found and recipe.num_layers not in (None, found):
-            raise ConfigError(f"num_layers: is {recipe.num_layers}, but the head to start from, {start}, has {found}")
-        if start == NEW or resuming:
-            options["num_layers"] = found or recipe.num_layers or 1
-            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-                torch.manual_seed(recipe.seed)
-                self.model = MTPModel.from_base(model, **options)
-        else:
-            self.model = MTPModel.from_pretrained(model, start, **options)
-        layers, steps = self.model.head.num_layers, self.model.num_heads
-        if steps < layers:
-            raise ConfigError(f"num_steps: {steps} steps do not reach all of the head's {layers} layers; give {layers}")
-        if recipe.seq_len < steps + 2:
-            raise ConfigError(f"seq_len: must be at least {steps + 2} for {steps} steps, got {recipe.seq_len}")
-        self.trainable: Trainable = self.model
-        self.learning_rates = [(self.model.head_parameters(), recipe.learning_rate)]
+    Raises:
+        ConfigError: the head to start from does not fit the recipe.
+    """
+    mtp = _head_on(model, recipe, resuming=resuming)
+    layers, steps = mtp.head.num_layers, mtp.num_heads
+    if steps < layers:
+        raise ConfigError(f"num_steps: {steps} steps do not reach all of the head's {layers} layers; give {layers}")
+    if recipe.seq_len < steps + 2:
+        raise ConfigError(f"seq_len: must be at least {steps + 2} for {steps} steps, got {recipe.seq_len}")
+    save = mtp.save_pretrained if recipe.write == "checkpoint" else mtp.save_head
+    return Job(
+        model=mtp,
+        trainable=mtp,
+        learning_rates=[(mtp.head_parameters(), recipe.learning_rate)],
+        output_metrics=head_metrics,
+        evaluate=lambda batches: HeadsEvaluation(evaluate_heads(mtp, batches())),
+        export=lambda folder: save(folder, overwrite=True),
+    )
 
-    def loss_options(self, step: int, steps: int) -> Mapping[str, Any]:
-        return {}
 
-    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> HeadsEvaluation:
-        return HeadsEvaluation(evaluate_heads(self.model, batches()))
-
-    def export(self, folder: Path) -> None:
-        if self.recipe.write == "checkpoint":
-            self.model.save_pretrained(folder, overwrite=True)
-        else:
-            self.model.save_head(folder, overwrite=True)
+def _head_on(model: CausalLM, recipe: MTPRecipe, *, resuming: bool) -> MTPModel:
+    """A new head on `model`, or the head that the recipe starts from: by default the model's own, if it has one."""
+    start = recipe.start_from
+    if start is None:
+        source = None if model.export_spec is None else model.export_spec.source
+        start = NEW if source is None or not holds_head(model, source.folder) else str(source.folder)
+    num_layers = 0 if start == NEW else stored_layers(model, hub.resolve(start))
+    if num_layers and recipe.num_layers not in (None, num_layers):
+        raise ConfigError(f"num_layers: is {recipe.num_layers}, but the head to start from, {start}, has {num_layers}")
+    options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay}
+    if start != NEW and not resuming:
+        return MTPModel.from_pretrained(model, start, **options)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(recipe.seed)
+        return MTPModel.from_base(model, num_layers=num_layers or recipe.num_layers or 1, **options)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ligermodels.arguments import MTP_STEPS
 from ligermodels.errors import ConfigError
@@ -16,7 +15,11 @@ NEW = "new"
 
 
 class MTPRecipe(TrainingRecipe):
-    """Settings of a run that trains a head of multi-token prediction. Raises as `TrainingRecipe`."""
+    """Settings of a run that trains a head of multi-token prediction.
+
+    Example:
+        >>> recipe = MTPRecipe(base="Qwen/Qwen3.5-9B", data="chats.jsonl", num_steps=3)
+    """
 
     kind: ClassVar[str] = "mtp"
     trains_heads: ClassVar[bool] = True
@@ -26,19 +29,18 @@ class MTPRecipe(TrainingRecipe):
     num_steps: int | None = Field(
         None,
         ge=1,
-        description="Times that the head is applied: tokens predicted beyond the next one.  [default: 3, or the number "
+        description="How often the head is applied: tokens predicted beyond the next one.  [default: 3, or the number "
         "of its layers if that is more]",
     )
     num_layers: int | None = Field(
-        None, ge=1, description="Layers of the head.  [default: those of the one to start from, one of a new head]"
+        None, ge=1, description="Layers of the head.  [default: as in the head to start from; 1 for a new head]"
     )
     decay: float = Field(0.6, ge=0, description="Loss weight of step j: decay ** j, divided by the sum of all.")
     start_from: str | None = Field(
-        None,
-        description="The head to start from: a folder, a hub id, or new.  [default: the model's own, else a new one]",
+        None, description="Head to start from: a folder, a hub id, or new.  [default: the model's own, else a new head]"
     )
     write: Literal["head", "checkpoint"] = Field(
-        "head", description="What to write: the head alone, or the model's checkpoint with the head in it."
+        "head", description="Write the head alone, or the model's checkpoint with the head in it."
     )
 
     learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate.")
@@ -46,11 +48,6 @@ class MTPRecipe(TrainingRecipe):
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
-
-    @field_validator("start_from", mode="before")
-    @classmethod
-    def _head_path_as_text(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def check(self) -> None:
         steps = self.num_steps or max(MTP_STEPS, self.num_layers or 1)

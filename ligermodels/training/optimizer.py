@@ -24,9 +24,21 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> FusedAdamW:
-    """AdamW over those `parameters` that require gradients. Weight decay applies to matrices only.
+    """AdamW for a model's parameters; parameters that require no gradient are left out.
 
-    Raises InputError when nothing is left to train.
+    Args:
+        parameters: the parameters, such as `model.parameters()`.
+        lr: learning rate.
+        weight_decay: weight decay, for matrices only.
+        betas: decay rates of the first and second moments.
+        eps: added to the square root of the second moment.
+
+    Raises:
+        InputError: no parameter requires a gradient, or a number is out of range.
+
+    Example:
+        >>> optimizer = adamw(model.parameters(), 2e-5)
+        >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """
     return FusedAdamW(parameter_groups([(parameters, lr)], weight_decay), lr=lr, betas=betas, eps=eps)
 
@@ -34,9 +46,9 @@ def adamw(
 def parameter_groups(
     rates: Iterable[tuple[Iterable[nn.Parameter], float]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups from (parameters, learning rate): matrices, with weight decay, and others, without.
+    """Parameter groups from pairs (parameters, learning rate): matrices with weight decay, other parameters without.
 
-    Frozen parameters are left out. Raises InputError when nothing is left to train.
+    Parameters that require no gradient are left out. Raises InputError if no parameter is left.
     """
     groups = []
     for parameters, lr in rates:
@@ -59,16 +71,24 @@ def optimizer_named(
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer "adamw" or "adafactor". `betas`, `rounding` and `seed` are for AdamW: see `FusedAdamW`."""
+    """The optimizer of a recipe.
+
+    Args:
+        name: "adamw" or "adafactor".
+        groups: parameter groups with learning rates.
+        betas: AdamW: decay rates of the moments.
+        rounding: AdamW: rounding of bfloat16 parameters.
+        seed: AdamW: seed of stochastic rounding.
+    """
     if name == "adafactor":
         return Adafactor(groups)
     return FusedAdamW(groups, betas=betas, rounding=rounding, seed=seed)
 
 
 def cosine_factor(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Factor of the learning rate at `step`, counted from 0: linear warm-up to 1, then a cosine to `min_lr_ratio`.
+    """Factor of the learning rate at `step`, from 0: linear warm-up to 1, then a cosine to `min_lr_ratio`.
 
-    It is 1 / warmup_steps at step 0, 1 at step warmup_steps - 1, and min_lr_ratio at step steps - 1 and after.
+    It is 1 / warmup_steps at step 0, 1 at step warmup_steps - 1, and min_lr_ratio from step `steps` - 1 on.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -78,9 +98,16 @@ def cosine_factor(step: int, steps: int, warmup_steps: int, min_lr_ratio: float)
 
 @renamed_arguments(warmup="warmup_steps", floor="min_lr_ratio")
 def warmup_cosine(optimizer: Optimizer, steps: int, *, warmup_steps: int = 0, min_lr_ratio: float = 0.1) -> LambdaLR:
-    """A schedule that multiplies the learning rates by `cosine_factor`; `train` steps it.
+    """A learning-rate schedule with linear warm-up and cosine decay; `train` steps it.
 
-    Raises InputError unless 0 <= warmup_steps <= steps, steps > 0 and 0 <= min_lr_ratio <= 1.
+    Args:
+        optimizer: its learning rates are the peak learning rates.
+        steps: number of optimizer steps.
+        warmup_steps: steps of linear warm-up.
+        min_lr_ratio: final learning rate as a fraction of the peak.
+
+    Raises:
+        InputError: unless 0 <= warmup_steps <= steps, steps > 0 and 0 <= min_lr_ratio <= 1.
     """
     if not (0 <= warmup_steps <= steps and steps > 0 and 0 <= min_lr_ratio <= 1):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Changes to the modules of a run's base model, before it is spread over ranks."""
+"""Changes to the modules of a run's base model, before it is sharded over ranks and loaded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ligermodels.adapt.float8 import float8
 from ligermodels.errors import arguments_named
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops import Float8Recipe
-from ligermodels.training.job import JobFactory
+from ligermodels.training.job import Prepare
 from ligermodels.training.recipe import R
 
 
-def prepare_model(make_job: JobFactory[R], recipe: R, model: CausalLM) -> None:
-    """Change the modules of the base model as the job and the recipe want them."""
-    if (own := getattr(make_job, "prepare", None)) is not None:
-        own(recipe, model)
+def prepare_model(recipe: R, prepare_base: Prepare[R] | None, model: CausalLM) -> None:
+    """Change the modules of the base model by `prepare_base`, if given, and to float8 if the recipe says so."""
+    if prepare_base is not None:
+        prepare_base(recipe, model)
     if recipe.float8:
         gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
         with arguments_named(exclude="float8_exclude"):

@@ -1,4 +1,4 @@
-"""The settings that every training run has; each kind of training adds its own in a class of its own."""
+"""Settings of every training run. Each kind of training adds settings in a subclass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ligermodels.training.recipe_file import parse_setting, recipe_settings
 R = TypeVar("R", bound="TrainingRecipe")
 
 Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
-"""Settings; whether they have a meaning, given all settings; and why not otherwise."""
+"""Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
 
 CONDITIONS: tuple[Condition, ...] = (
     (
@@ -40,20 +40,25 @@ CONDITIONS: tuple[Condition, ...] = (
         "has no effect where checkpoint_every is null",
     ),
 )
-"""Of every recipe. Checked in this order: a condition may depend on settings that have been checked before."""
+"""Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
 
 class TrainingRecipe(BaseModel):
     """Settings of a run. The same recipe and data give the same run.
 
-    Raises ConfigError, which names the field, for a value of another type or out of range, and for settings that
-    contradict one another.
+    Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
+    message names the field.
+
+    Example:
+        >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl")
+        >>> recipe = recipe.changed({"epochs": 2})
+        >>> recipe = FineTuningRecipe.read("mine.yaml")
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: ClassVar[str]
-    """The folder of the shipped recipes of this class."""
+    """Name of the folder with the shipped recipes of this class."""
     conditions: ClassVar[tuple[Condition, ...]] = CONDITIONS
     may_change: ClassVar[frozenset[str]] = frozenset(
         {
@@ -69,19 +74,22 @@ class TrainingRecipe(BaseModel):
             "tokenizer",
         }
     )
-    """Settings that may change when a run resumes: they do not affect training, but for the order in which numbers are
-    added. (The content of the tokenizer does.)"""
+    """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path
+    of the tokenizer may change, its content may not."""
     trains_heads: ClassVar[bool] = False
-    """Whether heads beside the model are trained, with it or alone."""
+    """Whether heads are trained, alone or together with the model."""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
+
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
     validation_fraction: float = Field(
         0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
     )
-    validation_tokens: int | None = Field(None, ge=1, description="Tokens of it to evaluate on.  [default: all]")
-    max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, each with a message.")
+    validation_tokens: int | None = Field(
+        None, ge=1, description="Tokens of the validation split to evaluate on.  [default: all]"
+    )
+    max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, with a message each.")
     chat_template: str | None = Field(None, description="File of a chat template.  [default: the checkpoint's]")
     tokenizer: str | None = Field(
         None, description="Checkpoint folder or hub id of another tokenizer.  [default: the model's]"
@@ -90,15 +98,19 @@ class TrainingRecipe(BaseModel):
 
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor needs less memory.")
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.")
-    warmup_steps: int | None = Field(None, ge=0, description="Linear warm-up.  [default: 40, at most a tenth of all]")
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Steps of linear warm-up.  [default: 40, at most a tenth of all]"
+    )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
-    weight_decay: float = Field(0.0, ge=0, description="Weight decay, of matrices only.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay, for matrices only.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's beta2.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient norm; null in a recipe: do not.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the gradient to this norm; null in a recipe: no clipping."
+    )
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps.  [default: from the epochs]")
-    epochs: float = Field(1.0, gt=0, description="Epochs, where steps is not given.")
+    epochs: float = Field(1.0, gt=0, description="Epochs, if steps is not given.")
     seq_len: int = Field(
         2048, ge=2, le=2**31 - 1, description="Tokens per sequence; documents are packed into sequences."
     )
@@ -107,26 +119,34 @@ class TrainingRecipe(BaseModel):
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="What the backward pass computes again, in less memory: cheap results, or whole blocks."
+        "none",
+        description="Recomputed in the backward pass, to save memory: nothing, cheap activations, or whole blocks.",
     )
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
-        None, description="Dtype of the parameters.  [default: the checkpoint's, which must be one of these]"
+        None, description="Dtype of the parameters.  [default: the checkpoint's, if it is one of these]"
     )
-    float8: bool = Field(False, description="Linear layers of the blocks compute in float8; evaluation does not.")
+    float8: bool = Field(
+        False,
+        description="Train the linear layers of the blocks in float8; evaluation is in the dtype of the parameters.",
+    )
     float8_gradients: Literal["e5m2", "e4m3"] = Field(
-        "e5m2", description="Float8: format of gradients, of more range or of more precision."
+        "e5m2", description="Float8: format of gradients; e5m2 has more range, e4m3 more precision."
     )
     float8_exclude: tuple[str, ...] = Field(
-        (), description="Float8: patterns of names of layers that stay as they are, such as 'mlp' or '*.blocks.0.*'."
+        (), description="Float8: patterns of layers that are not converted, such as 'mlp' or '*.blocks.0.*'."
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
     )
-    parallel: ParallelPlan = Field(ParallelPlan(), description="How the model is spread over torchrun's processes.")
+    parallel: ParallelPlan = Field(
+        ParallelPlan(), description="How the model is sharded over the processes of torchrun."
+    )
     seed: int = Field(0, description="Seed of the split, the order of the data, and rounding.")
 
     evaluate_every: int | None = Field(None, ge=1, description="Steps between evaluations.  [default: at the end]")
-    checkpoint_every: int | None = Field(500, ge=1, description="Steps between checkpoints; null: none is kept.")
+    checkpoint_every: int | None = Field(
+        500, ge=1, description="Steps between checkpoints; null: no checkpoint is kept."
+    )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
 
@@ -145,15 +165,16 @@ class TrainingRecipe(BaseModel):
 
     @classmethod
     def read(cls: type[R], name_or_path: str | os.PathLike[str]) -> R:
-        """The recipe in a YAML file, or a shipped one, by its name.
+        """The recipe in a YAML file, or a shipped recipe by its name.
 
-        Raises ConfigError, which names the file, when it cannot be read, and as `changed`.
+        Raises ConfigError if the file cannot be read, or has an unknown setting or a wrong value; the message names the
+        file.
         """
         return cls().changed(recipe_settings(name_or_path, cls.kind), str(name_or_path))
 
     @classmethod
     def check_kind(cls, recipe: object) -> None:
-        """ConfigError unless `recipe` is one of this kind."""
+        """Raise ConfigError unless `recipe` is an instance of this class."""
         if not isinstance(recipe, cls):
             name = cls.__name__
             raise ConfigError(
@@ -168,10 +189,10 @@ class TrainingRecipe(BaseModel):
 
     @classmethod
     def current_names(cls, settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-        """`settings`, from `source`, with those that have been renamed under their new names."""
+        """`settings` under their current names; `source` is named in warnings."""
         return dict(settings)
 
-    @field_validator("base", "chat_template", "tokenizer", mode="before")
+    @field_validator("base", "chat_template", "tokenizer", "start_from", mode="before", check_fields=False)
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -182,9 +203,9 @@ class TrainingRecipe(BaseModel):
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
 
-    @field_validator("float8_exclude", mode="before")
+    @field_validator("float8_exclude", "lora_targets", mode="before", check_fields=False)
     @classmethod
-    def _one_or_several_patterns(cls, value: Any) -> Any:
+    def _one_or_several_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @field_validator("parallel", mode="before")
@@ -209,46 +230,50 @@ class TrainingRecipe(BaseModel):
         return self
 
     def check(self) -> None:
-        """Raises ConfigError where settings contradict one another, or one has no meaning beside the others."""
+        """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
         if self.trains_heads and self.parallel.tensor > 1:
-            raise ConfigError("parallel.tensor: is for whole models; heads are trained with shard and replicate")
+            raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.seq_len or self.batch_tokens % micro:
             raise ConfigError(
-                f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that one "
+                f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
                 f"of seq_len ({self.seq_len})"
             )
         if self.parallel.activation_checkpointing is not None:
-            raise ConfigError("parallel.activation_checkpointing: is a setting of its own in a recipe; give it there")
-        for name, reason in self._without_meaning(dict(self)):
+            raise ConfigError(
+                "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"
+            )
+        for name, reason in self._without_effect(dict(self)):
             raise ConfigError(f"{name}: {reason}; leave it out")
 
     @property
     def trains_configs(self) -> bool:
-        """Whether `base` may be a config without weights: a model with random weights is trained then."""
+        """Whether `base` may be a config without weights, to train from random weights."""
         return False
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per forward pass, of one process."""
+        """Sequences per forward pass of a single process."""
         return self.micro_batches()[0]
 
     @property
     def accumulation_steps(self) -> int:
-        """Forward passes per optimizer step, of one process."""
+        """Forward passes per optimizer step of a single process."""
         return self.micro_batches()[1]
 
     def micro_batches(self, ranks: int = 1) -> tuple[int, int]:
-        """Sequences per forward pass, and forward passes per optimizer step, of each of so many ranks that divide the
-        batch among them. Raises ConfigError when they cannot."""
+        """Sequences per forward pass, and forward passes per optimizer step, of each of `ranks` data-parallel ranks.
+
+        Raises ConfigError if the ranks cannot divide the batch.
+        """
         sequences = self.batch_tokens // self.seq_len
         micro = sequences // ranks if self.micro_batch_tokens is None else self.micro_batch_tokens // self.seq_len
         if micro and sequences % (micro * ranks) == 0:
             return micro, sequences // (micro * ranks)
         if sequences % ranks:
             raise ConfigError(
-                f"batch_tokens ({self.batch_tokens}) is {sequences} sequences, which {ranks} ranks cannot divide among "
-                f"them; make it a multiple of {ranks * self.seq_len}"
+                f"batch_tokens ({self.batch_tokens}) is {sequences} sequences, which {ranks} ranks cannot divide; make "
+                f"it a multiple of {ranks * self.seq_len}"
             )
         raise ConfigError(
             f"micro_batch_tokens ({self.micro_batch_tokens}) times {ranks} ranks must divide batch_tokens "
@@ -256,11 +281,21 @@ class TrainingRecipe(BaseModel):
         )
 
     def changed(self: R, settings: Mapping[str, Any], source: str = "recipe") -> R:
-        """A copy with other settings; those of a section (`parallel`) take the place of single ones of it. Settings
-        that lose their meaning, and are not among `settings`, are reset to their defaults: with epochs the steps, and
-        without a validation split what is for it.
+        """A copy with other settings.
 
-        Raises ConfigError, which names `source`, for an unknown setting, with the nearest known one.
+        Settings that have no effect any more are reset to their defaults, unless they are in `settings`: `steps` if
+        `epochs` is given, or the settings of evaluation without a validation split.
+
+        Args:
+            settings: name -> value; for the section `parallel` a dict of the settings to change in it.
+            source: named in error messages.
+
+        Raises:
+            ConfigError: an unknown setting (the message names the nearest known setting), or a wrong value.
+
+        Example:
+            >>> FineTuningRecipe(steps=100).changed({"epochs": 2}).steps is None
+            True
         """
         settings, defaults = self.current_names(settings, source), self.defaults()
         for key in settings:
@@ -273,7 +308,7 @@ class TrainingRecipe(BaseModel):
                 new[key] = {**dict(section), **value}
         if "epochs" in settings and "steps" not in settings:
             new["steps"] = None
-        for name, _ in self._without_meaning(new):
+        for name, _ in self._without_effect(new):
             if name not in settings:
                 new[name] = defaults[name]
         try:
@@ -282,20 +317,22 @@ class TrainingRecipe(BaseModel):
             raise ConfigError(f"{source}: {error}") from None
 
     def changed_by(self: R, assignments: Sequence[str], source: str) -> R:
-        """A copy with the settings that are written as KEY=VALUE, the last one of a key. Errors are those of `changed`
-        and `parse_setting`."""
+        """A copy with settings written as KEY=VALUE; of a repeated key the last value counts.
+
+        Raises ConfigError for text in another form, an unknown setting or a wrong value; the message names `source`.
+        """
         return self.changed(dict(parse_setting(text, source) for text in assignments), source)
 
     def settings(self) -> dict[str, Any]:
-        """Name and value of each field, as JSON and YAML types."""
+        """Name -> value of each field, as JSON types."""
         return self.model_dump(mode="json")
 
     @classmethod
-    def _without_meaning(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Settings that differ from their default though they have no meaning, with the reason. Evaluated lazily, so a
-        caller may reset one before the next is checked."""
+    def _without_effect(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """(name, reason) of settings that differ from their default but have no effect. A generator, so that the caller
+        can reset a setting before the next is checked."""
         defaults = cls.defaults()
-        for names, has_meaning, reason in cls.conditions:
+        for names, has_effect, reason in cls.conditions:
             for name in names:
-                if settings[name] != defaults[name] and not has_meaning(settings):
+                if settings[name] != defaults[name] and not has_effect(settings):
                     yield name, reason

@@ -1,4 +1,4 @@
-"""Names of the previous release, old -> new. They work for one release, with a DeprecationWarning."""
+"""Names of earlier versions, old -> new. They work for one release, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = {
     "final_lr": "min_lr_ratio",
     "grad_clip": "max_grad_norm",
 }
-"""Of recipes, and so of the flags of `medusa train`."""
+"""Settings of recipes for heads, and so flags of `medusa train`."""
 VALUES = {("reference", "host"): "cpu_offload"}
 """(setting, old value) -> new value."""
 EVAL_FLAGS = {"--length": "--seq-len", "--held-out-of": "--validation-of"}
@@ -32,7 +32,7 @@ COMMANDS = {"generate-data": "self-distillation-data"}
 
 
 def flag(setting: str) -> str:
-    """The flag of a setting."""
+    """The command-line flag of a setting."""
     return f"--{setting.replace('_', '-')}"
 
 
@@ -41,14 +41,15 @@ TRAIN_VALUES = {(flag(name), old): new for (name, old), new in VALUES.items()}
 
 
 def warn(old: str, new: str, source: str = "", stacklevel: int = 1) -> None:
-    """Warn that `old`, in `source`, was renamed; `stacklevel` as of warnings.warn."""
+    """Warn (DeprecationWarning) that the name `old` in the file `source` is now `new`. A `stacklevel` of 2 names the
+    caller of this function."""
     where = f"{source}: " if source else ""
     warnings.warn(f"{where}{old} is now {new}; the old name works for one more release", DeprecationWarning, stacklevel)
 
 
 def current_settings(settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """`settings` of a recipe under their new names. Raises ConfigError where both names of one are given."""
-    found: dict[str, Any] = {}
+    """`settings` of a recipe under their new names. Raises ConfigError if both names of a setting are given."""
+    current: dict[str, Any] = {}
     for key, value in settings.items():
         name = SETTINGS.get(key, key)
         if name != key:
@@ -58,12 +59,12 @@ def current_settings(settings: Mapping[str, Any], source: str = "") -> dict[str,
         if isinstance(value, str) and (name, value) in VALUES:
             warn(f"{name}: {value}", VALUES[name, value], source)
             value = VALUES[name, value]
-        found[name] = value
-    return found
+        current[name] = value
+    return current
 
 
 def renamed_arguments(**names: str) -> Callable[[F], F]:
-    """A decorator: keyword arguments old -> new."""
+    """A decorator that accepts keyword arguments by their old names too: old -> new."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)

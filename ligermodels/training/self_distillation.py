@@ -41,11 +41,15 @@ class SelfDistillation:
     ) -> None:
         """
         Args:
-            documents: by the model's tokenizer and chat template.
-            temperature: 0 is greedy.
-            seed: with the indices of the documents in a batch, decides the samples.
+            model: continues the documents.
+            documents: texts and chats, read with the model's tokenizer and chat template.
+            temperature: sampling temperature; 0 for greedy decoding.
+            max_new_tokens: largest number of new tokens per text, and per answer in a chat.
+            prompt_tokens: tokens of a text that are kept as the prompt.
+            seed: seed of sampling, together with the indices of the documents in a batch.
 
-        Raises InputError for a number out of its range.
+        Raises:
+            InputError: a number is out of range.
         """
         if temperature < 0 or min(max_new_tokens, prompt_tokens) < 1:
             raise InputError(
@@ -71,11 +75,11 @@ class SelfDistillation:
         }
 
     def records(self, indices: Sequence[int]) -> list[dict[str, Any] | None]:
-        """A record, or None, for each of these documents, generated as one batch.
+        """A record for each of these documents, generated as one batch; None for a document without a continuation.
 
         Raises InputError for more unusable lines than allowed, CheckpointError for chats without a template.
         """
-        # Seeded for each batch, so that samples do not depend on where an earlier call stopped.
+        # The seed depends on the batch, so that samples do not depend on where an earlier call stopped.
         self._generator.manual_seed(random.Random(f"{self._seed} {list(indices)}").getrandbits(63))
         texts: dict[int, list[int]] = {}
         chats: dict[int, OpenChat] = {}
@@ -84,19 +88,19 @@ class SelfDistillation:
                 texts[index] = self.documents.tokenizer.encode(record)[: self._prompt_tokens]
             elif record is not None:
                 chats[index] = OpenChat([], *record)
-        found: dict[int, dict[str, Any]] = {}
+        records: dict[int, dict[str, Any]] = {}
         for index, new in self._continue(texts).items():
-            found[index] = {"text": self.documents.tokenizer.decode(texts[index] + new)}
+            records[index] = {"text": self.documents.tokenizer.decode(texts[index] + new)}
         while prompts := {i: prompt for i, chat in chats.items() if (prompt := chat.prompt(self.documents, i))}:
             for index, new in self._continue(prompts).items():
                 chat = chats[index]
                 if new[-1] in self._ends:
                     words = self.documents.tokenizer.continuation(prompts[index], new[:-1])
                     chat.messages.append({"role": "assistant", "content": words})
-                    found[index] = {"messages": list(chat.messages), **chat.variables}
+                    records[index] = {"messages": list(chat.messages), **chat.variables}
                 else:
                     chat.rest = []
-        return [found.get(index) for index in indices]
+        return [records.get(index) for index in indices]
 
     def _continue(self, prompts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """New tokens after each non-empty prompt, up to and including the first EOS."""
@@ -120,19 +124,27 @@ def write_self_distillation_data(
     about: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> int:
-    """Write the records of documents 0 to `count` - 1 to `out`; returns their number. `out` appears when complete.
+    """Write self-distillation data of documents 0 to `count` - 1. `out` appears when it is complete.
 
-    Hidden files beside `out` keep the progress of each batch: after a stop or a kill, `resume` gives the same result as
-    without the stop.
+    Hidden files beside `out` keep the progress: after a stop or a kill, `resume` gives the result of an uninterrupted
+    call.
 
     Args:
-        batch_size: documents generated together; it also decides the samples.
+        source: generates the records.
+        count: number of documents.
+        out: the .jsonl file to write.
+        batch_size: documents that are generated together. Samples depend on it.
         resume: continue an earlier call, if there is one.
-        content: fingerprints of base, data and chat template (`inputs.content_of`), which must match to resume.
-        about: further settings, for JSON, which must match to resume.
+        content: fingerprints of base, data and chat template (`inputs.content_of`); must be the same to resume.
+        about: further settings, as JSON types; must be the same to resume.
+        progress: called with the number of documents done, and `count`.
 
-    Raises InputError when no document could be continued, or the earlier call had other settings; and as
-    `inputs.require_same_content`.
+    Returns:
+        The number of records.
+
+    Raises:
+        InputError: no document could be continued, or the earlier call had other settings or data.
+        CheckpointError: the earlier call had another base or chat template.
     """
     out = Path(out)
     settings = {**source.settings, "documents": count, "batch_size": batch_size, **(about or {})}
@@ -147,8 +159,8 @@ def write_self_distillation_data(
     if resume and is_interrupted(out):
         before = _interrupted_state(out)
         require_same_content(state["content"], before["content"])
-        if told := changes(state["settings"], before["settings"]):
-            raise InputError(f"{out}: cannot resume with other settings: {told}; use the old ones, or start over")
+        if message := changes(state["settings"], before["settings"]):
+            raise InputError(f"{out}: cannot resume with other settings: {message}; use the old ones, or start over")
         state |= before
     else:
         _remove(out)
@@ -177,17 +189,17 @@ def write_self_distillation_data(
 
 
 def is_interrupted(out: Path) -> bool:
-    """Whether there is something for `write_self_distillation_data` to resume."""
+    """Whether `write_self_distillation_data` can resume an earlier call."""
     return _beside(out, "progress").is_file()
 
 
 def interrupted_with(out: Path, setting: str) -> Any:
-    """A setting, one of `about` included, of the call that can be resumed; None if there is none."""
+    """A setting of the call that can be resumed, also from `about`; None if there is no such call."""
     return _interrupted_state(out)["settings"].get(setting) if is_interrupted(out) else None
 
 
 def _beside(out: Path, ending: str) -> Path:
-    """.out.partial holds the records, .out.progress how many bytes of them are complete, and of which call."""
+    """The path of .out.partial, the records, or of .out.progress, the settings and the number of complete bytes."""
     return out.with_name(f".{out.name}.{ending}")
 
 

@@ -235,10 +235,11 @@ def test_medusa_from_training_to_generation(checkpoint: Path, tmp_path: Path, mo
 def test_demo_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     import ligermodels.demo
 
-    folders: list[Path] = []
-    monkeypatch.setattr(ligermodels.demo, "run_demo", folders.append)
+    calls: list[tuple[Path, str]] = []
+    monkeypatch.setattr(ligermodels.demo, "run_demo", lambda folder, sizes: calls.append((folder, sizes.device)))
     ok(run("demo", "--out", "here"))
-    assert folders == [Path("here")]
+    ok(run("demo", "--size", "gpu"))
+    assert calls == [(Path("here"), "cpu"), (Path("demo-output"), "cuda")]
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -395,7 +395,7 @@ def test_a_stream_of_nothing_or_of_something_else_is_an_error(tmp_path: Path) ->
         PackedBatches(Made([3, 3], tmp_path), np.arange(1), seq_len=5, batch_size=1, seed=1),
         PackedBatches(Made([3, 33], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=1),
     ):
-        with pytest.raises(InputError, match="not what the run started with"):
+        with pytest.raises(InputError, match="differs from the start of the run"):
             other.load_state_dict(state)
 
 

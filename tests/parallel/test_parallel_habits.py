@@ -88,7 +88,7 @@ def of_their_own(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Pa
     if rank:  # a host where the folder of the first rank is not
         Path.is_dir = lambda self, is_dir=Path.is_dir: "host-0" not in self.parts and is_dir(self)  # type: ignore
     checkpoints.save(1, model, FusedAdamW(model.parameters(), lr=1e-2), {})
-    with pytest.raises(CheckpointError, match="rank 1 does not see what rank 0 writes there"):
+    with pytest.raises(CheckpointError, match="rank 1 does not see the files of rank 0"):
         checkpoints.wait()
     assert checkpoints.steps() == []
 

@@ -365,7 +365,7 @@ def test_the_validation_split_of_a_run_is_known_by_content(base: Path, data: Pat
     assert json.loads(run(*evaluate, "--data", moved).stdout) == found
     with moved.open("a") as lines:
         lines.write('\n{"text": "one more"}\n')
-    assert "data: not what the run started with" in run(*evaluate, "--data", moved, code=1).stderr
+    assert "data: differs from the start of the run" in run(*evaluate, "--data", moved, code=1).stderr
     for content, words in (("[]", "not an object"), ("{}", "is damaged"), (None, "no such file")):
         (out / "content.json").unlink() if content is None else (out / "content.json").write_text(content)
         assert re.search(rf"content\.json: .*{words}", run(*evaluate, "--data", data, code=1).stderr)

@@ -143,7 +143,7 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
             assert torch.equal(weight, plain.state_dict()[name])
 
     for arguments, message in (
-        ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA, which lora_rank asks for"),
+        ([base, "--lora-alpha", 3], "lora_alpha: is for LoRA; give lora_rank too"),
         ([base, "--lora-rank", 2, "--lora-targets", "query"], "lora_targets: 'query'"),
         ([config, "--lora-rank", 2], "safetensors"),
     ):
@@ -257,7 +257,7 @@ def test_what_may_change_when_a_run_resumes(
         fine_tune(recipe.changed({"learning_rate": 0.1}), out, resume=True)
     other = shutil.copytree(base, tmp_path / "tokenizer")
     (other / "tokenizer.json").write_text((base / "tokenizer.json").read_text() + "\n")
-    with pytest.raises(CheckpointError, match=r"base: not what .*tokenizer\.json had"):
+    with pytest.raises(CheckpointError, match=r"base: differs .*tokenizer\.json had"):
         fine_tune(recipe.changed({"tokenizer": other}), out, resume=True)
     shutil.copy(base / "tokenizer.json", other)
     free = {"activation_checkpointing": "full", "tokenizer": other, "keep_checkpoints": 1}

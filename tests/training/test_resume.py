@@ -450,10 +450,10 @@ def test_data_and_base_are_known_by_their_content(base: Path, data: Path, tmp_pa
         path.write_bytes(path.read_bytes() + b"\n")
 
     for path, change, error, words in (
-        (chats, flip, InputError, r"data: not what the run started with: chats\.jsonl \(was data\.jsonl\) has other"),
+        (chats, flip, InputError, r"data: differs from .*: chats\.jsonl \(was data\.jsonl\) has other"),
         (chats, longer, InputError, r"chats\.jsonl .*had [\d,]+ bytes, has [\d,]+"),
-        (moved / "config.json", other_activation, CheckpointError, r"base: not what .*: config\.json "),
-        (moved / "tokenizer.json", longer, CheckpointError, r"base: not what .*: tokenizer\.json had"),
+        (moved / "config.json", other_activation, CheckpointError, r"base: differs .*: config\.json "),
+        (moved / "tokenizer.json", longer, CheckpointError, r"base: differs .*: tokenizer\.json had"),
         (moved / "model.safetensors", other_norm, CheckpointError, r"base: .*: model\.safetensors has other content"),
     ):
         kept = path.read_bytes()
@@ -478,10 +478,10 @@ def test_a_folder_has_one_run_at_a_time(base: Path, data: Path, tmp_path: Path, 
     while not losses(out) and time.monotonic() < deadline:
         time.sleep(0.01)
     for resume in (True, False):
-        with pytest.raises(CheckpointError, match="out: another run has it; wait for its end"):
+        with pytest.raises(CheckpointError, match="out: another run uses it; wait for its end"):
             train_heads(recipe, out, resume=resume)
     found = CliRunner().invoke(app, ["medusa", "train", "--recipe", str(file), "--out", str(out), "--resume"])
-    assert found.exit_code == 1 and "another run has it" in found.stderr
+    assert found.exit_code == 1 and "another run uses it" in found.stderr
     assert child.is_alive() and losses(out)
     child.kill()
     child.join()
@@ -543,11 +543,11 @@ def test_checkpoints_of_which_none_is_whole_are_refused(base: Path, data: Path, 
     train_heads(recipe, out)
     for step in (1, 2):
         damaged(out / "checkpoints" / f"step-{step}")
-    with pytest.raises(CheckpointError, match=r"step-2/__0_0\.distcp: is damaged.*no other is whole"):
+    with pytest.raises(CheckpointError, match=r"step-2/__0_0\.distcp: is damaged.*no other checkpoint is complete"):
         train_heads(recipe, out, resume=True)
     for step in (1, 2):
         renamed(f"old-{step}")(out / "checkpoints" / f"step-{step}")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="holds no checkpoint by its name, step-N, but old-1, old-2; give"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint under its name, step-N, but old-1, old-2; rename"):
         train_heads(recipe, out, resume=True)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

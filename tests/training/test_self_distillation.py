@@ -203,9 +203,9 @@ def test_own_words_go_on_with_the_model_that_began_them(
     weights = bytearray((here / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (here / "model.safetensors").write_bytes(weights)
-    assert "base: not what the run started with: model.safetensors has" in run("stopped", here, file, "--resume").stderr
+    assert "base: differs from the start of the run: model" in run("stopped", here, file, "--resume").stderr
     file.write_text("{{ messages[0].content }}")
-    assert "chat_template: not what the run started with: a.jinja" in run("stopped", there, file, "--resume").stderr
+    assert "chat_template: differs from the start of the run: a.jinja" in run("stopped", there, file, "--resume").stderr
     told = "date was '2001-02-03', is '2001-02-04'"  # That of the start holds, whichever day it is.
     assert told in run("stopped", there, moved, "--resume", "--date", "2001-02-04").stderr
     assert run("stopped", there, moved, "--resume").exit_code == 0

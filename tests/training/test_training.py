@@ -18,7 +18,7 @@ from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
 from ligermodels.speculative.evaluation import evaluate, evaluate_heads
-from ligermodels.training import FusedAdamW, adamw, train, warmup_cosine
+from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 
@@ -234,9 +234,27 @@ def test_training_lowers_the_loss_and_reports_it() -> None:
     assert evaluate(model, batches(documents, 4, epochs=1)) < 0.8 * before
 
 
-def test_hooks_stops_and_starts() -> None:
-    documents, heard, options = corpus(), [], []
+def test_callbacks_and_starts() -> None:
+    documents, calls, options = corpus(), [], []
     model = model_of("lm")
+
+    class Every(Callback):
+        def __init__(self, every: int) -> None:
+            self.every = every
+
+        def on_step_end(self, step: int) -> None:
+            calls.append((self.every, step))
+            model.eval()
+
+    class Reports(Callback):
+        def __init__(self, stop_after: int) -> None:
+            self.stop_after = stop_after
+
+        def on_report(self, metrics: StepMetrics) -> None:
+            calls.append(("report", metrics.step, [one.step for one in metrics.each]))
+
+        def should_stop(self) -> bool:
+            return calls[-1:] != [] and calls[-1][1] >= self.stop_after
 
     def run_to(steps: int, start: int, stop_after: int) -> int:
         return train(
@@ -244,30 +262,41 @@ def test_hooks_stops_and_starts() -> None:
             batches(documents, 2, seed=0, skip=start),
             steps=steps,
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-            on_step=lambda metrics: heard.append(("report", metrics.step, [one.step for one in metrics.each])),
             report_every=4,
-            hooks=[
-                (3, lambda step: heard.append(("three", step))),
-                (5, lambda step: (heard.append(("five", step)), model.eval())),
-            ],
+            callbacks=[Every(3), Reports(stop_after), Every(5)],
             start=start,
-            stop=lambda: heard[-1:] != [] and heard[-1][1] >= stop_after,
             loss_options=lambda step: options.append((step, model.training)) or {"z_loss": 0.0},
         )
 
     assert run_to(7, 0, 99) == 7
-    assert heard == [
-        ("report", 3, [1, 2, 3]), ("three", 3), ("report", 4, [4]), ("report", 5, [5]), ("five", 5),
-        ("report", 6, [6]), ("three", 6), ("report", 7, [7]), ("three", 7), ("five", 7),
+    assert calls == [
+        ("report", 3, [1, 2, 3]), (3, 3), ("report", 4, [4]), ("report", 5, [5]), (5, 5),
+        ("report", 6, [6]), (3, 6), ("report", 7, [7]), (3, 7), (5, 7),
     ]  # fmt: skip
-    assert options == [(step, True) for step in range(1, 8)]  # Though a hook left the model in eval mode.
-    heard.clear()
-    # Stopped: asked after each step, and again after its hooks, one of which may have taken long.
+    assert options == [(step, True) for step in range(1, 8)]  # though a callback left the model in evaluation mode
+    calls.clear()
+    # Stopped: asked after each step, and again after `on_step_end`, which may have taken long.
     assert run_to(20, 7, 9) == 9
-    assert heard == [("report", 8, [8]), ("report", 9, [9]), ("three", 9)]
-    assert run_to(20, 20, 99) == 20  # Nothing left to do.
+    assert calls == [("report", 8, [8]), ("report", 9, [9]), (3, 9)]
+    assert run_to(20, 20, 99) == 20  # nothing is left to do
     with pytest.raises(InputError, match="at least 1"):
-        train(model, [], steps=1, optimizer=torch.optim.SGD(model.parameters()), hooks=[(0, print)])
+        train(model, [], steps=1, optimizer=torch.optim.SGD(model.parameters()), callbacks=[Every(0)])
+
+
+def test_functions_in_place_of_callbacks() -> None:
+    model, calls = model_of("lm"), []
+    with pytest.warns(DeprecationWarning, match="callbacks=") as caught:
+        step = train(
+            model,
+            batches(corpus(), 2, seed=0),
+            steps=20,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+            on_step=lambda metrics: calls.append(metrics.step),
+            hooks=[(2, lambda step: calls.append(-step))],
+            stop=lambda: -4 in calls,
+        )
+    assert step == 4 and calls == [2, -2, 4, -4]
+    assert all(each.filename == __file__ for each in caught) and len(caught) == 2
 
 
 def test_each_step_is_told_with_the_heads_accuracies() -> None:

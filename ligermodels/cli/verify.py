@@ -1,0 +1,229 @@
+"""`ligermodels verify`: a checkpoint compared with transformers, in float8 with itself, or rounded with itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ligermodels.arguments import check_number
+from ligermodels.cli import options
+from ligermodels.console import print_json, progress, readable_bytes, say, show_table
+from ligermodels.convert.input_files import read_text
+from ligermodels.errors import InputError, arguments_named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.verify import Report
+
+
+def verify(
+    path: options.Checkpoint,
+    reference: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder that transformers opens.  [default: PATH]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="Use the beginning of this file instead of random tokens.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest error allowed.  [default: 1e-4 in float32, 5e-2 in bfloat16]")
+    ] = None,
+    dtype: Annotated[options.Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
+    device: options.Device = None,
+    attention: options.Attention = "auto",
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Compare gradients in float8 with gradients in --dtype, not transformers.")
+    ] = False,
+    float8_exclude: Annotated[
+        list[str] | None, typer.Option(help="Patterns of layers that are not converted to float8, as in `train`.")
+    ] = None,
+    quantize: options.Quantize = None,
+    quantize_exclude: options.QuantizeExclude = None,
+    quantize_head: options.QuantizeHead = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare a checkpoint with transformers, module by module.
+
+    Exit code 1 on a mismatch; the first mismatch is printed. The error of a module is max |ours - theirs| / max
+    |theirs|.
+
+    With --float8 the gradient of each parameter in float8 is compared with its gradient in --dtype: the cosine between
+    them, and the ratio of their norms. Exit code 1 if --tolerance is given and 1 - cosine or |ratio - 1| is above it.
+
+    With --quantize predictions with rounded weights are compared with predictions without: the KL divergence, and both
+    perplexities. Exit code 1 if --tolerance is given and the KL divergence is above it. Give a --text: perplexities of
+    random tokens mean nothing.
+    """
+    if tolerance is not None:
+        check_number("--tolerance", tolerance)
+    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
+    _check_combination(float8, float8_exclude, rounding is not None, reference)
+    if float8 or rounding is not None:
+        folder = options.folder_of(path)
+        load = partial(options.load, folder, dtype, options.device_named(device), attention)
+        ids_for = partial(_ids, folder=folder, text=text, tokens=tokens)
+        if rounding is not None:
+            return _verify_quantized(load, ids_for, rounding, tolerance, as_json)
+        return _verify_float8(load, ids_for, float8_exclude or [], tolerance, as_json)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    from ligermodels.data.tokenizer import Tokenizer
+    from ligermodels.verify import verify as compare
+
+    device = options.device_named(device)
+    folder = options.folder_of(path)
+    if reference is not None and not reference.is_dir():
+        raise InputError(f"--reference {reference}: no such folder")
+    ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[:tokens]
+    with progress(f"loading {path}", in_bytes=True) as update:
+        report = compare(
+            folder,
+            reference=reference,
+            input_ids=ids,
+            tokens=tokens,
+            dtype=getattr(torch, dtype),
+            device=device,
+            attention=attention,
+            tolerance=tolerance,
+            progress=update,
+        )
+    _show(report, as_json)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _check_combination(
+    float8: bool, float8_exclude: list[str] | None, is_rounded: bool, reference: Path | None
+) -> None:
+    """Raise typer.BadParameter for options that contradict one another."""
+    if float8_exclude and not float8:
+        raise typer.BadParameter("is for --float8", param_hint="--float8-exclude")
+    if (float8 or is_rounded) and reference is not None:
+        other = "--float8" if float8 else "--quantize"
+        raise typer.BadParameter(f"has no meaning with {other}", param_hint="--reference")
+    if float8 and is_rounded:
+        raise typer.BadParameter("give one of the two", param_hint="--float8 or --quantize")
+
+
+def _show(report: Report, as_json: bool) -> None:
+    mismatch = report.first_mismatch
+    if as_json:
+        print_json(
+            {
+                "passed": report.passed,
+                "first_difference": mismatch and mismatch.name,
+                "tolerance": report.tolerance,
+                "tokens": report.tokens,
+                "errors": {place.name: place.error for place in report.places},
+            }
+        )
+        return
+    rows = [
+        (place.name, place.theirs, f"{place.error:.1e}", "" if place.error <= report.tolerance else "differs")
+        for place in report.places
+    ]
+    show_table(["module", "in transformers", "max relative error", ""], rows, numbers=[2])
+    if mismatch:
+        typer.echo(f"First mismatch: {mismatch.name}: error {mismatch.error:.1e}, tolerance {report.tolerance:.0e}.")
+    else:
+        typer.echo(f"Match: {report.tokens} tokens, every module within {report.tolerance:.0e}.")
+
+
+def _verify_float8(
+    load: Callable[[], CausalLM],
+    ids_for: Callable[[CausalLM], Tensor],
+    exclude: list[str],
+    tolerance: float | None,
+    as_json: bool,
+) -> None:
+    """Compare gradients in float8 with gradients in the dtype of the model."""
+    from ligermodels.adapt.float8_agreement import float8_agreement
+
+    model = load()
+    ids = ids_for(model)
+    with arguments_named(exclude="--float8-exclude"):
+        report = float8_agreement(model, ids[None], exclude=exclude)
+    if as_json:
+        print_json(
+            {
+                "loss": report.loss,
+                "float8_loss": report.float8_loss,
+                "tokens": len(ids),
+                "gradients": {g.name: {"cosine": g.cosine, "norm_ratio": g.norm_ratio} for g in report.gradients},
+            }
+        )
+    else:
+        rows = [(g.name, f"{g.cosine:.5f}", f"{g.norm_ratio:.4f}") for g in report.gradients]
+        show_table(["gradient of", "cosine", "ratio of norms"], rows, numbers=[1, 2])
+        typer.echo(f"Loss {report.loss:.5f}, in float8 {report.float8_loss:.5f}; the farthest: {report.worst.name}.")
+    _require_within(tolerance, report.worst.error, f"the gradient of {report.worst.name}")
+
+
+SEQ_LEN = 2048
+"""Largest number of tokens in a sequence."""
+
+
+def _verify_quantized(
+    load: Callable[..., CausalLM],
+    ids_for: Callable[[CausalLM], Tensor],
+    rounding: Callable[[CausalLM], object],
+    tolerance: float | None,
+    as_json: bool,
+) -> None:
+    """Compare predictions with rounded weights with predictions without."""
+    from ligermodels.data.batches import Batch
+    from ligermodels.layers.initialization import persistent_tensors
+    from ligermodels.speculative.evaluation import evaluate_kl, perplexity
+
+    quantized = load(rounding)
+    ids = ids_for(quantized)
+    model = load()
+    rows = ids.split(min(SEQ_LEN, model.config.max_position_embeddings or SEQ_LEN))
+    report = evaluate_kl(
+        quantized, model, (Batch({"input_ids": row[None], "labels": row[None]}) for row in rows if len(row) > 1)
+    )
+    results = {
+        "kl": report.kl,
+        "perplexity": perplexity(report.reference_loss),
+        "quantized_perplexity": perplexity(report.loss),
+        "tokens": sum(len(row) - 1 for row in rows),
+        "weights_bytes": sum(tensor.nbytes for tensor in persistent_tensors(model).values()),
+        "quantized_weights_bytes": sum(tensor.nbytes for tensor in persistent_tensors(quantized).values()),
+    }
+    if as_json:
+        print_json(results)
+    else:
+        sizes = [readable_bytes(results[name]) for name in ("weights_bytes", "quantized_weights_bytes")]
+        perplexities = [f"{results[name]:.3f}" for name in ("perplexity", "quantized_perplexity")]
+        show_table(["", "without", "quantised"], [("perplexity", *perplexities), ("weights", *sizes)], numbers=[1, 2])
+        typer.echo(f"KL divergence {report.kl:.5f} nats per token, over {results['tokens']:,} predicted tokens.")
+    _require_within(tolerance, report.kl, "the KL divergence")
+
+
+def _require_within(tolerance: float | None, error: float, name: str) -> None:
+    """Exit with code 1 and a message if there is a tolerance and the error is above it."""
+    if tolerance is not None and not error <= tolerance:
+        say(f"{name}: {error:.1e} is above --tolerance {tolerance:.1e}")
+        raise typer.Exit(1)
+
+
+def _ids(model: CausalLM, folder: Path, text: Path | None, tokens: int) -> Tensor:
+    """The first `tokens` tokens of a text, or fixed random tokens: (tokens,), int64, on the model's device."""
+    import torch
+
+    from ligermodels.data.tokenizer import Tokenizer
+
+    if text is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator)
+    else:
+        ids = torch.tensor(Tokenizer(folder).encode(read_text(text, InputError))[:tokens])
+    if len(ids) < 2:
+        raise InputError("tokens: a loss needs two or more; give more by --tokens, or a longer text")
+    return ids.to(model.device)

@@ -1,0 +1,242 @@
+"""Reports of the training loop: metrics of the steps since the last report, and errors for steps that went wrong."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.data.batches import Batch
+from ligermodels.errors import TrainingError
+from ligermodels.parallel.ranks import DataRanks
+
+PATIENCE = 10
+"""Training ends with an error if the first PATIENCE steps have no target at all."""
+
+Value = float | list[float]
+
+
+@dataclass(frozen=True)
+class OutputMetrics:
+    """Metrics of a model's output to log beside its loss, by name; scalars or vectors.
+
+    losses: summed over the micro-batches of a step.
+    ratios: (numerator, denominator); both are summed over the steps of a report, then divided.
+    """
+
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def sum(cls, metrics: Sequence[OutputMetrics]) -> OutputMetrics:
+        """The sums of losses, numerators and denominators over several outputs with the same names."""
+        losses = {name: _sum(one.losses[name] for one in metrics) for name in metrics[0].losses}
+        ratios = {
+            name: (_sum(one.ratios[name][0] for one in metrics), _sum(one.ratios[name][1] for one in metrics))
+            for name in metrics[0].ratios
+        }
+        return cls(losses, ratios)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Metrics of one optimizer step.
+
+    step: its number, from 1.
+    loss: mean over the targets of the step.
+    grad_norm: norm of the gradient before clipping.
+    learning_rate: learning rate of the first parameter group.
+    tokens: number of tokens.
+    losses: `OutputMetrics.losses`.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    losses: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A report on the steps since the last report.
+
+    step, steps: number of the last step, and the number of steps in all.
+    loss: mean over the steps of the report.
+    grad_norm: norm of the gradient of the last step, before clipping.
+    learning_rate: learning rate of the last step.
+    tokens_per_second: tokens of the report per second, of all ranks together.
+    each: metrics of each step of the report.
+    ratios: `OutputMetrics.ratios`, divided.
+    peak_memory: bytes allocated on the GPU, or by the process on a CPU, at most; None where it is unknown.
+    targets: number of targets since step 1.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    each: tuple[Step, ...]
+    ratios: Mapping[str, Value]
+    peak_memory: int | None
+    targets: int
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the GPU may not have finished. Its tensors are read with the next report.
+
+    losses, outputs: one entry for each micro-batch of this rank.
+    num_targets: number of targets of all ranks, for each head.
+    """
+
+    step: int
+    learning_rate: float
+    micro_batches: Sequence[Batch]
+    num_targets: Tensor
+    losses: list[Tensor]
+    outputs: OutputMetrics
+    grad_norm: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch["labels"].numel() for batch in self.micro_batches)
+
+    @property
+    def origins(self) -> list[Callable[[], str] | None]:
+        """Functions that name the lines of data in each micro-batch, where that is known."""
+        return [getattr(batch, "where", None) for batch in self.micro_batches]
+
+
+class StepLog:
+    """The steps since the last report. Only `report` waits for the GPU."""
+
+    def __init__(self, steps: int, targets: int, device: torch.device, ranks: DataRanks) -> None:
+        self._steps, self._targets, self._device, self._ranks = steps, targets, device, ranks
+        self.start()
+
+    def start(self) -> None:
+        """Forget the steps so far, and time the following steps from now on."""
+        self._pending: list[PendingStep] = []
+        self._start_time = time.perf_counter()
+
+    def add(self, step: PendingStep) -> None:
+        """Add a step."""
+        self._pending.append(step)
+
+    def report(self) -> StepMetrics:
+        """The metrics of the pending steps, summed over the ranks.
+
+        Raises:
+            TrainingError: a loss or a gradient is not finite, or there was no target in the first steps.
+        """
+        pending, ranks = self._pending, self._ranks
+        self._targets += int(torch.stack([step.num_targets.sum() for step in pending]).sum())
+        if not self._targets and pending[-1].step >= min(self._steps, PATIENCE):
+            raise _no_target(pending)
+        steps = self._metrics_of_steps()
+        seconds = time.perf_counter() - self._start_time
+        totals = OutputMetrics.sum([step.outputs for step in pending]).ratios
+        ratios = {
+            name: (ranks.sum(hits) / ranks.sum(counts).clamp(min=1)).tolist() for name, (hits, counts) in totals.items()
+        }
+        return StepMetrics(
+            steps[-1].step,
+            self._steps,
+            math.fsum(step.loss for step in steps) / len(steps),
+            steps[-1].grad_norm,
+            steps[-1].learning_rate,
+            sum(step.tokens for step in steps) / seconds,
+            tuple(steps),
+            ratios,
+            _peak_memory(self._device),
+            self._targets,
+        )
+
+    def _metrics_of_steps(self) -> list[Step]:
+        tensors = (tensor for s in self._pending for tensor in (*s.losses, s.grad_norm, *s.outputs.losses.values()))
+        numbers: Iterator[Any] = iter(_to_host(list(tensors)))
+        local = []  # of each step: the losses of its micro-batches, the gradient norm, and the logged losses
+        for step in self._pending:
+            losses, norm = [next(numbers) for _ in step.losses], next(numbers)
+            local.append((losses, norm, {name: next(numbers) for name in step.outputs.losses}))
+        rows = [
+            [math.fsum(losses), step.tokens, *_flat(logged)]
+            for step, (losses, _, logged) in zip(self._pending, local, strict=True)
+        ]
+        if self._ranks.size > 1:
+            rows = self._ranks.sum(torch.tensor(rows, dtype=torch.float64, device=self._device)).tolist()
+        metrics = []
+        for step, (losses, norm, logged), (loss, tokens, *others) in zip(self._pending, local, rows, strict=True):
+            _check_finite(step, losses, loss, norm)
+            shaped = _shaped_like(logged, others)
+            metrics.append(Step(step.step, loss, norm, step.learning_rate, int(tokens), shaped))
+        return metrics
+
+
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors]).sum(0)
+
+
+def _flat(values: Mapping[str, Value]) -> list[float]:
+    return [number for value in values.values() for number in (value if isinstance(value, list) else [value])]
+
+
+def _shaped_like(values: Mapping[str, Value], numbers: Iterable[float]) -> dict[str, Value]:
+    """`numbers`, in the order of `_flat(values)`, under the names and in the shapes of `values`."""
+    rest = iter(numbers)
+    return {k: [next(rest) for _ in value] if isinstance(value, list) else next(rest) for k, value in values.items()}
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[Value]:
+    """Values of scalars and vectors, by one copy from the device, in the dtype of the first tensor."""
+    values = iter(torch.cat([tensor.to(tensors[0].dtype).flatten() for tensor in tensors]).tolist())
+    return [list(islice(values, tensor.numel())) if tensor.ndim else next(values) for tensor in tensors]
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _check_finite(step: PendingStep, losses: Sequence[float], total: float, norm: float) -> None:
+    """Raise TrainingError unless the losses of this rank's micro-batches, their total over all ranks and the gradient
+    norm are finite."""
+    if all(map(math.isfinite, (*losses, total, norm))):
+        return
+    # The first micro-batch with such a loss; all micro-batches if only the gradient is not finite.
+    wrong = [i for i, loss in enumerate(losses) if not math.isfinite(loss)][:1] or range(len(losses))
+    if not math.isfinite(total) and len(wrong) == len(losses) and all(map(math.isfinite, losses)):
+        raise TrainingError(f"step {step.step}: the loss is {total}, by a batch of another rank; training stopped")
+    lines = [origin() for i in wrong if (origin := step.origins[i]) is not None]
+    batch = f"batch {wrong[0] + 1} of {len(losses)}" if len(wrong) == 1 else "all its batches"
+    raise TrainingError(
+        f"step {step.step}: the loss is {total} and the gradient norm {norm}; training stopped. "
+        f"At fault: {batch}{', made of ' + '; '.join(lines) if lines else ''}. "
+        "Try a lower learning rate, a longer warm-up or a lower max_grad_norm, and look at that data"
+    )
+
+
+def _no_target(pending: Sequence[PendingStep]) -> TrainingError:
+    origin = next((origin for step in pending for origin in step.origins if origin is not None), None)
+    return TrainingError(
+        f"step {pending[-1].step}: there has not been a single target to learn{f' in {origin()}' if origin else ''}; "
+        "training stopped. Only the assistant's turns of a chat are trained on, and targets lie one or more tokens "
+        "ahead in the same document: give other data"
+    )

@@ -1,0 +1,159 @@
+"""The state of a run: the model and all else that training changes and checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ligermodels.data.batches import Batch
+from ligermodels.data.packing import Prefetcher
+from ligermodels.errors import InputError
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.apply import parallelize
+from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.parallel.ranks import DATA, data_share, world_size
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.console import Console
+from ligermodels.training.extension import continue_schedule
+from ligermodels.training.interruption import until
+from ligermodels.training.job import Evaluation, Job, JobFactory, Prepare
+from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
+from ligermodels.training.preparation import prepare_model
+from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run with a loaded model.
+
+    plan: recipe, inputs and number of steps.
+    job: the model, its parameters to train, and functions to evaluate and export it.
+    optimizer, schedule: optimizer and learning-rate schedule of these parameters.
+    batches: micro-batches of this rank.
+    checkpoints: the checkpoints in the folder of the run.
+    """
+
+    plan: RunPlan
+    job: Job
+    optimizer: Optimizer
+    schedule: LambdaLR
+    batches: Prefetcher
+    checkpoints: Checkpoints
+
+    def save(self, step: int, targets: int) -> None:
+        """Start to write a checkpoint of `step`. `targets`: number of targets since step 1."""
+        run = {
+            "steps": self.plan.steps,
+            "warmup_steps": self.plan.warmup_steps,
+            "targets": targets,
+            "recipe": self.plan.recipe.settings(),
+            "content": self.plan.content,
+            "schedule": self.schedule.state_dict(),
+            "data": self.batches.state_dict(),
+        }
+        self.checkpoints.save(step, self.job.model, self.optimizer, run)
+
+    def restore(self, say: Callable[[str], object]) -> None:
+        """Load the checkpoint that the plan resumes from."""
+        plan = self.plan
+        self.checkpoints.load(plan.start, self.job.model, self.optimizer)
+        continue_schedule(
+            self.schedule,
+            self.optimizer,
+            plan.checkpoint["schedule"],
+            steps=plan.steps,
+            steps_before=plan.checkpoint["steps"],
+            say=say,
+        )
+        self.batches.load_state_dict(plan.checkpoint["data"])
+        say(f"resuming after step {plan.start:,} of {plan.steps:,}")
+
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Evaluate on the validation split. Raises Interrupted as soon as `stop` returns True."""
+
+        def batches() -> Iterator[Batch]:
+            return until(stop, self.plan.validation_batches())
+
+        return self.job.evaluate(batches)
+
+
+def build_state(
+    plan: RunPlan,
+    make_job: JobFactory[Any],
+    checkpoints: Checkpoints,
+    *,
+    prepare_base: Prepare[Any] | None,
+    device: str,
+    attention: str,
+    console: Console,
+) -> RunState:
+    """Load the base model and make the job, the optimizer, the schedule and the batches from it; load the checkpoint
+    that the plan resumes from.
+
+    Args:
+        plan: recipe, inputs and number of steps.
+        make_job: makes the job from the recipe and the base model.
+        checkpoints: the checkpoints in the folder of the run.
+        prepare_base: changes the modules of the base model before it is sharded and loaded.
+        device: device of the model.
+        attention: attention backend, or "auto".
+        console: where messages and progress go.
+    """
+    recipe = plan.recipe
+    is_sharded = world_size() > 1 or recipe.parallel != ParallelPlan()
+    options: dict[str, Any] = {"plan": recipe.parallel} if is_sharded else {}
+    with console.progress(f"loading {recipe.base}", in_bytes=True) as update:
+        prepare = partial(prepare_model, recipe, prepare_base)
+        model = plan.base.load(recipe, device=device, attention=attention, progress=update, prepare=prepare, **options)
+    if plan.base.weights is None and not plan.resumes:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
+    model.activation_checkpointing = recipe.activation_checkpointing
+    job = make_job(recipe, model, resuming=plan.resumes)
+    if is_sharded:
+        parallelize(job.model, recipe.parallel)
+    rank, _ = data_share(recipe.parallel, (*DATA, "context"))
+    if rank:
+        torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
+    _warn_of_lost_updates(model, recipe, console.say)
+    optimizer = optimizer_named(
+        recipe.optimizer,
+        parameter_groups(job.learning_rates, recipe.weight_decay),
+        betas=(recipe.beta1, recipe.beta2),
+        rounding=recipe.rounding,
+        seed=recipe.seed,
+    )
+    if is_sharded:
+        _check_parameters(job, optimizer)
+    schedule = warmup_cosine(optimizer, plan.steps, warmup_steps=plan.warmup_steps, min_lr_ratio=recipe.min_lr_ratio)
+    state = RunState(plan, job, optimizer, schedule, plan.training_batches(), checkpoints)
+    if plan.resumes:
+        state.restore(console.say)
+    return state
+
+
+def _warn_of_lost_updates(model: CausalLM, recipe: TrainingRecipe, say: Callable[[str], object]) -> None:
+    is_stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
+    if model.dtype.itemsize < 4 and not (is_stochastic and model.dtype == torch.bfloat16):
+        say(
+            f"{model.dtype} loses small updates; dtype: float32 keeps them, and so does bfloat16 with "
+            "optimizer: adamw and rounding: stochastic"
+        )
+
+
+def _check_parameters(job: Job, optimizer: Optimizer) -> None:
+    """Raise InputError unless the optimizer has the parameters of the sharded model."""
+    parameters = {id(parameter) for parameter in job.model.parameters()}
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(id(parameter) not in parameters for parameter in trained):
+        raise InputError(
+            "learning_rates: holds parameters that the model had before it was sharded; give iterators such as "
+            "model.parameters(), which are read afterwards"
+        )
