@@ -24,6 +24,9 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step, over all GPUs.")],
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA of this rank.")] = None,
+    quantize: Annotated[
+        Literal["int4", "float8"] | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
+    ] = None,
     optimizer: Annotated[Literal["adamw", "adafactor"], typer.Option(help="Optimizer.")] = "adamw",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
@@ -40,11 +43,16 @@ def plan(
     import torch
 
     from ligermodels.adapt.lora import add_lora
+    from ligermodels.adapt.quantize import quantize as quantize_weights
     from ligermodels.parallel.advice import candidates, worst_memory
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
     model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
+    if quantize is not None:
+        if lora_rank is None:
+            raise typer.BadParameter("freezes the weights, which only LoRA then trains", param_hint="--quantize")
+        quantize_weights(model, quantize)
     if lora_rank is not None:
         with arguments_named(r="--lora-rank"):
             add_lora(model, lora_rank)
@@ -59,6 +67,7 @@ def plan(
     columns = (*degrees, "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
     show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
+    flags += f" --quantize {quantize}" if quantize else ""
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if fastest["expert"] > 1:
         model.activation_checkpointing = fastest["activation_checkpointing"]

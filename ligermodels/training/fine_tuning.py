@@ -12,6 +12,7 @@ import torch
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
+from ligermodels.adapt.quantize import quantize
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
@@ -123,7 +124,10 @@ class LossEvaluation:
 
 
 def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
-    """Add LoRA to the model if the recipe trains it."""
+    """Quantise the weights and add LoRA to the model, if the recipe does."""
+    if recipe.quantize is not None:
+        with arguments_named(exclude="quantize_exclude"):
+            quantize(model, recipe.quantize, exclude=recipe.quantize_exclude)
     if recipe.lora_rank is not None:
         with arguments_named(r="lora_rank", target_modules="lora_targets"):
             add_lora(

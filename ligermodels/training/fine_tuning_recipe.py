@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,17 @@ class FineTuningRecipe(TrainingRecipe):
             lambda settings: settings["lora_rank"] is not None,
             "is for LoRA; give lora_rank too",
         ),
+        (
+            ("quantize",),
+            lambda settings: settings["lora_rank"] is not None,
+            "freezes the weights, which only LoRA then trains; give lora_rank too",
+        ),
+        (
+            ("quantize_exclude",),
+            lambda settings: settings["quantize"] is not None,
+            "is for quantised weights; give quantize too",
+        ),
+        (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
         *CONDITIONS,
     )
 
@@ -35,6 +46,13 @@ class FineTuningRecipe(TrainingRecipe):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of the inputs of A.")
     lora_targets: tuple[str, ...] = Field(
         (), description="LoRA: names of linear layers in transformers, such as q_proj.  [default: all in the blocks]"
+    )
+
+    quantize: Literal["int4", "float8"] | None = Field(
+        None, description="LoRA: keep the frozen weights of the blocks in 4 or 8 bits (QLoRA).  [default: in `dtype`]"
+    )
+    quantize_exclude: tuple[str, ...] = Field(
+        (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
     )
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting

@@ -203,7 +203,7 @@ class TrainingRecipe(BaseModel):
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
 
-    @field_validator("float8_exclude", "lora_targets", mode="before", check_fields=False)
+    @field_validator("float8_exclude", "lora_targets", "quantize_exclude", mode="before", check_fields=False)
     @classmethod
     def _one_or_several_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value

@@ -151,6 +151,36 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
         assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
 
 
+@pytest.mark.parametrize("kind", ["int4", "float8"])
+def test_lora_on_quantised_weights(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
+    """It learns; the adapter is that of the quantised base; a run that was cut off resumes to the same adapter."""
+    flags = ["--data", text, "--lr", 2e-2, "--seq-len", 32, "--batch-tokens", 128, "--lora-rank", 4]
+    flags += ["--quantize", kind, "--set", "validation_fraction=0.1", "--steps", 40]
+    result = cli(base, *flags, "--out", tmp_path / "whole")
+    assert result.exit_code == 0, result.output
+    found = [loss for _, loss, _ in losses(tmp_path / "whole")]
+    assert sum(found[-5:]) < 0.7 * sum(found[:5])
+    model = lm.load_adapter(lm.from_pretrained(base, quantize=kind), tmp_path / "whole").eval()  # type: ignore[arg-type]
+    plain = lm.load_adapter(lm.from_pretrained(base), tmp_path / "whole").eval()
+    ids = torch.randint(3, 40, (2, 9))
+    assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-4)
+    rounded = lm.merge_lora(model, dequantize=True)
+    torch.testing.assert_close(rounded(ids).logits, lm.dequantize(quantised(base, tmp_path, kind))(ids).logits)
+
+    for arguments, message in (
+        (["--quantize", kind], "quantize: freezes the weights, which only LoRA then trains; give lora_rank too"),
+        (["--lora-rank", 2, "--quantize-exclude", "mlp"], "quantize_exclude: is for quantised weights"),
+        (["--lora-rank", 2, "--quantize", kind, "--float8"], "float8: is for weights that quantize does not round"),
+        (["--lora-rank", 2, "--quantize", kind, "--quantize-exclude", "no"], "quantize_exclude: 'no' matches no layer"),
+    ):
+        failed = cli(base, *arguments, "--data", text, "--out", tmp_path / "no", "--steps", 2)
+        assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
+
+
+def quantised(base: Path, folder: Path, kind: str) -> lm.CausalLM:
+    return lm.load_adapter(lm.from_pretrained(base, quantize=kind), folder / "whole").eval()  # type: ignore[arg-type]
+
+
 def by_hand(base: Path, steps: int, recipe: FineTuningRecipe) -> tuple[list[float], Any, int]:
     """Losses and model of steps over CHATS, by transformers' model and torch's AdamW; and the number of tokens."""
     model, tokenizer = (
