@@ -10,16 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.convert.bitsandbytes import bits4_tensors
 from ligermodels.convert.encoded import Encoded, matrix_of
 from ligermodels.convert.fp8 import fp8_tensors
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.mxfp4 import mxfp4_tensors
 from ligermodels.convert.quantization import Quantization
-from ligermodels.convert.safetensors_reader import Checkpoint, Header
+from ligermodels.convert.safetensors_reader import Checkpoint
 
-ENCODINGS: Mapping[str, Callable[[Mapping[str, Header], tuple[int, int] | None], dict[str, Encoded]]] = {
+ENCODINGS: Mapping[str, Callable[[Checkpoint, tuple[int, int] | None], dict[str, Encoded]]] = {
     "fp8": fp8_tensors,
     "mxfp4": mxfp4_tensors,
+    "bitsandbytes 4 bits": bits4_tensors,
 }
 """`Quantization.encoding` -> the function that finds the quantised tensors."""
 
@@ -55,7 +57,7 @@ class Dequantized:
 
     def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> None:
         self._files, self._dtype = files, dtype
-        self._encoded = ENCODINGS[quantization.encoding](files.headers, quantization.block)
+        self._encoded = ENCODINGS[quantization.encoding](files, quantization.block)
         hidden = {name for encoded in self._encoded.values() for name in encoded.stored}
         self.headers: Mapping[str, Spec] = {
             **{n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)},

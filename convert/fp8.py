@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.encoded import E8M0, Encoded, as_float, check_dtype, look_up, matrix_of
-from ligermodels.convert.safetensors_reader import Checkpoint, Header
+from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import raise_faults
 
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
@@ -54,17 +54,18 @@ class ScaledFP8(NamedTuple):
         return values.mul_(scales)
 
 
-def fp8_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name -> FP8 tensor, for all FP8 tensors of a checkpoint with these `headers`.
+def fp8_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
+    """Name -> FP8 tensor, for all FP8 tensors of a checkpoint.
 
     Args:
-        headers: name -> dtype and shape of the checkpoint's tensors.
+        files: the checkpoint.
         block: rows and columns of a block; None to take them from the scales' shapes.
 
     Raises:
         CheckpointError: tensors without scales, scales without a tensor, or scales of a wrong shape or dtype; the
             message lists all of them.
     """
+    headers = files.headers
     tensors: dict[str, Encoded] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
     used = set()

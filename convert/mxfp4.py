@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.convert.encoded import Encoded, as_float, check_dtype, look_up, matrix_of
-from ligermodels.convert.safetensors_reader import Checkpoint, Header
+from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import raise_faults
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -48,17 +48,18 @@ class MXFP4(NamedTuple):
         return values.flatten(1).T[first - span.start * FP4_BLOCK :][: last - first]
 
 
-def mxfp4_tensors(headers: Mapping[str, Header], block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint with these `headers`.
+def mxfp4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
+    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint.
 
     Args:
-        headers: name -> dtype and shape of the checkpoint's tensors.
+        files: the checkpoint.
         block: not used; the format has blocks of 32.
 
     Raises:
         CheckpointError: blocks without scales or the reverse, wrong dtypes, or shapes that do not match; the message
             lists all of them.
     """
+    headers = files.headers
     tensors: dict[str, Encoded] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
     ends = ("_blocks", "_scales")

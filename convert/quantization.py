@@ -17,7 +17,7 @@ class Quantization(NamedTuple):
     """How a checkpoint stores quantised tensors.
 
     Args:
-        encoding: "fp8" or "mxfp4", see `dequantize.ENCODINGS`.
+        encoding: "fp8", "mxfp4" or "bitsandbytes 4 bits", see `dequantize.ENCODINGS`.
         block: rows and columns that share one scale; None if the shapes of the scales determine them.
     """
 
@@ -97,6 +97,13 @@ def _mxfp4(fields: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("mxfp4")
 
 
+def _bitsandbytes(fields: Mapping[str, Any], where: str) -> Quantization:
+    """`quant_method` "bitsandbytes", transformers' BitsAndBytesConfig, in 4 bits; the files hold types and blocks."""
+    if fields.get("load_in_4bit") is not True or fields.get("load_in_8bit"):
+        raise ConfigError(f"{where}: of bitsandbytes only load_in_4bit = true is implemented, without load_in_8bit")
+    return Quantization("bitsandbytes 4 bits")
+
+
 METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any], str], Quantization], str]] = {
     "fp8": (
         _fp8,
@@ -109,10 +116,16 @@ METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any], str], Quantization], st
         transform_config version""",
     ),
     "mxfp4": (_mxfp4, "modules_to_not_convert dequantize"),
+    "bitsandbytes": (
+        _bitsandbytes,
+        """load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage
+        bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+        llm_int8_skip_modules llm_int8_threshold""",
+    ),
 }
 """`quant_method` -> the function that reads it, and the names of its fields.
 
-Dtypes of tensors show which of them are quantised. Fields about activations and the cache do not affect the weights."""
+The files show which tensors are quantised. Fields about activations and the cache do not affect the weights."""
 
 
 def _choice(fields: Mapping[str, Any], name: str, where: str, *implemented: str) -> str:

@@ -134,6 +134,24 @@ def test_nf4_and_lora(folder: Path, passes: list[int]) -> None:
     assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpoints_of_bitsandbytes(folder: Path, tmp_path: Path, kind: str, nested: bool) -> None:
+    """Read without bitsandbytes: the weights, in float32, are those that it dequantises."""
+    pytest.importorskip("bitsandbytes")
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=quantised)
+    model.save_pretrained(tmp_path)
+    wanted = model.dequantize(torch.float32).state_dict()
+    found = lm.from_pretrained(tmp_path, dtype=torch.float32).hf_state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert_close(tensor, wanted[name].float(), rtol=1e-6, atol=1e-7, msg=name)
+
+
 def test_lm_eval(folder: Path, passes: list[int]) -> None:
     """Log-likelihoods and generated text."""
     pytest.importorskip("lm_eval")
