@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,16 @@ MTP_STEPS = 3
 """Default number of tokens beyond the next one that a head of multi-token prediction predicts."""
 
 
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number, of numpy too; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_sequence(value: object) -> bool:
+    """Whether `value` is a list, a tuple or another sequence; text and bytes are not."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
     """`value` as an int.
 
@@ -32,8 +43,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1)
     Raises:
         InputError: it is no whole number from `least` to `most`.
     """
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or value < least:
+    if not is_whole(value) or value < least:
         raise InputError(f"{name}: must be a whole number of at least {least}, got {short(value)}")
     if value > most:
         raise InputError(f"{name}: must be at most {most:,}, got {short(value)}")
@@ -72,8 +82,7 @@ def check_function(name: str, value: Any) -> None:
 
 def check_token_id(name: str, value: Any) -> int:
     """`value` as an int. Raises InputError unless it is a whole number within int64."""
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or not -(2**63) <= value < 2**63:
+    if not is_whole(value) or not -(2**63) <= value < 2**63:
         raise InputError(f"{name} must be a token's id or a list of them, got {short(value)}")
     return int(value)
 

@@ -1,4 +1,4 @@
-"""Batches, their number of targets, and copies to the device."""
+"""Batches, their number of targets, and their copies to the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from ligermodels.errors import InputError
 
 
 class Batch(dict[str, Tensor]):
-    """Arguments of a model's forward, always with `labels`. `where()` names the files and lines."""
+    """Keyword arguments of a model's forward.
+
+    Args:
+        tensors: tensors by argument name, with `labels`.
+        where: returns the files and lines of the documents, for messages; None if unknown.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], where: Callable[[], str] | None = None) -> None:
         super().__init__(tensors)
@@ -20,7 +25,7 @@ class Batch(dict[str, Tensor]):
 
 
 class CountsTargets(Protocol):
-    """A model that counts the targets of its loss, as `CausalLM` does."""
+    """A model that counts the targets of its loss, such as `CausalLM`."""
 
     def num_targets(
         self,
@@ -32,18 +37,21 @@ class CountsTargets(Protocol):
 
 
 def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
-    """Number of targets in several batches together, of the shape of `num_targets`: divides their summed loss."""
+    """Total number of targets of several batches, with the shape that `num_targets` returns.
+
+    The summed loss of the batches, divided by it, is their mean loss. Raises InputError for a batch without labels.
+    """
     counts = []
-    for part in parts:
-        if "labels" not in part:
-            raise InputError(f"labels: a batch has none, only {', '.join(part)}")
-        bounds = {name: part[name] for name in ("position_ids", "cu_seqlens", "attention_mask") if name in part}
-        counts.append(model.num_targets(part["labels"], **bounds))
+    for batch in parts:
+        if "labels" not in batch:
+            raise InputError(f"labels: a batch has none, only {', '.join(batch)}")
+        bounds = {name: batch[name] for name in ("position_ids", "cu_seqlens", "attention_mask") if name in batch}
+        counts.append(model.num_targets(batch["labels"], **bounds))
     return torch.stack(counts).sum(0)
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch on `device`; copies from a CPU to a GPU are asynchronous."""
+    """Copy a batch to `device`; asynchronously from the CPU to a GPU."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""An index of the records in files, which stay on disk, and its split into training and validation."""
+"""An index of the records in files, without their content, and its split into training and validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ligermodels.data.records import LINE_BYTES, has_json_lines
 from ligermodels.errors import InputError
 
 PIECE = 1 << 15
-"""Bytes per piece of a text file: long texts are read in pieces, cut at line ends if there are any."""
+"""Bytes per piece of a text file: long texts are read in pieces, cut at line ends if possible."""
 
 Indices = NDArray[np.int64]
 
@@ -34,25 +34,34 @@ class _File:
     size: int
     has_lines: bool
     first: int
-    """Index, in the corpus, of its first document."""
+    """Index in the corpus of the first document."""
     starts: array[int]
-    """Where its documents start, in bytes."""
+    """Byte offsets of the documents."""
 
 
 class Corpus:
-    """The documents in files, by index: each line of a file of JSON lines, each piece of any other file.
+    """The documents in files, by index: the lines of JSON files, and pieces of text files.
 
-    Memory holds eight bytes per document, its offset. A piece has at most 2 * `piece` bytes.
+    Creating it scans the files. Memory holds eight bytes per document, its offset.
+
+    Args:
+        paths: .jsonl, .ndjson and .json files with an object per line, and text files with any other suffix.
+        piece: bytes of a piece of a text file, which may have up to 2 * piece. Default: PIECE (32 KiB).
+
+    Raises:
+        InputError: a file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
+
+    Example:
+        >>> corpus = Corpus(["chats.jsonl", "book.txt"])
+        >>> training, validation = corpus.split(0.1, seed=0)
+        >>> len(training) + len(validation) == len(corpus)
+        True
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], *, piece: int | None = None) -> None:
-        """Scan the files. Raises InputError for one that cannot be read or is not UTF-8, and as `has_json_lines`.
-
-        piece: PIECE by default.
-        """
         self._files: list[_File] = []
         count = 0
-        for path in (as_path(each, InputError, "the name of a data file") for each in paths):
+        for path in (as_path(name, InputError, "the name of a data file") for name in paths):
             has_lines = has_json_lines(path)
             with open_file(path, InputError) as content:
                 try:
@@ -65,13 +74,15 @@ class Corpus:
         self._count = count
 
     def __len__(self) -> int:
-        """Number of lines and pieces."""
+        """Number of documents."""
         return self._count
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Number and bytes of the files, and a digest of their content, not of their paths. Raises InputError when a
-        file cannot be read any more."""
+        """Number and bytes of the files, and a digest of their content, independent of their paths.
+
+        Raises InputError if a file cannot be read any more.
+        """
         files = [of_file(file.path, InputError)["digest"] for file in self._files]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return {"files": len(files), "bytes": sum(file.size for file in self._files), "digest": digest[:16]}
@@ -81,32 +92,33 @@ class Corpus:
         return file, index - file.first
 
     def size(self, index: int) -> int:
-        """Its bytes on disk, about."""
-        file, place = self._find(index)
-        return (file.size if place + 1 == len(file.starts) else file.starts[place + 1]) - file.starts[place]
+        """Bytes of a document on disk, approximately: blank lines after it are included."""
+        file, number = self._find(index)
+        return (file.size if number + 1 == len(file.starts) else file.starts[number + 1]) - file.starts[number]
 
     def read(self, index: int) -> tuple[bytes, bool, bool, bool]:
-        """Its bytes, whether it is a line of JSON, whether it starts a document, and whether it ends one. Of a line
-        longer than `records.LINE_BYTES`, which `parse_line` refuses, only the start.
+        """Content (bytes) of a document, and whether it is a line of JSON, starts a text, and ends a text.
 
-        Raises InputError when its file cannot be read any more."""
-        file, place = self._find(index)
+        A line longer than `records.LINE_BYTES` is cut to LINE_BYTES + 1, and `parse_line` refuses it. Raises InputError
+        if the file cannot be read any more.
+        """
+        file, number = self._find(index)
         with open_file(file.path, InputError) as content:
-            content.seek(file.starts[place])
+            content.seek(file.starts[number])
             if file.has_lines:
                 return content.readline(LINE_BYTES + 1), True, True, True
-            is_last = place + 1 == len(file.starts)
-            end = file.size if is_last else file.starts[place + 1]
-            return content.read(end - file.starts[place]), False, place == 0, is_last
+            is_last = number + 1 == len(file.starts)
+            end = file.size if is_last else file.starts[number + 1]
+            return content.read(end - file.starts[number]), False, number == 0, is_last
 
     def is_line(self, index: int) -> bool:
-        """Whether it is a line of a file of JSON lines, and no piece of a text."""
+        """Whether a document is a line of a JSON file; if not, it is a piece of a text file."""
         return self._find(index)[0].has_lines
 
     def name(self, index: int) -> str:
-        """FILE:LINE where document `index` starts. Counts lines, so it reads the file up to there."""
-        file, place = self._find(index)
-        lines, left = 1, file.starts[place]
+        """FILE:LINE of the start of a document. Reads the file up to it, to count lines."""
+        file, number = self._find(index)
+        lines, left = 1, file.starts[number]
         with open_file(file.path, InputError) as content:
             while left and (chunk := content.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
@@ -114,8 +126,10 @@ class Corpus:
         return f"{file.path}:{lines}"
 
     def _cut_tail(self, fraction: float) -> int | None:
-        """Make a piece of the only file, a text, start where about a `fraction` of it is left: at a line, or else at a
-        character. The index of that piece; None for a text that cannot be cut."""
+        """Start a piece about a `fraction` before the end of the only file, a text: at a line, or else at a character.
+
+        Returns the index of the piece, or None if the text cannot be cut.
+        """
         (file,) = self._files
         target = int((1 - fraction) * file.size)
         start = max(0, target - PIECE)
@@ -131,18 +145,27 @@ class Corpus:
             cut = target + next((i for i, byte in enumerate(after) if byte & 0xC0 != 0x80), 0)
         if not 0 < cut < file.size:
             return None
-        place = bisect_left(file.starts, cut)
-        if file.starts[place : place + 1] != array("q", [cut]):
-            file.starts.insert(place, cut)
+        number = bisect_left(file.starts, cut)
+        if file.starts[number : number + 1] != array("q", [cut]):
+            file.starts.insert(number, cut)
             self._count += 1
-        return place
+        return number
 
     def split(self, fraction: float, seed: int) -> tuple[Indices, Indices]:
-        """Indices for training and for validation; the latter are a `fraction` of the lines and files, at least one.
+        """Split the documents into training and validation.
 
-        All pieces of a file are on the same side, except that of a single text file the tail, from the start of a line
-        on if possible, is for validation. With a fraction of 0 validation is empty. Raises InputError for data that
-        cannot be split.
+        All pieces of a text file are in the same split. A single text file is cut in two, at the start of a line if
+        possible, and its end is the validation split.
+
+        Args:
+            fraction: fraction of the lines and text files for validation, at least one; 0 for no validation.
+            seed: selects the lines and files.
+
+        Returns:
+            Sorted indices for training, and for validation.
+
+        Raises:
+            InputError: there are fewer than two lines and files.
         """
         if not fraction:
             return np.arange(len(self)), np.arange(0)
@@ -159,12 +182,18 @@ class Corpus:
                 "--validation-fraction 0"
             )
         size = min(max(1, round(fraction * count)), count - 1)
-        chosen = np.isin(units, permutation(count, seed, "held out")[:size])  # the words decide the split: keep them
+        chosen = np.isin(units, permutation(count, seed, "held out")[:size])  # another text would change the split
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
 def permutation(count: int, seed: int, purpose: str | int) -> Indices:
-    """A permutation of range(count), decided by `seed` and `purpose`, the same with every version of numpy."""
+    """A random permutation of range(count), the same in every version of numpy.
+
+    Args:
+        count: length of the permutation.
+        seed: seed of the run.
+        purpose: a text or number that makes permutations with the same seed independent.
+    """
     digits = np.frombuffer(f"{seed} {purpose}".encode(), np.uint8)
     return np.random.RandomState(digits.astype(np.uint32)).permutation(count)
 

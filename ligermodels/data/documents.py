@@ -1,4 +1,4 @@
-"""Documents as tokens, with labels: those of files, read as they are needed, and those in memory."""
+"""Documents as tokens with labels: from files, read on demand, or from memory."""
 
 from __future__ import annotations
 
@@ -23,23 +23,40 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import IGNORE_INDEX
 
 AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
-"""Documents, and bytes of them, that are read together: memory holds their tokens."""
+"""Most documents, and most bytes of documents, that are read together: memory holds their tokens."""
 
 
 class Tokens(NamedTuple):
-    """A document: token ids, and labels, which are the ids, or -100 where a token is not trained on."""
+    """A document: token ids, and as many labels: the id of the token, or -100 if it is not trained on."""
 
     ids: list[int]
     labels: list[int]
 
 
 class Documents:
-    """The documents of a corpus as tokens. Unusable ones are counted, named and, up to a limit, skipped.
+    """The documents of a corpus as tokens with labels, read on demand.
 
-    Lines are as of `parse_line`. Chats are written by the chat template, and only what the assistant says is a label.
-    Texts get the special tokens that the tokenizer adds, and an EOS, each once.
+    Chats are rendered by the chat template, and only the assistant's tokens have labels. In texts every token has a
+    label; they get the special tokens that the tokenizer adds, and an EOS token at the end. Unusable lines are reported
+    and skipped, up to a limit.
 
-    `bad` are the indices of unusable documents, `empty` those without a label, which the limit does not count.
+    `bad` has the indices of unusable documents, and `empty` the indices of documents without labels: these are skipped
+    without counting towards the limit.
+
+    Args:
+        corpus: the files.
+        tokenizer: the tokenizer.
+        template: function that returns the chat template, called for the first chat; None if there are no chats.
+        eos_token_id: appended to texts that do not end with it; None appends nothing.
+        max_bad_lines: most unusable lines; one more raises InputError.
+        on_bad_line: called with a message with file and line for each unusable line, and for the first document
+            without labels. Default: a warning.
+
+    Example:
+        >>> documents = Documents(Corpus(["book.txt"]), Tokenizer("MODEL"))
+        >>> (tokens,) = documents.read([0])
+        >>> tokens.ids == tokens.labels
+        True
     """
 
     def __init__(
@@ -52,13 +69,6 @@ class Documents:
         max_bad_lines: int = 0,
         on_bad_line: Callable[[str], object] = warnings.warn,
     ) -> None:
-        """
-        Args:
-            template: makes the chat template; called for the first chat.
-            eos_token_id: appended to texts that do not end in it.
-            max_bad_lines: unusable lines that are skipped; each counts once.
-            on_bad_line: called with a message, which names file and line, for each, and for the first of `empty`.
-        """
         self.corpus, self.tokenizer, self.bad, self.empty = corpus, tokenizer, set[int](), set[int]()
         self._make_template, self._end = template, [] if eos_token_id is None else [eos_token_id]
         self._max_bad_lines, self._on_bad_line = max_bad_lines, on_bad_line
@@ -75,23 +85,34 @@ class Documents:
         piece: int | None = None,
         **options: Any,
     ) -> Documents:
-        """The documents in `files`, by the tokenizer, chat template and EOS of the checkpoint in `folder`.
+        """Documents in `files`, with the tokenizer, chat template and EOS token of a checkpoint.
 
         Args:
-            config: another config.json, which names the EOS.
-            chat_template: the file of another template.
-            date: YYYY-MM-DD, for templates that write it; by default today.
-            piece: bytes of a piece of a long text; by default as of `Corpus`.
-            options: `max_bad_lines` and `on_bad_line`.
+            folder: local folder of the checkpoint.
+            files: .jsonl, .ndjson and .json files with an object per line (text or chat), and text files.
+            config: path of the config.json with the EOS token. Default: the checkpoint's.
+            chat_template: path of another chat template. Default: the checkpoint's.
+            date: YYYY-MM-DD, for templates that write the date. Default: today.
+            piece: bytes of a piece of a text file. Default: 32 KiB.
+            options: `max_bad_lines` and `on_bad_line` of `Documents`.
 
-        Raises as `Corpus`, `Tokenizer` and `ChatTemplate.from_folder`.
+        Returns:
+            The documents. Chat template and lines are read on demand.
+
+        Raises:
+            InputError: a data file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
+            CheckpointError: the checkpoint has no usable config.json or tokenizer.json.
+
+        Example:
+            >>> documents = Documents.of_checkpoint(Path("MODEL"), ["chats.jsonl"], max_bad_lines=3)
+            >>> tokens = documents.read(range(len(documents)))
         """
         now = datetime.fromisoformat(date) if date else datetime.now()
 
         def template() -> ChatTemplate:
-            found = ChatTemplate.from_folder(folder, chat_template)
-            found.now = now
-            return found
+            checkpoint_template = ChatTemplate.from_folder(folder, chat_template)
+            checkpoint_template.now = now
+            return checkpoint_template
 
         eos = read_json(config or folder / "config.json").get("eos_token_id")
         eos = eos[0] if isinstance(eos, list) else eos
@@ -106,97 +127,106 @@ class Documents:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """Number and bytes of the files, and a digest of their content."""
         return self.corpus.fingerprint
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises CheckpointError without one."""
+        """The chat template. Raises CheckpointError if there is none."""
         if self._make_template is None:
             raise CheckpointError("there are chats in the data, and no chat template for them")
         return self._make_template()
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
-        """Tokens of these documents; None for those that are unusable or `empty`.
+        """Tokens of these documents; None for unusable documents and documents without labels.
 
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
-        found: list[Tokens | None] = []
-        texts: list[tuple[int, str, bool, bool]] = []
-        for place, index in enumerate(map(int, indices)):
+        documents: list[Tokens | None] = []
+        texts: list[_Text] = []
+        for position, index in enumerate(map(int, indices)):
             content, is_line, starts, ends = self.corpus.read(index)
-            found.append(None)
+            documents.append(None)
             with self._skipping(index):
                 record = _record(content, is_line)
                 if isinstance(record, str):
-                    texts.append((place, record, starts, ends))
+                    texts.append(_Text(position, record, starts, ends))
                 else:
-                    found[place] = self._encode(*record)
-        for whole in (True, False):  # Only the first piece of a text gets a BOS.
-            chosen = [each for each in texts if each[2] == whole]
-            encoded = self.tokenizer.encode_all([text for _, text, *_ in chosen], add_special_tokens=whole)
-            for (place, _, _, ends), ids in zip(chosen, encoded, strict=True):
-                if ends and ids[-1:] != self._end:
+                    documents[position] = self._encode(*record)
+        for starts in (True, False):  # Only the first piece of a text gets a BOS.
+            pieces = [text for text in texts if text.starts == starts]
+            encoded = self.tokenizer.encode_all([piece.text for piece in pieces], add_special_tokens=starts)
+            for piece, ids in zip(pieces, encoded, strict=True):
+                if piece.ends and ids[-1:] != self._end:
                     ids = ids + self._end
-                found[place] = Tokens(ids, ids) if ids else None
-        return found
+                documents[piece.position] = Tokens(ids, ids) if ids else None
+        return documents
 
     def at_once(self, indices: Iterable[int]) -> int:
-        """How many of these documents, from the first on, to `read` together; at least one."""
-        count = held = 0
+        """Number of the first of these documents to `read` together, at least one: they fit into memory."""
+        count = size = 0
         for index in islice(indices, AT_ONCE):
-            held += self.corpus.size(int(index))
-            if count and held > BYTES_AT_ONCE:
+            size += self.corpus.size(int(index))
+            if count and size > BYTES_AT_ONCE:
                 break
             count += 1
         return count
 
     def records(self, indices: Iterable[int]) -> list[str | Chat | None]:
-        """These documents as a text or a chat; None for those that are unusable or `empty`. Raises InputError for more
-        unusable lines than allowed."""
-        found: list[str | Chat | None] = []
+        """These documents as texts and chats; None for unusable documents and documents with nothing to learn.
+
+        Raises InputError for more unusable lines than allowed.
+        """
+        records: list[str | Chat | None] = []
         for index in map(int, indices):
             content, is_line, *_ = self.corpus.read(index)
-            found.append(None)
+            records.append(None)
             with self._skipping(index):
-                found[-1] = _record(content, is_line)
-        return found
+                records[-1] = _record(content, is_line)
+        return records
 
     def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
-        """Number of tokens of these documents. Reads them all, and so reports those that are unusable or `empty`."""
-        total, known, start = 0, len(self.empty), 0
+        """Number of tokens of these documents. Reads all of them, and reports unusable documents.
+
+        Args:
+            indices: the documents.
+            progress: called with the number of documents read so far, and their total number.
+        """
+        total, num_empty, start = 0, len(self.empty), 0
         while start < len(indices):
             end = start + self.at_once(indices[start : start + AT_ONCE])
-            total += sum(len(each.ids) for each in self.read(indices[start:end]) if each)
+            total += sum(len(tokens.ids) for tokens in self.read(indices[start:end]) if tokens)
             start = end
             if progress is not None:
                 progress(start, len(indices))
-        if len(self.empty) > known:
-            self._on_bad_line(f"{len(self.empty):,} documents in all hold nothing to learn; they are left out")
+        if len(self.empty) > num_empty:
+            self._on_bad_line(f"{len(self.empty):,} documents in all have nothing to learn; they are left out")
         return total
 
     def _encode(self, messages: list[Message], variables: dict[str, Any]) -> Tokens:
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         if not any(mask):
             raise NothingToLearn("no token is the assistant's")
-        return Tokens(ids, [token if own else IGNORE_INDEX for token, own in zip(ids, mask, strict=True)])
+        labels = [token if is_assistant else IGNORE_INDEX for token, is_assistant in zip(ids, mask, strict=True)]
+        return Tokens(ids, labels)
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:
-        """Count document `index` as unusable or `empty` when the body says so by an error."""
+        """Count document `index` as unusable if the body raises ValueError, as empty if it raises NothingToLearn."""
         try:
             yield
-        except CheckpointError:  # There is no template: not the line's fault.
+        except CheckpointError:  # The template is missing or unusable: the line is not at fault.
             raise
         except NothingToLearn as reason:
             if not self.empty:
                 name = self.corpus.name(index)
-                self._on_bad_line(f"{name}: nothing to learn: {reason}; left out and counted, as more such will be")
+                self._on_bad_line(f"{name}: nothing to learn: {reason}; such documents are left out and counted")
             self.empty.add(index)
         except ValueError as error:
             self.skip(index, str(error))
 
     def skip(self, index: int, reason: str) -> None:
-        """Count a document as unusable and report it. Raises InputError for one more than allowed."""
+        """Count a document as unusable and report it. Raises InputError for more documents than allowed."""
         if index in self.bad:
             return
         self.bad.add(index)
@@ -209,40 +239,54 @@ class Documents:
 
 
 def _record(content: bytes, is_line: bool) -> str | Chat:
-    """The text, or the chat, of a line or a piece. Raises ValueError as `parse_line`, NothingToLearn for no text."""
+    """The text or chat of a document. Raises ValueError for an invalid line, NothingToLearn for an empty text."""
     record = parse_line(content) if is_line else content.decode()
     if not record:
         raise NothingToLearn("the text is empty")
     return record
 
 
+class _Text(NamedTuple):
+    """A text to encode for `read`: the position of its document, and whether it is the first and the last piece."""
+
+    position: int
+    text: str
+    starts: bool
+    ends: bool
+
+
 class TokenDocuments:
-    """Documents in memory, as token ids; every token is trained on."""
+    """Documents in memory, as lists of token ids; every token has a label.
+
+    Example:
+        >>> TokenDocuments([[5, 6, 7], [8]]).read([1])
+        [Tokens(ids=[8], labels=[8])]
+    """
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
         self.documents, self.bad = [list(ids) for ids in documents], set[int]()
 
     @classmethod
     def chunks(cls, documents: Iterable[Sequence[int]], size: int) -> TokenDocuments:
-        """The documents cut into chunks of `size` tokens each, without the remainders: to shuffle parts of them."""
-        return cls(ids[at : at + size] for ids in documents for at in range(0, len(ids) - size + 1, size))
+        """Documents cut into chunks of `size` tokens, without the remainders, so that batches shuffle chunks."""
+        return cls(ids[start : start + size] for ids in documents for start in range(0, len(ids) - size + 1, size))
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
-        """These documents; None for those without a token."""
+        """These documents as tokens with labels; None for documents without tokens."""
         return [Tokens(ids, ids) if (ids := self.documents[index]) else None for index in indices]
 
     def at_once(self, indices: Iterable[int]) -> int:
-        """How many of these documents to `read` together: all."""
+        """Number of these documents to `read` together: all of them."""
         return len(list(indices))
 
     def name(self, index: int) -> str:
-        """A name for messages."""
+        """Name of a document, for messages."""
         return f"document {index}"
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Their number and a digest."""
+        """Digest of the documents."""
         return {"digest": hashlib.sha256(json.dumps(self.documents).encode()).hexdigest()[:16]}

@@ -1,4 +1,4 @@
-"""Fingerprints of file contents, from samples of their bytes: fast, and independent of names and folders."""
+"""Fingerprints of files by samples of their content: fast, and independent of file names and folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError, LigerModelsError
 
 PIECE, PIECES = 1 << 16, 64
-"""Size and number of the samples of a file, evenly spaced from head to tail. Smaller files are read in full."""
+"""Size and number of the samples of a file, evenly spaced from start to end. Smaller files are read in full."""
 OF_TENSOR = 1 << 12
 """Bytes read from the middle of each tensor."""
 TOKENIZER = (
@@ -24,36 +24,42 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a checkpoint that decide its tokens."""
+"""Files of a checkpoint that determine the tokens of a text or chat."""
 
 Fingerprint = dict[str, Any]
-"""Of a file: its `name` for messages, its size in `bytes`, and a `digest` of the samples."""
+"""A file's `name` for messages, its size in `bytes`, and a `digest` of its samples."""
 
 
-def of_file(path: Path, kind: type[LigerModelsError] = CheckpointError) -> Fingerprint:
-    """Fingerprint of a file. Raises `kind` when it cannot be read."""
-    with open_file(path, kind) as file:
+def of_file(path: Path, error: type[LigerModelsError] = CheckpointError) -> Fingerprint:
+    """Fingerprint of a file. Raises `error` if the file cannot be read."""
+    with open_file(path, error) as file:
         size = os.fstat(file.fileno()).st_size
-        places = (max(i * PIECE, (size - PIECE) * i // (PIECES - 1)) for i in range(PIECES))
-        return _digest(path, file, size, ((place, PIECE) for place in places))
+        starts = (max(i * PIECE, (size - PIECE) * i // (PIECES - 1)) for i in range(PIECES))
+        return _digest(path, file, size, ((start, PIECE) for start in starts))
 
 
 def of_checkpoint(config: Path, tokenizer: Path, weights: Path | None) -> list[Fingerprint]:
-    """Fingerprints of a config.json, and of what matters in the folders of a tokenizer and of weights.
+    """Fingerprints of the files of a checkpoint.
 
-    Raises CheckpointError when the weights are missing or damaged, or another file cannot be read.
+    Args:
+        config: path of config.json.
+        tokenizer: folder of the tokenizer files.
+        weights: folder of the safetensors files; None leaves them out.
+
+    Returns:
+        Fingerprints of config.json, the files named in TOKENIZER that exist, and the weights.
+
+    Raises:
+        CheckpointError: the weights are missing or damaged, or another file cannot be read.
     """
-    found = [
-        of_file(config),
-        *(of_file(tokenizer / name) for name in TOKENIZER if is_present(tokenizer / name, CheckpointError)),
-    ]
-    return found + (of_weights(weights) if weights else [])
+    files = [config, *(tokenizer / name for name in TOKENIZER if is_present(tokenizer / name, CheckpointError))]
+    return [of_file(file) for file in files] + (of_weights(weights) if weights else [])
 
 
 def of_weights(folder: Path) -> list[Fingerprint]:
-    """Fingerprints of safetensors files, by their headers and the middle of each tensor.
+    """Fingerprints of safetensors files, from their headers and the middle bytes of each tensor.
 
-    Raises CheckpointError when the weights are missing or damaged.
+    Raises CheckpointError if the weights are missing or damaged.
     """
     with Checkpoint(folder) as checkpoint:
         headers = sorted(checkpoint.headers.values(), key=lambda header: (header.file, header.start))
@@ -64,11 +70,11 @@ def of_weights(folder: Path) -> list[Fingerprint]:
         middle = (header.start + header.end - OF_TENSOR) // 2
         start = max(header.start, middle)
         pieces[header.file].append((start, min(OF_TENSOR, header.end - start)))
-    found = []
+    fingerprints = []
     for name in sorted(pieces):
         with open_file(folder / name, CheckpointError) as file:
-            found.append(_digest(folder / name, file, os.fstat(file.fileno()).st_size, pieces[name]))
-    return found
+            fingerprints.append(_digest(folder / name, file, os.fstat(file.fileno()).st_size, pieces[name]))
+    return fingerprints
 
 
 def _digest(path: Path, file: BinaryIO, size: int, pieces: Iterable[tuple[int, int]]) -> Fingerprint:

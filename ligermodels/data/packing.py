@@ -19,11 +19,31 @@ from ligermodels.layers import IGNORE_INDEX
 
 
 class PackedBatches:
-    """Batches of `batch_size` sequences of `seq_len` tokens: documents end to end, without padding.
+    """Iterator of batches of packed documents, without padding. Its state can be saved and loaded.
 
-    A batch holds its sequences in one row: input_ids and labels (1, n), int64, and cu_seqlens, int32, the bounds of the
-    pieces. A piece lies in one document and one sequence; the rest of a document that exceeds its sequence is the first
-    piece of the next one. After the last document the next epoch starts, in another order.
+    A batch has its sequences in one row: `input_ids` and `labels`, int64 (1, n) with n <= batch_size * seq_len, and
+    `cu_seqlens`, int32 (pieces + 1,), the bounds of the pieces, between which attention is blocked. A piece is part of
+    one document and of one sequence: if a document does not fit into its sequence, the next sequence starts with its
+    remainder.
+
+    Args:
+        documents: the documents.
+        indices: the documents to use, int64; None for all.
+        seq_len: tokens per sequence, at least 1.
+        batch_size: sequences per batch, at least 1.
+        seed: shuffles the documents, differently in each epoch; None keeps their order.
+        epochs: passes through the documents; None repeats them without end. The last batch may be smaller.
+
+    Raises:
+        InputError: there are no documents, or a size is below 1. During iteration, after an epoch in which no document
+            had a token to train on.
+
+    Example:
+        >>> documents = TokenDocuments([[5, 6, 7], [8, 9, 5], [6]])
+        >>> batches = PackedBatches(documents, seq_len=4, batch_size=1, epochs=1)
+        >>> batch = next(batches)
+        >>> batch["input_ids"], batch["cu_seqlens"]
+        (tensor([[5, 6, 7, 8]]), tensor([0, 3, 4], dtype=torch.int32))
     """
 
     def __init__(
@@ -36,15 +56,6 @@ class PackedBatches:
         seed: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """
-        Args:
-            indices: which of the documents; by default all.
-            seed: shuffles them, in each epoch differently; None keeps their order.
-            epochs: None repeats without end. The last batch of the last epoch may be smaller.
-
-        Raises InputError without documents, for a size below 1, and while iterating, at the end of an epoch, if no
-        document has a token to train on.
-        """
         if min(seq_len, batch_size) < 1:
             raise InputError(f"must be at least 1: {seq_len=}, {batch_size=}")
         self._documents, self._seed, self._epochs = documents, seed, epochs
@@ -116,7 +127,7 @@ class PackedBatches:
         self._place, self._used = self._place + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for JSON."""
+        """The position in the documents, for JSON."""
         return {
             "corpus": self._documents.fingerprint,
             "documents": len(self._indices),
@@ -128,20 +139,25 @@ class PackedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. Raises InputError when it is of other data or another seed."""
-        here = self.state_dict()
+        """Continue from a `state_dict`. Raises InputError if its data or seed differ."""
+        own = self.state_dict()
         for key in ("corpus", "documents", "seed"):
-            if state[key] != here[key]:
-                raise InputError(f"the data is not what the run started with: {key} was {state[key]}, is {here[key]}")
+            if state[key] != own[key]:
+                raise InputError(f"the data is not what the run started with: {key} was {state[key]}, is {own[key]}")
         self._documents.bad |= set(state["unusable"])
         self._start(state["epoch"], state["place"], state["used"])
 
 
 class RankBatches:
-    """The share of one of `size` ranks in the batches of `source`: of each `size` of them in turn the one at `rank`.
+    """The batches of one data-parallel rank: batch number rank, rank + size, rank + 2 * size ... of `source`.
 
-    All ranks read the same source, so together they have its batches, and are in the same state. At its end those for
-    whom none is left get one without targets: all take as many steps.
+    All ranks read the same source and so have the same state. If the last group has fewer than `size` batches, the
+    other ranks get a batch without targets, so all ranks take the same number of steps.
+
+    Args:
+        source: the batches of all ranks.
+        rank: this rank, from 0.
+        size: number of ranks.
     """
 
     def __init__(self, source: Iterator[Batch], rank: int, size: int) -> None:
@@ -160,17 +176,22 @@ class RankBatches:
         return Batch({**group[0], "labels": torch.full_like(group[0]["labels"], IGNORE_INDEX)}, where=group[0].where)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the source, a `PackedBatches`."""
-        found: dict[str, Any] = self._source.state_dict()
-        return found
+        """State of the source, a `PackedBatches`."""
+        state: dict[str, Any] = self._source.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """That of the source."""
+        """Load the state of the source."""
         self._source.load_state_dict(state)
 
 
 class Prefetcher:
-    """The batches of `source`, made up to `count` ahead in another thread, each with the state after it."""
+    """The batches of `source`, prepared in another thread, with the state after each batch.
+
+    Args:
+        source: the batches.
+        count: batches to prepare ahead.
+    """
 
     def __init__(self, source: PackedBatches | RankBatches, count: int = 2) -> None:
         self._source, self._count, self._state = source, count, source.state_dict()
@@ -183,7 +204,7 @@ class Prefetcher:
     def __next__(self) -> Batch:
         while len(self._pending) <= self._count:
             self._pending.append(self._thread.submit(lambda: (next(self._source), self._source.state_dict())))
-        batch, self._state = self._pending[0].result()  # an error stays the first: raised again by the next call
+        batch, self._state = self._pending[0].result()  # an error stays in the queue: the next call raises it again
         self._pending.popleft()
         return batch
 
@@ -192,11 +213,11 @@ class Prefetcher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the source after the last batch taken from here."""
+        """State of the source after the last returned batch."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into the source. Raises InputError once a batch has been taken."""
+        """Load a state into the source. Raises InputError after the first batch."""
         if self._pending:
             raise InputError("batches have been taken already: set the state before the first")
         self._source.load_state_dict(state)

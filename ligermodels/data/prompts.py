@@ -1,4 +1,4 @@
-"""Prompts from documents: beginnings of texts, and chats up to a turn of the assistant."""
+"""Prompts for generation: beginnings of texts, and chats up to a turn of the assistant."""
 
 from __future__ import annotations
 
@@ -13,22 +13,36 @@ from ligermodels.errors import CheckpointError, InputError
 
 @dataclass
 class OpenChat:
-    """A chat up to a turn of the assistant: the messages so far, those still to come, and the template's variables."""
+    """A chat up to a turn of the assistant.
+
+    messages: the messages so far.
+    rest: the following messages of the document; turns of the assistant in it are to be generated.
+    variables: further variables of the chat template.
+    """
 
     messages: list[Message]
     rest: list[Message]
     variables: dict[str, Any]
 
     def prompt(self, documents: Documents, index: int) -> list[int] | None:
-        """Tokens up to the assistant's next turn in document `index`; None where there is no further one."""
+        """Move on to the assistant's next turn; the tokens before it, or None if there is no further turn.
+
+        Args:
+            documents: documents with the tokenizer and the chat template.
+            index: index of the document; it is reported as unusable if the template refuses the messages.
+
+        Raises:
+            InputError: more unusable lines than allowed.
+            CheckpointError: there is no usable chat template.
+        """
         while self.rest and self.rest[0]["role"] != "assistant":
             self.messages.append(self.rest.pop(0))
-        if not self.rest or self.rest.pop(0).get("tool_calls"):  # The tool's answer is to the original call.
+        if not self.rest or self.rest.pop(0).get("tool_calls"):  # The tool's answer belongs to the original call.
             self.rest = []
             return None
         try:
             text = documents.template.render(self.messages, add_generation_prompt=True, **self.variables)
-        except CheckpointError:  # There is no template: not the chat's fault.
+        except CheckpointError:  # The template is missing or unusable: the chat is not at fault.
             raise
         except InputError as error:
             documents.skip(index, str(error))
@@ -40,17 +54,29 @@ class OpenChat:
 def opening_prompts(
     documents: Documents, indices: Indices, count: int, *, prompt_tokens: int, seed: int = 0
 ) -> list[list[int]]:
-    """Up to `count` prompts (token ids) from documents: the first `prompt_tokens` tokens of a text or of a piece of a
-    long one, and a chat up to the assistant's first turn. Where there are too few documents, files of text give
-    further pieces of `prompt_tokens` tokens, spread over all of them.
+    """Prompts from documents: the beginning of a text, and a chat up to the assistant's first turn.
 
-    `seed` decides which documents. Prompts are distinct, and each has a token that is not special. Raises InputError
-    for more unusable lines than allowed, CheckpointError for chats without a template.
+    Prompts are distinct, and have more than special tokens. If there are too few documents, text files provide more
+    prompts, spread over all their text.
+
+    Args:
+        documents: the documents.
+        indices: the documents to use, int64.
+        count: most prompts.
+        prompt_tokens: tokens of a prompt from a text; prompts from chats have any length.
+        seed: selects the documents.
+
+    Returns:
+        Up to `count` lists of token ids.
+
+    Raises:
+        InputError: more unusable lines than allowed.
+        CheckpointError: there are chats, but no usable chat template.
     """
-    tokenizer, found, further = documents.tokenizer, list[list[int]](), list[list[int]]()
+    tokenizer, prompts, further = documents.tokenizer, list[list[int]](), list[list[int]]()
     special = set(map(tokenizer.backend.token_to_id, tokenizer.special_tokens()))
     for index in map(int, indices[permutation(len(indices), seed, "prompts")]):
-        if len(found) == count:
+        if len(prompts) == count:
             break
         record = documents.records([index])[0]
         if isinstance(record, str):
@@ -60,9 +86,9 @@ def opening_prompts(
                 further += [ids[start : start + prompt_tokens] for start in starts]
         else:
             prompt = (record and OpenChat([], *record).prompt(documents, index)) or []
-        if prompt not in found and not special.issuperset(prompt):
-            found.append(prompt)
-    for prompt in further[:: max(1, len(further) // max(1, count - len(found)))]:
-        if len(found) < count and prompt not in found and not special.issuperset(prompt):
-            found.append(prompt)
-    return found
+        if prompt not in prompts and not special.issuperset(prompt):
+            prompts.append(prompt)
+    for prompt in further[:: max(1, len(further) // max(1, count - len(prompts)))]:
+        if len(prompts) < count and prompt not in prompts and not special.issuperset(prompt):
+            prompts.append(prompt)
+    return prompts

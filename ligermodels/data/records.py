@@ -1,4 +1,4 @@
-"""Records, lines of JSON, as texts and chats: the formats of datasets, normalised for chat templates."""
+"""Records (lines of JSON) as texts and chats: the formats of datasets, normalised for chat templates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ligermodels.convert.input_files import open_file, parse_json
 from ligermodels.data.chat import Message, join_turns
@@ -16,17 +16,19 @@ from ligermodels.errors import InputError
 Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
 """The messages of a chat, and further variables of its template (`tools`)."""
 
+Json = TypeVar("Json")
+
 LINE_BYTES = 8 << 20
-"""Most bytes of a line: tokenising one of 8 MiB takes about 1 GB of memory."""
+"""Most bytes of a line: tokenising 8 MiB takes about 1 GB of memory."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Suffixes, in any case, of files with one JSON object per line."""
 
 NO_TEXT = {
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "is compressed: unpack it first"),
-    **dict.fromkeys((".parquet", ".arrow"), "is binary: write it as JSON, one object a line, to a .jsonl file"),
+    **dict.fromkeys((".parquet", ".arrow"), "is binary: write it as JSON, one object per line, to a .jsonl file"),
 }
-"""Suffixes of files without random access, with the advice of the error."""
+"""Suffixes of files that cannot be read by line -> problem and advice, for messages."""
 
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
@@ -35,19 +37,22 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-"""Names of speakers, in any case, in OpenAI's and ShareGPT's formats -> roles of chat templates."""
+"""Speakers in OpenAI's and ShareGPT's formats, in any case -> roles of chat templates."""
 
 CALLS = ("function_call", "tool_call")
-"""Speakers whose content is a tool call, as JSON."""
+"""Speakers of turns that contain tool calls, as JSON."""
 
 
 class NothingToLearn(ValueError):
-    """A valid line whose text is empty, or in whose chat the assistant says nothing."""
+    """The line is valid, but its text is empty, or the assistant says nothing in its chat."""
 
 
 def has_json_lines(path: Path) -> bool:
-    """Whether a file holds JSON lines, by its suffix. Raises InputError for compressed and binary files, by their
-    suffix, for a JSON array instead of lines, and for what cannot be read."""
+    """Whether a file has lines of JSON, by its suffix: True for .jsonl, .ndjson and .json, False for plain text.
+
+    Raises InputError for compressed and binary files (by suffix), for a JSON array instead of lines, and if the file
+    cannot be read.
+    """
     suffix = path.suffix.lower()
     if suffix in NO_TEXT:
         raise InputError(f"{path}: {NO_TEXT[suffix]}")
@@ -56,29 +61,48 @@ def has_json_lines(path: Path) -> bool:
     with open_file(path, InputError) as content:
         if content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise InputError(
-                f"{path}: is a JSON array, which cannot be read a line at a time: write one object a line, "
-                f"as does jq -c '.[]' {path.name} > {path.stem}.lines.jsonl"
+                f"{path}: is a JSON array, and cannot be read line by line: write one object per line, "
+                f"for example with jq -c '.[]' {path.name} > {path.stem}.lines.jsonl"
             )
     return True
 
 
 def parse_line(line: bytes) -> str | Chat:
-    """The text of a line of JSON, or its chat.
+    """Parse a line of JSON with a text or a chat.
 
-    Keys whose value is null count as absent. Consecutive turns of the user are joined by a blank line. A chat under
+    Keys with a null value count as absent. Consecutive turns of the user are joined by a blank line. A chat under
     `conversations` starts at its first turn of the system or the user, as in FastChat.
 
-    Raises ValueError for an invalid line, and NothingToLearn (a ValueError) for a chat in which the assistant neither
-    says a word nor calls a tool.
+    Args:
+        line: a JSON object with a string under `text`, or a list of turns under `messages` (OpenAI's format) or
+            `conversations` (ShareGPT's), with or without `tools`.
+
+    Returns:
+        The text; or, for a chat, its messages and the template variables (`{"tools": [...]}` or `{}`).
+
+    Raises:
+        ValueError: the line is invalid.
+        NothingToLearn: (a ValueError) the assistant neither says a word nor calls a tool in the chat.
+
+    Example:
+        >>> parse_line(b'{"text": "Once upon a time"}')
+        'Once upon a time'
+        >>> parse_line(b'{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}')
+        ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}], {})
     """
-    record = _known(_parsed(line))
+    record = _without_nulls(_parsed(line))
     turns = record.get("messages", record.get("conversations"))
     if turns is not None:
         return _chat(turns, record.get("tools", []), from_sharegpt="messages" not in record)
-    text = record.get("text")
-    if not isinstance(text, str):
-        raise ValueError('not an object with a string under "text", or a list under "messages" or "conversations"')
-    return text
+    message = 'not an object with a string under "text", or a list under "messages" or "conversations"'
+    return _check_type(record.get("text"), str, message)
+
+
+def _check_type(value: Any, json_type: type[Json], message: str) -> Json:
+    """`value`. Raises ValueError with `message` unless it is a `json_type`."""
+    if not isinstance(value, json_type):
+        raise ValueError(message)
+    return value
 
 
 def _parsed(line: bytes) -> Any:
@@ -91,7 +115,7 @@ def _parsed(line: bytes) -> Any:
         if b"\\ud" in line.lower():
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair (\\ud...), which is no character") from None
+        raise ValueError("has half of a surrogate pair (\\ud...), which is no character") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None
     return record
@@ -99,34 +123,30 @@ def _parsed(line: bytes) -> Any:
 
 def _chat(turns: Any, tools: Any, *, from_sharegpt: bool) -> Chat:
     """The messages and tools of a chat; a ShareGPT chat starts at its first turn of the system or the user."""
-    if not isinstance(turns, list):
-        raise ValueError("a chat must be a list of turns")
+    turns = _check_type(turns, list, "a chat must be a list of turns")
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     if from_sharegpt:
         messages = list(dropwhile(lambda message: message["role"] not in ("system", "user"), messages))
     answers = (message for message in messages if message["role"] == "assistant")
     if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
         raise NothingToLearn("the assistant does not say a word in the chat")
-    tools = _decoded(tools) or []
-    if not isinstance(tools, list):
-        raise ValueError('"tools" must be a list')
+    tools = _check_type(_decoded(tools) or [], list, '"tools" must be a list')
     return _alternating(messages), {"tools": tools} if tools else {}
 
 
 def _message(turn: Any, number: int) -> Message:
     """A turn with the keys of transformers ("role", "content") or ShareGPT ("from", "value"), as a message."""
-    fields = _known(turn)
+    fields = _without_nulls(turn)
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), _joined(fields.pop("content", content))
     function_call = fields.pop("function_call", None)  # OpenAI's format before tool_calls
     calls = _decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
     if content is None and calls:
         content = ""
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"')
-    role = role.strip().lower()
+    no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
+    role, content = _check_type(role, str, no_text).strip().lower(), _check_type(content, str, no_text)
     if role not in ROLES:
-        raise ValueError(f"turn {number} of the chat is by {role!r}, who is none of {', '.join(ROLES)}")
+        raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")
     if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
         calls, content = call if isinstance(call, list) else [call], ""
     if calls:
@@ -135,28 +155,27 @@ def _message(turn: Any, number: int) -> Message:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a content that is a list of text parts; another content as it is."""
+    """The text of a list of text parts; any other content unchanged."""
     if not isinstance(content, list):
         return content
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return content
-    texts = [_known(part).get("text", "") for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+    parts = [_without_nulls(part) for part in content]
+    if all(part.get("type") == "text" for part in parts):
+        with suppress(TypeError):  # the text of a part is no str
+            return "".join(part.get("text", "") for part in parts)
+    return content
 
 
 def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError(f"turn {number} of the chat: calls of tools must be a list of objects")
-    return [_call(call, number) for call in calls]
+    message = f"turn {number} of the chat: tool calls must be a list of objects"
+    return [_call(_check_type(call, dict, message), number) for call in _check_type(calls, list, message)]
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments given as text (OpenAI) are
-    decoded: templates write the JSON themselves."""
-    call = _known(call)
-    function = _known(call.get("function", call))
-    if not isinstance(function.get("name"), str):
-        raise ValueError(f"turn {number} of the chat calls a tool without a name")
+    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments in text form (OpenAI) are
+    decoded, because templates encode them as JSON."""
+    call = _without_nulls(call)
+    function = _without_nulls(call.get("function", call))
+    _check_type(function.get("name"), str, f"turn {number} of the chat calls a tool without a name")
     arguments = _decoded(function.get("arguments"))
     if isinstance(arguments, dict):
         function["arguments"] = arguments
@@ -165,23 +184,23 @@ def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 def _alternating(messages: list[Message]) -> list[Message]:
     """Join consecutive turns of the user: most templates require turns to alternate."""
-    found = messages[:1]
+    joined = messages[:1]
     for message in messages[1:]:
-        last = found[-1]
+        last = joined[-1]
         if message["role"] == last["role"] == "user" and message.get("name") == last.get("name"):
-            found[-1] = join_turns(last, message)
+            joined[-1] = join_turns(last, message)
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
-def _known(value: Any) -> dict[str, Any]:
-    """An object without its null values, which templates would treat as present; {} for anything else."""
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
+def _without_nulls(value: Any) -> dict[str, Any]:
+    """An object without null values, because templates treat a null as present; {} for any other value."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
 
 
 def _decoded(value: Any) -> Any:
-    """A string decoded as JSON, or the value itself if it is not one."""
+    """A string decoded as JSON; any other value, and a string that is no JSON, unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
             return parse_json(value)

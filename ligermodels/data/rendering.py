@@ -1,8 +1,8 @@
-"""Chat templates are rendered in a process of their own, with limits of time and memory.
+"""Chat templates are rendered in a separate process, with limits of time and memory.
 
-A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from Python's objects, but not from
-loops that never end or texts that no memory holds, most of which are single calls of C (`'x' * 10 ** 11`). The process
-starts at the first use (0.1 s), serves all templates of this one, and is started anew after a limit has ended it.
+A template is a program that comes with a checkpoint. jinja2's sandbox protects Python's objects, but does not stop
+endless loops, or texts larger than memory, often made by a single C call (`'x' * 10 ** 11`). The process starts at the
+first use (0.1 s), renders all templates, and starts again after a limit has ended it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ligermodels.errors import CheckpointError, InputError
 
 SECONDS, BYTES = 10, 1 << 30
-"""Limits of one rendering: of time, and of the memory of the process."""
+"""Limits of one rendering, in seconds, and of the memory of the process."""
 
 START, END = "\ufdd0", "\ufdd1"
-"""What `{% generation %}` writes around a text: noncharacters, which are not valid in text and which no template trims.
-"""
+"""Marks that `{% generation %}` writes around a text: Unicode noncharacters, so that no text has and no template trims
+them."""
 
 # -- in this process ---------------------------------------------------------------------------------------------------
 
 
 def render(name: str, source: str, now: datetime, variables: Mapping[str, Any] | None) -> str:
-    """The text of the template `source` with `variables`, which are what JSON can hold. Without any it is compiled.
+    """Render a template.
 
     Args:
-        name: of the template, for messages.
-        now: what `strftime_now` writes.
+        name: name of the template, for messages.
+        source: the jinja2 template.
+        now: the time that `strftime_now` writes in the template.
+        variables: variables of the template, values that JSON can encode; None only compiles the template.
+
+    Returns:
+        The text; "" for None.
 
     Raises:
-        CheckpointError: it is no jinja2 template, or needs more than SECONDS or BYTES.
-        InputError: it refuses the variables, or JSON cannot hold them.
+        CheckpointError: `source` is no jinja2 template, or needs more than SECONDS or BYTES.
+        InputError: the template refuses the variables, or JSON cannot encode them.
     """
     (answer,) = render_all(name, source, now, [variables])
     return text_of(name, answer)
@@ -57,29 +62,38 @@ def render(name: str, source: str, now: datetime, variables: Mapping[str, Any] |
 def render_all(
     name: str, source: str, now: datetime, variables: Sequence[Mapping[str, Any] | None]
 ) -> list[tuple[str, str]]:
-    """What `text_of` takes, for each of several `variables`; arguments are as of `render`.
+    """Render a template several times, in one exchange with the process.
 
-    They take one exchange with the process. The limit of time is that of each rendering, and that of memory of all of
-    them; where one of several ends the process the result is empty, and each can still be rendered alone.
+    The time limit applies to each rendering, the memory limit to all together.
 
-    Raises InputError where JSON cannot hold the variables.
+    Args:
+        name: name of the template, for messages.
+        source: the jinja2 template.
+        now: the time that `strftime_now` writes in the template.
+        variables: for each rendering the variables of the template, values that JSON can encode, or None.
+
+    Returns:
+        An answer per rendering, for `text_of`. Empty if one of several renderings ended the process: render each alone.
+
+    Raises:
+        InputError: JSON cannot encode the variables.
     """
     try:
-        known = json.dumps([SECONDS, source, now.isoformat(), variables], default=_plain)
+        request = json.dumps([SECONDS, source, now.isoformat(), variables], default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{name}: messages and variables must be what JSON can hold: {error}") from None
-    found, limit = _process.ask(f"{len(variables)} {known}", len(variables))
+        raise InputError(f"{name}: messages and variables must be values that JSON can encode: {error}") from None
+    answers, limit = _process.ask(f"{len(variables)} {request}", len(variables))
     if limit is None:
-        return found
+        return answers
     return [("template", limit)] if len(variables) == 1 else []
 
 
 def text_of(name: str, answer: tuple[str, str]) -> str:
-    """The text of what `render_all` gives. Raises as `render`."""
-    kind, text = answer
-    if kind == "text":
+    """The text of an answer of `render_all`. Raises InputError or CheckpointError, with `name`, if rendering failed."""
+    status, text = answer
+    if status == "text":
         return text
-    raise (InputError if kind == "chat" else CheckpointError)(f"{name}: {text}")
+    raise (InputError if status == "chat" else CheckpointError)(f"{name}: {text}")
 
 
 def _plain(value: object) -> Any:
@@ -89,15 +103,14 @@ def _plain(value: object) -> Any:
 
 
 class _Process:
-    """The process that renders, one request at a time."""
+    """The rendering process; it answers one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: str, count: int) -> tuple[list[tuple[str, str]], str | None]:
-        """What `_answer` gives, for each of the `count` variables in the request, and None; or, where the process has
-        ended, the limit that ended it."""
+        """Answers to the `count` renderings of a request, and None; or none, and the limit that ended the process."""
         with self._lock:
             process = self._running = self._running or self._start()
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
@@ -107,11 +120,11 @@ class _Process:
                 lines = [line for _ in range(count) if (line := stdout.readline()).endswith(b"\n")]
             except BrokenPipeError:
                 lines = []
-            except BaseException:  # Ctrl-C: its answer would be taken for that of the next request
+            except BaseException:  # Ctrl-C: the next request would read the answer to this one
                 self._stop()
                 raise
             if len(lines) == count:
-                return [(kind, text) for kind, text in map(json.loads, lines)], None
+                return [(status, text) for status, text in map(json.loads, lines)], None
             code = self._stop()
         slow = code == -signal.SIGALRM
         return [], f"takes more than {SECONDS} s" if slow else f"ended the process that renders it ({code})"
@@ -120,15 +133,15 @@ class _Process:
         program = "import sys; sys.path[:] = sys.argv[1:]; from ligermodels.data.rendering import serve; serve()"
         command = [sys.executable, "-c", program, *sys.path]
         pipe = subprocess.PIPE
-        # A session of its own: Ctrl-C is for the process that started it.
+        # In a new session, so that Ctrl-C reaches only this process.
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def _stop(self) -> int:
-        """End the process, if it has not ended, and return its exit code."""
+        """End the process, if it still runs, and return its exit code."""
         process, self._running = self._running, None
         if process is None:
             return 0
-        process.kill()  # One that has ended keeps its exit code.
+        process.kill()  # A process that has ended keeps its exit code.
         for pipe in (process.stdin, process.stdout):
             with suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
@@ -143,7 +156,7 @@ atexit.register(_process.close)
 
 def _after_fork() -> None:
     global _process
-    _process = _Process()  # The other one answers the process that was forked.
+    _process = _Process()  # The existing process answers the parent.
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -152,7 +165,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks what the assistant generates."""
+    """The tag `{% generation %} ... {% endgeneration %}`: it marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
 
@@ -166,23 +179,23 @@ class _GenerationTag(Extension):
 
 
 def serve() -> None:
-    """Answer requests, a line for each of a request's variables, until standard input ends."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` may have set one, which cannot be raised
+    """Answer requests until standard input ends, with a line for each rendering."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` may have set a limit, and it cannot be raised
     limit = BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     too_large = "template", f"takes more than {BYTES >> 20} MiB of memory"
     for line in sys.stdin.buffer:
-        count, _, known = line.partition(b" ")
+        count, _, request = line.partition(b" ")
         try:
-            seconds, source, now, variables = json.loads(known)
+            seconds, source, now, renderings = json.loads(request)
         except MemoryError:
             if int(count) > 1:
-                return  # Each may have enough alone.
-            seconds, source, now, variables = 0, None, "", [None]
-        for each in variables:
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # Its signal ends the process, whatever that is at.
+                return  # The memory may be enough for each rendering alone.
+            seconds, source, now, renderings = 0, None, "", [None]
+        for variables in renderings:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # The signal ends the process even within a C call.
             try:
-                answer = json.dumps(too_large if source is None else _answer(source, now, each))
+                answer = json.dumps(too_large if source is None else _answer(source, now, variables))
             except MemoryError:
                 answer = json.dumps(too_large)
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -191,12 +204,12 @@ def serve() -> None:
 
 
 def _answer(source: str, now: str, variables: dict[str, Any] | None) -> tuple[str, str]:
-    """("text", what was rendered), or what is wrong with the "template", or with the "chat"."""
+    """("text", the rendered text), or ("template" or "chat", the error)."""
     try:
         template = _compiled(source)
     except MemoryError:
         raise
-    except Exception as error:  # jinja2 and Python's compiler may raise anything
+    except Exception as error:  # jinja2 and Python's compiler may raise any error
         return "template", f"not a jinja2 template: {error or type(error).__name__}"
     if variables is None:
         return "text", ""
@@ -204,7 +217,7 @@ def _answer(source: str, now: str, variables: dict[str, Any] | None) -> tuple[st
         return "text", template.render(strftime_now=datetime.fromisoformat(now).strftime, **variables)
     except MemoryError:
         raise
-    except Exception as error:  # templates may raise anything
+    except Exception as error:  # templates may raise any error
         return "chat", f"refuses the chat: {str(error)[:1000] or type(error).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer.json of a checkpoint folder."""
+"""Text to token ids and back, with a checkpoint's tokenizer.json."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,59 +13,90 @@ from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError, InputError
 
 CHARACTERS_AT_ONCE = 1 << 20
-"""Of texts that are encoded together: meanwhile memory holds about a hundred bytes for each."""
+"""Most characters of texts that are encoded together: encoding takes about 100 bytes of memory per character."""
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint `folder`; CheckpointError when it has no usable tokenizer.json."""
+    """The tokenizer of a checkpoint, from its tokenizer.json. Truncation and padding stored in the file are disabled.
+
+    Args:
+        folder: local folder of the checkpoint. `Tokenizer.from_pretrained` also takes a hub id.
+
+    Raises:
+        CheckpointError: the folder has no usable tokenizer.json.
+
+    Example:
+        >>> tokenizer = Tokenizer("MODEL")
+        >>> tokenizer.decode(tokenizer.encode("Once upon a time"))
+        'Once upon a time'
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        place = as_path(folder, CheckpointError, "the folder of the tokenizer")
-        settle(place)
-        path = place / "tokenizer.json"
+        checkpoint = as_path(folder, CheckpointError, "the folder of the tokenizer")
+        settle(checkpoint)
+        path = checkpoint / "tokenizer.json"
         content = read_bytes(path, CheckpointError, TOKENIZER_BYTES, "; text needs a checkpoint with its tokenizer")
         try:
             self.backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
-        # Some are saved with truncation or padding enabled.
         self.backend.no_truncation()
         self.backend.no_padding()
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **hub: Any) -> "Tokenizer":
-        """The tokenizer of a checkpoint: a local folder or a hub id, whose weights are not fetched.
+        """Load the tokenizer of a checkpoint; from the hub, without downloading its weights.
 
         Args:
-            name_or_path: as of `lm.from_pretrained`.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, as of `lm.from_pretrained`.
+            name_or_path: hub id, such as "meta-llama/Llama-3.1-8B", or local folder.
+            hub: `revision` (branch, tag or commit), `token`, `cache_dir` and `local_files_only`, as in huggingface_hub.
+
+        Returns:
+            The tokenizer.
 
         Raises:
-            CheckpointError: no such local folder, or no usable tokenizer.json in it.
-            HubError: the repository cannot be found or fetched.
+            CheckpointError: the local folder does not exist, or the checkpoint has no usable tokenizer.json.
+            HubError: the repository cannot be found or downloaded.
+
+        Example:
+            >>> tokenizer = Tokenizer.from_pretrained("Qwen/Qwen3-0.6B")  # doctest: +SKIP
         """
         return cls(resolve(name_or_path, weights=False, **hub))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds (usually a BOS).
+        """Token ids of `text`, including the special tokens that the tokenizer adds (usually a BOS).
 
-        Raises InputError, as all that takes a text, for what is no text, or holds half of a surrogate pair."""
+        Raises InputError if `text` is no str, or has half of a surrogate pair.
+        """
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, in parallel. A text that starts with the BOS gets no second one."""
-        found = []
-        for some in _groups([_checked(text) for text in texts]):
-            for encoding in self.backend.encode_batch(some, add_special_tokens=add_special_tokens):
+        """Token ids of several texts, encoded in parallel.
+
+        Args:
+            texts: the texts. If a text starts with the BOS token, no second BOS is added.
+            add_special_tokens: add the special tokens of the tokenizer (usually a BOS).
+
+        Returns:
+            A list of token ids for each text.
+
+        Raises:
+            InputError: a text is no str, or has half of a surrogate pair.
+        """
+        token_ids = []
+        for group in _groups([_checked(text) for text in texts]):
+            for encoding in self.backend.encode_batch(group, add_special_tokens=add_special_tokens):
                 ids: list[int] = encoding.ids
-                is_twice = ids[:1] == ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]  # added, and in the text
-                found.append(ids[1:] if is_twice else ids)
-        return found
+                # The mask is 1 on a BOS that the tokenizer adds, and 0 on a BOS in the text.
+                has_two = ids[:1] == ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]
+                token_ids.append(ids[1:] if has_two else ids)
+        return token_ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of `text`, which contains its special tokens, and the span [start, end) of each.
+        """Token ids of `text`, and the span [start, end) of each token, in characters.
 
-        No special token is added. Spans are in characters, and include the white space that belongs to a token.
+        No special tokens are added: the text contains them. A span includes the white space of its token. Raises
+        InputError if `text` is no str, or has half of a surrogate pair.
         """
         encoding = self._verbatim.encode(_checked(text), add_special_tokens=False)
         return list(encoding.ids), list(encoding.offsets)
@@ -82,34 +113,34 @@ class Tokenizer:
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, by default without special tokens. Raises InputError for what is no token's id."""
+        """Text of token ids, by default without special tokens. Raises InputError for values that are no token ids."""
         try:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise InputError(f"token ids: must be whole numbers from 0 to 2**32 - 1: {error}") from None
 
     def continuation(self, prompt: Sequence[int], new: Iterable[int]) -> str:
-        """The text of the ids `new` after `prompt`."""
+        """Text of the token ids `new`, decoded as the continuation of the token ids `prompt`."""
         stream = TextStream(self, prompt)
         return "".join([*map(stream.push, new), stream.flush()])
 
 
 def _checked(text: object) -> str:
-    """`text`; InputError when it is none that could be written as UTF-8."""
+    """`text`. Raises InputError unless it is a str that UTF-8 can encode."""
     if not isinstance(text, str):
         raise InputError(f"text: must be a str, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"text: character {error.start} is half of a surrogate pair ({text[error.start]!r}), as of bytes that were "
-            "no UTF-8"
+            f"text: character {error.start} is half of a surrogate pair ({text[error.start]!r}), as in decoded bytes "
+            "that were no UTF-8"
         ) from None
     return text
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """`texts` in groups of at most CHARACTERS_AT_ONCE, or of one text."""
+    """Split `texts` into groups of at most CHARACTERS_AT_ONCE characters; a longer text is a group of its own."""
     group: list[str] = []
     size = 0
     for text in texts:
@@ -123,23 +154,34 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class TextStream:
-    """Decodes tokens one by one. A token may be part of a character, and its text may depend on earlier tokens."""
+    """Decodes tokens one by one, for streaming: a token may be part of a character, or depend on earlier tokens.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: token ids before the first pushed token.
+
+    Example:
+        >>> tokenizer = Tokenizer("MODEL")
+        >>> stream = TextStream(tokenizer, [])
+        >>> "".join([*map(stream.push, tokenizer.encode("über alles")), stream.flush()])
+        'über alles'
+    """
 
     CONTEXT = 8
-    """Number of earlier tokens that are decoded together with the newest ones."""
+    """Number of earlier tokens that are decoded together with new tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer, self.ids = tokenizer, list(prompt[-self.CONTEXT :])
         self.shown = len(self.ids)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        """Text up to and including `token` that was not returned before; empty while a character is incomplete."""
         self.ids.append(token)
         text = self._pending()
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._take(text)
 
     def flush(self) -> str:
-        """The remaining text, if the last character is incomplete."""
+        """The remaining text, such as an incomplete last character."""
         return self._take(self._pending())
 
     def _pending(self) -> str:

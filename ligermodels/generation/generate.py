@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_token_id
+from ligermodels.arguments import check_token_id, is_sequence
 from ligermodels.errors import InputError
 from ligermodels.generation.graph import Finished, Graphed
-from ligermodels.generation.host import LogitsProcessor, Processors, Stopping, StoppingCriterion, TokenStreamer
+from ligermodels.generation.host import (
+    LogitsProcessor,
+    Processors,
+    Stopping,
+    StoppingCriterion,
+    TokenStreamer,
+    check_streamer,
+)
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
@@ -31,7 +38,7 @@ from ligermodels.layers.sharding import (
 DEFAULT_NEW_TOKENS = 64
 
 
-@torch.no_grad()  # not inference_mode: the ids that come out must be fit to train on
+@torch.no_grad()  # Not inference_mode: the returned ids may be used in training.
 def generate(
     model: DecodingModel,
     input_ids: TokenIds,
@@ -41,22 +48,65 @@ def generate(
     streamer: TokenStreamer | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue each prompt until it meets an EOS token or another end, or has max_new_tokens new tokens.
+    """Continue each prompt, by default greedily, until it ends or has `max_new_tokens` new tokens.
+
+    An EOS token, a stop string or a stopping criterion ends a sequence. The model is in eval mode during the call; each
+    module gets its training flag back. If parameters are sharded, all ranks must pass the same `max_new_tokens`; they
+    decode until the sequences of all ranks are finished.
 
     Args:
-        on_token: called after each step with the tokens (B,) just added (pad for finished rows); generation stops when
-            it returns True.
-        streamer: as transformers' `TextStreamer`: `put` is called with the prompts (B, T) and then with the tokens (B,)
-            of each step, on the CPU; `end` at the end.
-        options: the other arguments, and the errors, are those of `Decoding`.
+        model: the model, for example a `CausalLM`.
+        input_ids: long (B, T) or (T,), one list of ids, or a list of such lists, of any lengths.
+        max_new_tokens: most new tokens of a sequence, at least 1; by default `max_length` less T, or 64.
+        on_token: called after each step with its tokens (B,), `pad_token_id` for finished sequences; generation stops
+            when it returns True.
+        streamer: an object as transformers' `TextStreamer`: `put` is called with the prompts (B, T), then with the
+            tokens (B,) of each step, all on the CPU; `end` is called last.
+        options: any of the following.
+
+            max_length: most tokens of a prompt, padding included, and its continuation; ignored with `max_new_tokens`.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, which may be on any side. Only with a tensor of ids.
+            do_sample: sample instead of greedy decoding. Default: False. The next four options apply only then.
+            temperature: above 0; logits are divided by it. Default: 1.
+            top_k: sample from the k most probable tokens; None or 0: from all.
+            top_p: in [0, 1]; sample from the fewest tokens with a total probability of at least top_p. Default: 1.
+            min_p: in [0, 1]; drop tokens below min_p times the highest probability. Default: none.
+            num_return_sequences: samples per prompt, in adjacent rows. Above 1 only with `do_sample`. Default: 1.
+            repetition_penalty: above 0; logits of tokens that are in the sequence are divided by it, or multiplied if
+                negative (Keskar et al., 2019). Default: 1.
+            logits_processor: list of functions (ids (B, T + n), fp32 scores (B, V)) -> scores (B, V), as transformers'
+                `LogitsProcessorList`; called after the repetition penalty, before temperature and filters.
+            eos_token_id: token or tokens that end a sequence, which keeps the token. Default: None.
+            stop_strings: text or texts that end a sequence once it contains one; the beginning of the text may be in
+                the prompt. Needs `tokenizer`.
+            tokenizer: has `decode(ids, skip_special_tokens=False)`: a `ligermodels.Tokenizer` or a transformers one.
+            stopping_criteria: list of functions (ids (B, T + n), None) -> bool or bool (B,), True where a sequence
+                ends, as transformers' `StoppingCriteriaList`.
+            pad_token_id: fills shorter prompts on the left and finished sequences on the right. Default: the first
+                EOS token.
+            generator: `torch.Generator` on the model's device, for sampling.
+            cuda_graph: on a GPU, record the decode step as a CUDA graph and replay it, except with sharded parameters.
+                Sampling and `logits_processor` run between replays. Kernels may differ with and without a graph: in
+                16-bit dtypes rounding may then decide between equal logits. Default: True.
 
     Returns:
-        Long (B, T + n) on the model's device: the prompts, padded on the left, then the n <= max_new_tokens new tokens
-        of the row that ran longest. The model's training flags are left as they were.
+        Long (B, T + n) on the model's device: the prompts, padded on the left, then n <= max_new_tokens new tokens, n
+        being the number of the longest sequence.
+
+    Raises:
+        InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
+            of its range, sequences of different lengths with neither `pad_token_id` nor `eos_token_id`, or
+            `stop_strings` without a tokenizer.
+
+    Example:
+        >>> model = lm.from_config(CONFIG)
+        >>> generate(model, [[3, 1, 4], [7, 9]], max_new_tokens=5, pad_token_id=0).shape
+        torch.Size([2, 8])
+        >>> generate(model, [3, 1, 4], 5, do_sample=True, top_p=0.9, num_return_sequences=3).shape
+        torch.Size([3, 8])
     """
     check_values(on_token=on_token)
-    if streamer is not None and (isinstance(streamer, type) or not isinstance(streamer, TokenStreamer)):
-        raise InputError(f"streamer: must be an object with put(tokens) and end(), got {type(streamer).__name__}")
+    check_streamer(streamer)
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     if streamer is not None:
         streamer.put(decoding.prompts.ids.cpu())
@@ -75,49 +125,33 @@ def generate(
 def stream(
     model: DecodingModel, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any
 ) -> Iterator[Tensor]:
-    """The new tokens of `generate`, each step's as soon as they are there: long (B,), pad for finished rows.
+    """Yield the new tokens of `generate` step by step. The model is in eval mode until the iterator ends or is closed.
 
-    Options and errors are those of `Decoding`; bad ones raise at the call. Until the iterator is exhausted or closed
-    the model is in eval mode.
+    Args:
+        model: the model, for example a `CausalLM`.
+        input_ids: long (B, T) or (T,), one list of ids, or a list of such lists, of any lengths.
+        max_new_tokens: most new tokens of a sequence, at least 1; by default `max_length` less T, or 64.
+        options: the options of `generate` (`do_sample`, `eos_token_id` ...), without `on_token` and `streamer`.
+
+    Returns:
+        Iterator of long (B,), the tokens of a step, `pad_token_id` for finished sequences.
+
+    Raises:
+        InputError: at the call, for arguments that `generate` refuses.
+
+    Example:
+        >>> model = lm.from_config(CONFIG)
+        >>> for tokens in stream(model, [[3, 1, 4], [7, 9]], max_new_tokens=2, pad_token_id=0):
+        ...     print(tokens.shape)
+        torch.Size([2])
+        torch.Size([2])
     """
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     return (decoding.tokens(count) for count in decoding.steps(streamed=True))
 
 
 class Decoding:
-    """One call of `generate` or `stream`: its options, checked, and its steps.
-
-    Args:
-        input_ids: long (B, T) or (T,), one list of ids, or a list of such lists, whose lengths may differ.
-        max_new_tokens: at least 1; by default what `max_length` leaves, or 64.
-        max_length: the longest prompt, padding included, and the new tokens together; `max_new_tokens` goes before it.
-        attention_mask: (B, T), 1 on real tokens and 0 on padding, which may stand on either side and is never seen by
-            the model. Only with a tensor of ids; lists need none.
-        do_sample: draw from the distribution that temperature, top_k, top_p and min_p shape (see `sampling.warp`)
-            instead of taking the most probable token. Without it those options are not used.
-        num_return_sequences: samples of each prompt, in adjacent rows of the batch; above 1 only with `do_sample`.
-        repetition_penalty: above 0; logits of tokens that the text has are divided by it, or multiplied where they are
-            negative (Keskar et al., 2019).
-        logits_processor: a list of functions (ids (B, T + n), fp32 scores (B, V)) -> scores (B, V), as transformers'
-            `LogitsProcessorList`: run after the repetition penalty and before temperature and the filters.
-        eos_token_id: token or tokens that end a row; the row keeps the one it met. None: no row ends early.
-        stop_strings: a text or several that end a row once it has one, which may begin in the prompt; with `tokenizer`.
-        tokenizer: has `decode(ids, skip_special_tokens=False)`: `ligermodels.Tokenizer`, or one of transformers.
-        stopping_criteria: a list of functions (ids (B, T + n), None) -> bool, or bool (B,), the rows that end, as
-            transformers' `StoppingCriteriaList`.
-        pad_token_id: fills lists of different lengths on the left and finished rows on the right. Default: the first
-            EOS token.
-        generator: source of randomness, on the model's device.
-        cuda_graph: on a GPU, record a step once and replay it; not done where parameters are sharded. Then all ranks
-            call this with the same max_new_tokens, and decode until the sequences of all ranks are done. Sampling and
-            `logits_processor` run between replays. With and without a graph other kernels may compute the linear
-            layers: in 16-bit dtypes, of logits that are equal but for rounding, another may be the largest.
-
-    Raises:
-        InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
-            of its range, rows that may differ in length with neither pad_token_id nor eos_token_id, or stop_strings
-            without a tokenizer.
-    """
+    """One call of `generate` or `stream`: its arguments, documented at `generate` and checked here, and its steps."""
 
     def __init__(
         self,
@@ -160,8 +194,8 @@ class Decoding:
         self.generator = generator
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:
-            shape = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
-            self.choose = partial(sample, **shape, generator=generator)  # type: ignore[arg-type]
+            filters = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            self.choose = partial(sample, **filters, generator=generator)  # type: ignore[arg-type]
         self.processors = Processors(logits_processor, self.prompts, self.pad_id)
         self.stopping = Stopping(stopping_criteria, stop_strings, tokenizer, self.prompts)
         if self.stopping and self.pad_id is None and len(self.prompts.ids) > 1:
@@ -169,43 +203,57 @@ class Decoding:
 
     @torch.no_grad()
     def steps(self, *, streamed: bool) -> Generator[int, None, None]:
-        """Decode, and give the number of new tokens, of rows that are not done, after each step.
+        """Decode. After each step, yield the number of new tokens of the sequences that are not finished.
 
-        streamed: `tokens` is asked for between steps.
+        Args:
+            streamed: the caller reads `tokens` between steps, so none may run ahead.
         """
-        model, length = self.model, self.prompts.ids.shape[1]
-        before = self.prompts.mask.sum(dim=1).tolist()
-        advice = "give all the same max_new_tokens; max_length leaves prompts of other lengths another number"
-        with evaluating(model):
-            require_same_on_ranks(model, "max_new_tokens", self.max_new_tokens, advice)
-            state = model.new_state(len(before), max(1, length + self.max_new_tokens - 1))
-            if self.samples and self.generator is not None and self.generator.device.type != state.device.type:
-                raise InputError(f"generator: is on {self.generator.device}, and the model on {state.device}")
-            self.prompts = self.prompts.to(state.device)
-            choose = chosen_together(model, self.choose)
-            step = Step(model, state, self.max_new_tokens, self.eos_ids, choose, self._process())
+        prompt_lengths = self.prompts.mask.sum(dim=1).tolist()
+        with evaluating(self.model):
+            step = self._first_step()
             sequences = self._sequences = step.start(*self.prompts)
-            # A graph would draw the same random numbers again and again, and cannot hold what runs on the host: then it
-            # ends before the choice.
             on_host = self.samples or bool(self.processors)
-            cuda_graph, finish = self.cuda_graph and not is_sharded(model), end_of_decoding(model)
-            run = Graphed(partial(step.run, sequences), state.device, cuda_graph and on_host)
-            take = Graphed(lambda: step.accept(sequences, *run()), state.device, cuda_graph and not on_host)
-            switches = step.thresholds.switches
-            # A step too many must not be seen, by a caller, by what runs on the host, nor by the source of randomness.
-            finished = Finished(state.device, not (streamed or on_host or self.stopping))
+            take_step = self._graphed(step, on_host)
+            all_done = end_of_decoding(self.model)
+            # A superfluous step must not reach the caller, functions on the host or the random generator.
+            finished = Finished(step.state.device, not (streamed or on_host or self.stopping))
+            may_end = bool(self.eos_ids or self.stopping)
             for count in range(1, self.max_new_tokens + 1):
                 if self.stopping:
-                    # In place: a graph reads it. What is done gains no more tokens.
+                    # In place: a CUDA graph reads `done`. Finished sequences gain no more tokens.
                     sequences.done.logical_or_(self.stopping(self.result(), sequences.done))
                 yield count
-                ends = bool(self.eos_ids or self.stopping) and finished(finish(sequences.done)) is not None
-                if ends or count == self.max_new_tokens:
+                if may_end and finished(all_done(sequences.done)) is not None:
                     break
-                if switches and any(prompt + count - 1 in switches for prompt in before):
-                    step.prefill_again(sequences, length + count - 1)
+                if count == self.max_new_tokens:
+                    break
+                if step.thresholds.switches.isdisjoint(length + count - 1 for length in prompt_lengths):
+                    take_step()
                 else:
-                    take()
+                    step.prefill_again(sequences, self.prompts.ids.shape[1] + count - 1)
+
+    def _first_step(self) -> Step:
+        """The decode step, with an empty state; moves the prompts to the model's device."""
+        advice = "give all the same max_new_tokens; max_length leaves prompts of other lengths another number"
+        require_same_on_ranks(self.model, "max_new_tokens", self.max_new_tokens, advice)
+        batch, length = self.prompts.ids.shape
+        state = self.model.new_state(batch, max(1, length + self.max_new_tokens - 1))
+        if self.samples and self.generator is not None and self.generator.device.type != state.device.type:
+            raise InputError(f"generator: is on {self.generator.device}, and the model on {state.device}")
+        self.prompts = self.prompts.to(state.device)
+        choose = chosen_together(self.model, self.choose)
+        return Step(self.model, state, self.max_new_tokens, self.eos_ids, choose, self._process())
+
+    def _graphed(self, step: Step, on_host: bool) -> Callable[[], Tensor]:
+        """A function that takes a step, in a CUDA graph where possible.
+
+        A graph would replay the same random numbers, and cannot hold functions on the host: with `on_host` it ends
+        before the choice of the token.
+        """
+        sequences, device = self._sequences, step.state.device
+        enabled = self.cuda_graph and not is_sharded(self.model)
+        run = Graphed(partial(step.run, sequences), device, enabled and on_host)
+        return Graphed(lambda: step.accept(sequences, *run()), device, enabled and not on_host)
 
     def _process(self) -> Process | None:
         penalise = None if self.penalty == 1.0 else partial(penalise_repetition, penalty=self.penalty)
@@ -216,7 +264,7 @@ class Decoding:
         return lambda logits, text, lengths: self.processors(penalise(logits, text, lengths), text, lengths)
 
     def tokens(self, count: int) -> Tensor:
-        """Tokens (B,): the count-th new one of each row, pad where it has fewer."""
+        """New token number `count`, from 1, of each sequence: long (B,), padding for shorter sequences."""
         sequences = self._sequences
         tokens = sequences.text.gather(1, (sequences.start + count - 1)[:, None])[:, 0]
         return tokens.masked_fill(sequences.count < count, self.pad_id or 0)
@@ -229,80 +277,94 @@ class Decoding:
 
 
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:
-    """EOS tokens as a list, empty for None; InputError for what is no token's id."""
-    found = _values("eos_token_id", eos_token_id)
-    ids = list(found) if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
-    return [] if found is None else [check_token_id("eos_token_id", each) for each in ids]
+    """EOS tokens as a list, empty for None. Raises InputError for anything that is no token id."""
+    value = _plain("eos_token_id", eos_token_id)
+    ids = value if is_sequence(value) else [value]
+    return [] if value is None else [check_token_id("eos_token_id", token) for token in ids]
 
 
-def as_pad_id(pad_token_id: int | None, eos_ids: Sequence[int]) -> int | None:
-    """What fills rows: by default the first EOS token; InputError for what is no token's id."""
-    found = _values("pad_token_id", pad_token_id)
-    found = found[0] if isinstance(pad_token_id, Tensor) and isinstance(found, list) and len(found) == 1 else found
-    return next(iter(eos_ids), None) if found is None else check_token_id("pad_token_id", found)
+def as_pad_id(pad_token_id: int | Tensor | None, eos_ids: Sequence[int]) -> int | None:
+    """The padding token, by default the first EOS token. Raises InputError for anything that is no token id."""
+    value = _plain("pad_token_id", pad_token_id)
+    if value is not pad_token_id and is_sequence(value) and len(value) == 1:  # a tensor of shape (1,)
+        (value,) = value
+    return next(iter(eos_ids), None) if value is None else check_token_id("pad_token_id", value)
 
 
-def _values(name: str, given: Any) -> Any:
-    """What a tensor holds; anything else as it is."""
-    if not isinstance(given, Tensor):
-        return given
-    check_plain(name, given)
-    if given.is_meta:
+def _plain(name: str, value: Any) -> Any:
+    """A tensor as a number or a list; any other value unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    check_plain(name, value)
+    if value.is_meta:
         raise InputError(f"{name}: has no values, on the meta device")
-    return given.tolist()
+    return value.tolist()
 
 
 def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
-    """How many tokens to generate at most; InputError unless that is at least 1."""
+    """Most tokens to generate for each prompt.
+
+    Args:
+        max_new_tokens: the caller's limit of new tokens, or None.
+        max_length: limit of prompt and new tokens; used if `max_new_tokens` is None.
+        prompt_length: tokens of the longest prompt.
+
+    Returns:
+        `max_new_tokens`, or else max_length - prompt_length, or else DEFAULT_NEW_TOKENS.
+
+    Raises:
+        InputError: the result is below 1.
+    """
     check_values(max_new_tokens=max_new_tokens, max_length=max_length)
     if max_new_tokens is not None:
-        return int(max_new_tokens)  # of numpy too
-    left = DEFAULT_NEW_TOKENS if max_length is None else int(max_length) - prompt_length
-    if left < 1:
+        return int(max_new_tokens)  # may be a number of numpy
+    if max_length is None:
+        return DEFAULT_NEW_TOKENS
+    if max_length <= prompt_length:
         raise InputError(f"max_length {max_length} leaves nothing to generate after {prompt_length} prompt tokens")
-    return left
+    return int(max_length) - prompt_length
 
 
 @dataclass
-class _Entered:
-    """How many are within `evaluating` of a model, and its modules that were in training mode before."""
+class _Evaluation:
+    """The number of `evaluating` contexts that are open for a model, and its modules that were in training mode."""
 
     count: int = 0
     training: list[Any] = field(default_factory=list)
 
 
 _LOCK = threading.Lock()
-_ENTERED: dict[int, _Entered] = {}
-"""By the id of the model, which lives as long as somebody is within."""
+_EVALUATIONS: dict[int, _Evaluation] = {}
+"""By the id of the model. A model lives as long as a context is open for it."""
 
 
 @contextmanager
 def evaluating(model: ModuleLike) -> Iterator[None]:
-    """Put a model in eval mode; afterwards each module gets its own training flag back, and FSDP2 its parameters.
+    """Put a model in eval mode; afterwards restore the training flag of each module and reshard FSDP2's parameters.
 
-    Where several threads do so at once, the first to enter saves the flags, and the last to leave restores them.
+    If several threads do so at once, the first saves the flags and the last restores them.
     """
     with _LOCK:
-        entered = _ENTERED.setdefault(id(model), _Entered())
-        if not entered.count:
+        evaluation = _EVALUATIONS.setdefault(id(model), _Evaluation())
+        if not evaluation.count:
             reshard(model)
-            entered.training = [module for module in model.modules() if module.training]
-            if entered.training:
+            evaluation.training = [module for module in model.modules() if module.training]
+            if evaluation.training:
                 model.eval()
-        entered.count += 1
+        evaluation.count += 1
     try:
         yield
     finally:
         with _LOCK:
-            entered.count -= 1
-            if not entered.count:
-                del _ENTERED[id(model)]
+            evaluation.count -= 1
+            if not evaluation.count:
+                del _EVALUATIONS[id(model)]
                 reshard(model)
-                for module in entered.training:
+                for module in evaluation.training:
                     module.training = True
 
 
 def until_eos(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """The new tokens of a row up to its first EOS, which it keeps: what follows is padding."""
-    end = next((place for place, token in enumerate(tokens, start=1) if token in eos_ids), len(tokens))
+    """The new tokens of a sequence up to and including its first EOS token; padding follows."""
+    end = next((length for length, token in enumerate(tokens, start=1) if token in eos_ids), len(tokens))
     return list(tokens[:end])

@@ -1,5 +1,5 @@
-"""Keeping a GPU busy with steps of decoding: each as one CUDA graph, hundreds of kernels for a single launch, and the
-next one launched before it is known whether it is needed."""
+"""Decode steps without gaps on the GPU: each step is one CUDA graph (one launch for hundreds of kernels), and the next
+step is launched before the CPU knows whether it is needed."""
 
 import contextlib
 import functools
@@ -16,14 +16,15 @@ Result = TypeVar("Result")
 
 
 AHEAD = ("cuda",)
-"""Types of devices that work on their own, so that it pays to launch what may turn out superfluous."""
+"""Types of devices that run asynchronously, so that launching a possibly superfluous step saves time."""
 
 
 class Finished:
-    """Whether a loop of steps on a device is at its end, read on the CPU.
+    """Reads on the CPU whether a loop of steps on a device has ended.
 
-    Reading waits for the device, which then waits for the CPU to launch the next step. So on a device AHEAD, if
-    `enabled`, what is read from the second time on is what was asked the time before: one step too many is run.
+    Reading the newest flag would wait for the device, and the device would then wait for the CPU to launch the next
+    step. So, if `enabled` and the device is AHEAD, each call but the first reads the flag of the call before: the loop
+    ends one step late.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
@@ -31,19 +32,18 @@ class Finished:
         self._asked: AsyncHostCopy | None = None
 
     def __call__(self, flag: Tensor) -> int | None:
-        """flag: bool, a single one. How many steps ago the end was: 0, or 1 where one step too many was run; None
-        before the end."""
+        """Number of superfluous steps (0 or 1) if the loop has ended, else None. `flag`: one bool, True at the end."""
         ended, ago = (bool(flag), 0) if self._asked is None else (self._asked.get(), 1)
         self._asked = AsyncHostCopy(flag) if self._late else None
         return ago if ended else None
 
 
 class Graphed(Generic[Result]):
-    """Calls a function of tensors at fixed addresses; from the second call on, by replaying a CUDA graph of it.
+    """Calls a function on tensors at fixed addresses; from the second call on it replays a CUDA graph of the function.
 
-    The function reads and changes tensors in place, waits for nothing, and returns tensors, whose memory the next call
-    uses again, or nothing. The first call runs it as it is, which compiles its kernels. Not on a CUDA device, or not
-    `enabled`, every call does.
+    The function reads and changes tensors in place and does not synchronise. It returns None or tensors, and the next
+    call overwrites these tensors. The first call runs the function itself, to compile its kernels. On other devices,
+    and if not `enabled`, every call does so.
     """
 
     def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
@@ -63,20 +63,20 @@ class Graphed(Generic[Result]):
         return self._result
 
     def _record(self) -> torch.cuda.CUDAGraph:
-        """Record the function, without running it.
+        """Record the function without running it.
 
-        `torch.cuda.graph` would wait for the device and give back all memory that torch has cached, of the device and
-        of the host, which the next step and the next call of `generate` ask for again: that takes longer than a step.
+        Not with `torch.cuda.graph`: it waits for the device and releases all memory that torch has cached on device and
+        host. The next step and the next `generate` allocate it again, and this takes longer than a step.
         """
         make_room(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Work of other threads does not disturb a recording of mode "thread_local"; two recordings on one stream would.
+        # In mode "thread_local" other threads do not disturb a recording, except by another recording on the stream.
         with _RECORDING, torch.cuda.stream(_recording_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._result = self._function()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the recording is invalid, of which this is the cause
+                with contextlib.suppress(RuntimeError):  # The recording is invalid; the cause is raised below.
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -88,15 +88,15 @@ _RECORDING = threading.Lock()
 
 @functools.cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: cuBLAS keeps a workspace for each stream that it was ever used on."""
+    """The stream of all recordings: cuBLAS keeps a workspace for every stream that it was used on."""
     return torch.cuda.Stream(device)
 
 
 def make_room(device: torch.device) -> None:
-    """Give back the memory that torch has cached on a CUDA device, if it is more than an eighth of what is free.
+    """Release torch's cached memory on a CUDA device if it is more than an eighth of the free memory.
 
-    While a graph is recorded torch takes new memory, and cannot give back what it has cached if there is too little.
-    That of earlier graphs, which are gone, is in the cache too, and is of use to nothing else.
+    During a recording torch allocates new memory and cannot release its cache if memory runs out. The cache also has
+    the memory of deleted graphs, which nothing else can use.
     """
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if 8 * cached > torch.cuda.mem_get_info(device)[0]:

@@ -1,6 +1,7 @@
-"""What runs on the host between steps of decoding: logits processors, stopping criteria and streamers by transformers'
-protocols, and stop strings."""
+"""Functions that run on the host between decoding steps: logits processors, stopping criteria and streamers with the
+interfaces of transformers, and stop strings."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -15,48 +16,72 @@ LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ids (B, T), fp32 scores (B, V)) -> scores (B, V)."""
 
 StoppingCriterion: TypeAlias = Callable[[Tensor, Any], Tensor | bool]
-"""(ids (B, T), None) -> whether sequences end, bool or bool (B,). transformers gives scores as the second argument only
-where the caller asks for scores to be returned."""
+"""(ids (B, T), None) -> bool, or bool (B,): whether sequences end. transformers passes scores as the second argument
+only if the caller asks for scores in the output."""
 
 
 @runtime_checkable
 class TokenStreamer(Protocol):
-    """What transformers' `BaseStreamer` is."""
+    """The interface of transformers' `BaseStreamer`."""
 
     def put(self, value: Tensor) -> None:
         """Called with the prompts (B, T), then with the tokens (B,) of each step."""
 
     def end(self) -> None:
-        """Called after the last."""
+        """Called after the last step."""
+
+
+def check_streamer(streamer: object) -> None:
+    """InputError unless `streamer` is None or has `put` and `end`; a class instead of an object is refused."""
+    if streamer is not None and (inspect.isclass(streamer) or not isinstance(streamer, TokenStreamer)):
+        raise InputError(f"streamer: must be an object with put(tokens) and end(), got {type(streamer).__name__}")
 
 
 class Processors:
-    """A `logits_processor` as a `step.Process`."""
+    """A list of logits processors as one `step.Process`."""
 
-    def __init__(self, given: Iterable[LogitsProcessor] | None, prompts: Prompts, pad_id: int | None) -> None:
-        self._processors = _functions("logits_processor", given)
+    def __init__(self, processors: Iterable[LogitsProcessor] | None, prompts: Prompts, pad_id: int | None) -> None:
+        self._processors = _functions("logits_processor", processors)
         self._prompts, self._pad_id = prompts, pad_id
 
     def __len__(self) -> int:
         return len(self._processors)
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        """Logits (B, V) after all processors; sequence b is the first lengths[b] tokens of text[b]."""
         self._prompts = self._prompts.to(logits.device)
         start = self._prompts.mask.sum(dim=1)
         ids = torch.cat([self._prompts.ids, new_tokens(text, start, lengths - start, self._pad_id)], dim=1)
         scores = logits.to(torch.float32, copy=True)  # a processor may change them in place
         for number, processor in enumerate(self._processors):
             scores = processor(ids, scores)
-            if not isinstance(scores, Tensor) or scores.shape != logits.shape or scores.device != logits.device:
-                found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-                place = f" on {scores.device}" if isinstance(scores, Tensor) else ""
-                expected = f"{tuple(logits.shape)}, got {found}{place}; logits are on {logits.device}"
-                raise InputError(f"logits_processor[{number}]: must return scores {expected}")
+            _check_scores(f"logits_processor[{number}]", scores, logits)
         return scores
 
 
+def _check_scores(name: str, scores: Any, logits: Tensor) -> None:
+    if not isinstance(scores, Tensor):
+        result = type(scores).__name__
+    elif scores.shape != logits.shape or scores.device != logits.device:
+        result = f"{tuple(scores.shape)} on {scores.device}"
+    else:
+        return
+    expected = f"{tuple(logits.shape)}, got {result}; logits are on {logits.device}"
+    raise InputError(f"{name}: must return scores {expected}")
+
+
 class Stopping:
-    """Which sequences end, by criteria and by texts."""
+    """Decides which sequences end, by stopping criteria and by stop strings.
+
+    Args:
+        criteria: functions (ids (B, T), None) -> bool or bool (B,); None for none.
+        stop_strings: a text or several; a sequence ends with the token that completes one of them.
+        tokenizer: has `decode(ids, skip_special_tokens=False)`; only for stop strings.
+        prompts: the prompts of the batch.
+
+    Raises:
+        InputError: an argument of another type, an empty stop string, or stop strings without a tokenizer.
+    """
 
     def __init__(
         self,
@@ -66,63 +91,66 @@ class Stopping:
         prompts: Prompts,
     ) -> None:
         self._criteria, self._tokenizer = _functions("stopping_criteria", criteria), tokenizer
-        strings = _texts("stop_strings", stop_strings)
-        if strings and not callable(getattr(tokenizer, "decode", None)):
+        self._strings = _texts("stop_strings", stop_strings)
+        if self._strings and not callable(getattr(tokenizer, "decode", None)):
             raise InputError("stop_strings: need a tokenizer, to read the text: give tokenizer=... too")
-        self._strings = strings
         # No token is shorter than a byte. A decoder may change the beginning of a text, such as its first space.
-        self._window = max((len(each.encode()) for each in strings), default=0) + 2
+        self._window = max((len(text.encode()) for text in self._strings), default=0) + 2
         self._width, self._lengths = prompts.ids.shape[1], prompts.mask.sum(dim=1).tolist()
 
     def __bool__(self) -> bool:
         return bool(self._criteria or self._strings)
 
     def __call__(self, ids: Tensor, done: Tensor) -> Tensor:
-        """ids (B, T), and bool (B,), which of the sequences have ended -> bool (B,), which end here or have."""
+        """Bool (B,): `done` (B,), and the sequences in `ids` (B, T) that end now."""
         for number, criterion in enumerate(self._criteria):
-            found = criterion(ids, None)
+            answer = criterion(ids, None)
             try:
-                ends = torch.as_tensor(found, dtype=torch.bool, device=done.device)
+                ends = torch.as_tensor(answer, dtype=torch.bool, device=done.device)
                 ends = ends.view(done.shape) if ends.ndim else ends
             except (RuntimeError, TypeError, ValueError):
                 expected = f"bool or bool {tuple(done.shape)}"
-                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {found!r}") from None
+                raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {answer!r}") from None
             done = done | ends
         if not self._strings:
             return done
         new = ids.shape[1] - self._width
         rows = zip(ids[:, -self._window - 1 :].tolist(), self._lengths, done.tolist(), strict=True)
-        # Padding may be any number, also one that is no token.
-        found = [ended or self._has_text(row[-(length + new) :]) for row, length, ended in rows]
-        return torch.tensor(found, device=done.device)
+        # Without the padding: pad_token_id may be any number, also one outside the vocabulary.
+        ended = [is_done or self._completes_text(row[-(length + new) :]) for row, length, is_done in rows]
+        return torch.tensor(ended, device=done.device)
 
-    def _has_text(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens completes one of the texts."""
+    def _completes_text(self, ids: list[int]) -> bool:
+        """Whether the last of these tokens completes one of the stop strings."""
         before, after = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:-1], ids))
-        differs = (place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
-        known = next(differs, min(len(before), len(after)))
-        return any(after.rfind(each) + len(each) > known for each in self._strings if each in after)
+        differences = (position for position, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+        unchanged = next(differences, min(len(before), len(after)))
+        return any(after.rfind(text) + len(text) > unchanged for text in self._strings if text in after)
 
 
-def _texts(name: str, given: Any) -> list[str]:
-    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
-    if given is None:
-        return []
-    is_list = isinstance(given, str | Iterable) and not isinstance(given, Mapping)
-    if not is_list or not all(isinstance(each, str) and each for each in found):
-        raise InputError(f"{name}: must be a text or a list of texts, none empty, got {short(given)}")
-    for each in found:
+def _texts(name: str, value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else _items(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InputError(f"{name}: must be a text or a list of texts, none empty, got {short(value)}")
+    for text in texts:
         try:
-            each.encode()
+            text.encode()
         except UnicodeEncodeError:
-            raise InputError(f"{name}: {short(each)} is no Unicode, and no tokens decode to it") from None
-    return found
+            raise InputError(f"{name}: {short(text)} is no Unicode, and no tokens decode to it") from None
+    return texts
 
 
-def _functions(name: str, given: Any) -> list[Any]:
-    found = list(given) if isinstance(given, Iterable) else [given]
-    if given is None:
+def _functions(name: str, value: Any) -> list[Any]:
+    functions = _items(value)
+    if not all(map(callable, functions)):
+        raise InputError(f"{name}: must be a list of functions, got {value!r}")
+    return functions
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of a list or another iterable; no item for None. For any other value the only item is None, which
+    neither `_texts` nor `_functions` accepts."""
+    if value is None:
         return []
-    if not isinstance(given, Iterable) or not all(map(callable, found)):
-        raise InputError(f"{name}: must be a list of functions, got {given!r}")
-    return found
+    is_list = isinstance(value, Iterable) and not isinstance(value, Mapping)
+    return list(value) if is_list else [None]

@@ -1,4 +1,4 @@
-"""The options of transformers' `generate`: which ones are options here, what to use instead of the others, and which a
+"""The options of transformers' `generate`: implemented options, alternatives to the other options, and defaults that a
 checkpoint sets."""
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ INSTEAD: dict[str, tuple[Any, str]] = {
         "trust_remote_code": False, "decoder_start_token_id": None,
     }.items()},
 }  # fmt: skip
-"""Options of transformers' `generate` that are not implemented -> the value that changes nothing, and what to use
-instead. None changes nothing of any."""
+"""Options of transformers' `generate` that are not implemented -> (neutral value, alternative for messages). None is
+neutral for every option."""
 
 CHANGES_TEXT = (
     "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "guidance_scale",
@@ -87,10 +87,10 @@ CHANGES_TEXT = (
     "constraints", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time",
     "exponential_decay_length_penalty", "watermarking_config",
 )  # fmt: skip
-"""Options that change the text and are not taken from a checkpoint: there they are an error."""
+"""Options that change the text and are not read from a checkpoint: in a checkpoint they are an error."""
 
 CHANGES_SAMPLES = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-"""The same, for options that count only when tokens are sampled."""
+"""Further such options, for sampling only."""
 
 GENERATION: dict[str, Any] = {
     "do_sample": False,
@@ -102,13 +102,13 @@ GENERATION: dict[str, Any] = {
     "max_new_tokens": None,
     "max_length": None,
 }
-"""Options that are taken from a checkpoint, and what transformers takes where it says nothing."""
+"""Options that are read from a checkpoint -> the defaults of transformers."""
 
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
-"""What a `GenerationConfig` has that does not matter here: a prompt is never empty."""
+"""Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 
 NONE_COUNTS = frozenset({"eos_token_id", "pad_token_id", "top_k", "top_p", "min_p"})
-"""Arguments whose None turns off what the checkpoint sets."""
+"""Arguments for which None is a value: it turns off the checkpoint's setting."""
 
 OPTIONS = frozenset(
     name
@@ -120,13 +120,18 @@ OPTIONS = frozenset(
 
 
 def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
-    """`options` of `generate` that are implemented, and the names of others, whose values change nothing.
+    """Separate implemented options from options with neutral values.
 
     Args:
+        options: options of transformers' `generate`, by name.
         where: "generate", for arguments of a call, or "generation_config".
 
-    Raises InputError for an option of transformers that is not implemented, and TypeError for an unknown one; both are
-    a ConfigError in a `generation_config`.
+    Returns:
+        The implemented options, and the names of the other options, which have neutral values.
+
+    Raises:
+        InputError: an option of transformers that is not implemented; a ConfigError in a `generation_config`.
+        TypeError: an unknown option; a ConfigError in a `generation_config`.
     """
     called = where == "generate"
     neutral = set()
@@ -146,12 +151,16 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     return {name: value for name, value in options.items() if name not in neutral}, neutral
 
 
+PLAIN = (bool, int, float, str, list, tuple, dict)
+"""Types of neutral values. Values of other types, such as tensors, may not be comparable."""
+
+
 def _changes(name: str, value: Any) -> bool:
-    """Whether an option that is not implemented has a value that changes something."""
-    unchanged = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
-    if value is None or (isinstance(value, list | tuple | dict | str) and not value):
+    """Whether the value of an option that is not implemented has an effect; empty values have none."""
+    neutral = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
+    if value is None:
         return False
-    return not (isinstance(value, type(unchanged) | int | float) and value == unchanged)
+    return not isinstance(value, PLAIN) or value not in (neutral, "", [], (), {})
 
 
 def generation_defaults(
@@ -161,17 +170,21 @@ def generation_defaults(
     do_sample: bool | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options that transformers' `generate` takes of a checkpoint, for a call that gives none.
+    """The options that a checkpoint sets for `generate`, as transformers reads them.
 
     Args:
-        generation_config: generation_config.json; without one, `hf_config` has the options, if any.
-        hf_config: config.json, which also has the token ids that generation_config.json does not name.
-        do_sample: the caller's choice, if any; some options matter only when tokens are sampled.
-        overrides: the `generation_config` of a call, whose options go before those of the checkpoint.
+        generation_config: content of generation_config.json; None without this file: older checkpoints have the options
+            in config.json.
+        hf_config: content of config.json; it also provides token ids that generation_config.json does not have.
+        do_sample: the caller's choice; None for the checkpoint's. Some options apply only to sampling.
+        overrides: the `generation_config` of a call; its options replace the checkpoint's.
 
-    Returns the options of GENERATION, `eos_token_id` and `pad_token_id`. A `max_length` includes the prompt;
-    `max_new_tokens` wins over it. Raises ConfigError for an option with a bad value, and for options that change the
-    output and are not implemented.
+    Returns:
+        The options of GENERATION, `eos_token_id` and `pad_token_id`. `max_length` includes the prompt;
+        `max_new_tokens` takes precedence.
+
+    Raises:
+        ConfigError: an option has a bad value, or changes the text and is not implemented.
     """
     file = "config.json" if generation_config is None else "generation_config.json"
     overrides = overrides or {}
@@ -193,7 +206,7 @@ def generation_defaults(
 
 
 def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, contrastive: bool) -> None:
-    """ConfigError for fields of a checkpoint that change the generated text and are not implemented."""
+    """ConfigError for fields of a checkpoint that change the text and are not implemented."""
     names = (*CHANGES_TEXT, *(CHANGES_SAMPLES if samples else ()), *(("penalty_alpha",) if contrastive else ()))
     unsupported = [f"{n} = {short(fields[n])}" for n in names if n in fields and _changes(n, fields[n])]
     if unsupported:
@@ -204,40 +217,46 @@ def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, c
 
 
 def _nearest(name: str, known: Iterable[str] = (*OPTIONS, *INSTEAD)) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Options of tree decoding by `function`, as `check_options`; those that `generate` alone has are an InputError."""
+    """`options` for tree decoding by `function`, without neutral values of options that it does not have.
+
+    Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
+    """
     rest = {name: value for name, value in options.items() if name not in inspect.signature(function).parameters}
-    sampling = {"do_sample", "repetition_penalty"}  # told apart by the caller
-    unlike, _ = check_options(without_none(rest), "generate")
-    if wrong := sorted(unlike.keys() - sampling):
-        raise InputError(f"{wrong[0]}: tree decoding does not have it; use base.generate, or leave it out")
+    sampling = {"do_sample", "repetition_penalty"}  # the caller checks these
+    effective, _ = check_options(without_none(rest), "generate")
+    if unsupported := sorted(effective.keys() - sampling):
+        raise InputError(f"{unsupported[0]}: tree decoding does not have it; use base.generate, or leave it out")
     return {name: value for name, value in options.items() if name not in rest or name in sampling}
 
 
 def as_options(generation_config: Any) -> dict[str, Any]:
-    """The options that a `generation_config` sets: a dict, or transformers' object; InputError for another."""
+    """The options in a `generation_config`, a dict or transformers' object. Raises InputError for any other type."""
     if generation_config is None:
         return {}
-    # Of older releases of transformers, `to_dict` has the defaults too.
-    to_dict = getattr(generation_config, "to_diff_dict", None) or getattr(generation_config, "to_dict", None)
-    found = to_dict() if callable(to_dict) else generation_config
-    if not isinstance(found, Mapping):
-        kind = type(generation_config).__name__
-        raise InputError(f"generation_config: must be a dict or an object with to_dict(), got {kind}")
-    return {name: value for name, value in found.items() if value is not None}
+    fields = generation_config
+    # `to_dict` includes the defaults in older releases of transformers.
+    for method in ("to_diff_dict", "to_dict"):
+        if callable(to_dict := getattr(generation_config, method, None)):
+            fields = to_dict()
+            break
+    if not isinstance(fields, Mapping):
+        type_name = type(generation_config).__name__
+        raise InputError(f"generation_config: must be a dict or an object with to_dict(), got {type_name}")
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` without those that are None, which are as if they were not given, but for NONE_COUNTS."""
+    """`options` without None values, except options in NONE_COUNTS."""
     return {name: value for name, value in options.items() if value is not None or name in NONE_COUNTS}
 
 
 def renamed_options(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` of a `generate` method with `eos_token_id` under its name; its former one warns."""
+    """`options` of a `generate` method, with the deprecated `eos_token_ids` renamed to `eos_token_id`."""
     if "eos_token_ids" not in options:
         return options
     warnings.warn("eos_token_ids is now eos_token_id", DeprecationWarning, stacklevel=3)

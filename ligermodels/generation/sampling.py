@@ -1,4 +1,4 @@
-"""The next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p."""
+"""The next token from logits: greedy, or sampled with temperature, top-k, top-p and min-p."""
 
 import math
 from collections.abc import Callable
@@ -15,18 +15,24 @@ from ligermodels.layers.packing import assert_async
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most probable token, of equal ones the lowest: logits (..., V) -> long (...)."""
+    """The most probable token, the lowest id among equal logits: logits (..., V) -> long (...)."""
     return ops.topk_indices(logits, 1)[..., 0]
 
 
 def penalise_repetition(logits: Tensor, text: Tensor, lengths: Tensor, *, penalty: float) -> Tensor:
-    """Logits (B, V) with those of tokens that a sequence has divided by `penalty`, or multiplied where negative.
+    """Lower the logits of tokens that a sequence contains, as transformers does (Keskar et al., 2019, section 4.1).
 
-    text: long (B, W), of which sequence b has the first lengths[b], at least one. As in transformers (Keskar et al.,
-    2019, section 4.1).
+    Args:
+        logits: (B, V).
+        text: long (B, W); sequence b is the first lengths[b] tokens of row b.
+        lengths: long (B,), at least 1.
+        penalty: positive logits of tokens in the sequence are divided by it, negative logits multiplied.
+
+    Returns:
+        New logits (B, V).
     """
-    place = torch.arange(text.shape[1], device=text.device)
-    seen = torch.where(place < lengths[:, None], text, text[:, :1])
+    position = torch.arange(text.shape[1], device=text.device)
+    seen = torch.where(position < lengths[:, None], text, text[:, :1])
     scores = logits.gather(1, seen)
     return logits.scatter(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
@@ -39,15 +45,17 @@ def warp(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """Logits (..., V) -> fp32 logits of the distribution to draw from, with -inf where a token is ruled out.
-
-    The filters run in this order, each on the result of the one before, as in transformers. At least one token stays.
+    """Shape the distribution to sample from: temperature, then top-k, top-p and min-p, in this order, as transformers.
 
     Args:
-        temperature: logits are divided by it; > 0.
-        top_k: only the k largest logits stay (and any equal to the k-th); None or 0: all.
-        top_p: in [0, 1]; the smallest set of the most probable tokens whose probability reaches top_p stays.
-        min_p: in [0, 1]; tokens less probable than min_p times the most probable one go.
+        logits: (..., V), any floating-point dtype.
+        temperature: above 0; logits are divided by it.
+        top_k: keep the k largest logits, and logits equal to the k-th; None or 0 keeps all.
+        top_p: in [0, 1]; keep the fewest most probable tokens with a total probability of at least top_p.
+        min_p: in [0, 1]; drop tokens less probable than min_p times the highest probability.
+
+    Returns:
+        fp32 logits (..., V), -inf for dropped tokens. At least one token stays.
 
     Raises:
         InputError: a value is out of its range.
@@ -59,7 +67,7 @@ def warp(
         logits = logits.masked_fill(logits < smallest, -math.inf)
     if top_p is not None and top_p < 1:
         ascending, order = logits.sort(dim=-1)
-        # a token goes when it and all less probable ones together hold no more than 1 - top_p
+        # Drop a token if it and all less probable tokens have a total probability of at most 1 - top_p.
         drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
         drop[..., -1] = False
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
@@ -78,9 +86,25 @@ def sample(
     min_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw one token a row: logits (B, V) -> long (B,). The options are those of `warp`.
+    """Sample one token per sequence.
 
-    `generator` must live on the device of the logits. Raises InputError (on a GPU: a device assertion) for NaN.
+    Args:
+        logits: (B, V), any floating-point dtype.
+        temperature: above 0; logits are divided by it.
+        top_k: sample from the k most probable tokens; None or 0: from all.
+        top_p: in [0, 1]; sample from the fewest tokens with a total probability of at least top_p.
+        min_p: in [0, 1]; drop tokens less probable than min_p times the highest probability.
+        generator: random generator on the device of the logits; by default torch's own.
+
+    Returns:
+        Long (B,).
+
+    Raises:
+        InputError: an option is out of its range, or a probability is NaN (on a GPU: a device assertion).
+
+    Example:
+        >>> sample(torch.tensor([[0.0, 9.0, 1.0]]), temperature=0.7, top_k=1)
+        tensor([1])
     """
     warped = warp(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities = warped.softmax(dim=-1)
@@ -89,7 +113,7 @@ def sample(
 
 
 MOST = 999_999_999
-"""Tokens, or samples, of a call."""
+"""Upper bound of the number of tokens, and of samples, of a call."""
 VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     **dict.fromkeys(("do_sample", "cuda_graph", "return_stats"), (bool, lambda value: True, "True or False")),
     **dict.fromkeys(("on_token", "on_tokens"), (Callable, lambda value: True, "a function")),
@@ -105,20 +129,20 @@ VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         (Integral, lambda value: 1 <= value <= MOST, f"a whole number from 1 to {MOST:,}"),
     ),
 }
-"""Options of `generate` -> their type, whether a value is in range, and what it must be."""
+"""Options of `generate` -> (type, whether a value is in range, description of the range for messages)."""
 
 
 def check_values(**options: Any) -> None:
-    """InputError for an option of VALUES that is not of its type or out of its range; None passes."""
+    """InputError for an option of VALUES with a wrong type or out of its range; None passes."""
     for name, value in options.items():
-        kind, fits, wanted = VALUES[name]
-        right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and fits(value)
-        if value is not None and not right:
-            raise InputError(f"{name} must be {wanted}, got {short(value)}")
+        value_type, in_range, expected = VALUES[name]
+        valid = isinstance(value, value_type) and isinstance(value, bool) == (value_type is bool) and in_range(value)
+        if value is not None and not valid:
+            raise InputError(f"{name} must be {expected}, got {short(value)}")
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
-    """InputError when a sampling option is out of its range."""
+    """InputError if temperature (above 0), top_k (0 or more), top_p or min_p (in [0, 1]) is out of its range."""
     check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if not temperature:
         raise InputError(f"temperature must be above 0, got {temperature}; for greedy decoding leave do_sample off")

@@ -1,4 +1,4 @@
-"""The decoding state of a model: what its layers keep of the tokens seen so far."""
+"""The decoding state of a model: the caches of its layers, and the number of tokens in them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from ligermodels.layers.memory import memory_for
 
 
 class DecodingState:
-    """The states of all layers, and how many tokens each sequence has in them.
+    """The states of all layers, and the number of tokens that they hold of each sequence.
 
-    A forward pass with an empty state is a prefill: its tokens become those of the sequences. Later passes add T tokens
-    to each sequence; those of a tree count only once `commit` has been told which path of it was accepted. Tensors keep
-    their addresses, so that a CUDA graph can hold a decoding pass.
+    A forward pass with an empty state is a prefill: the state then holds its tokens. Each later pass adds T tokens to
+    each sequence. The tokens of a tree count only after `commit` with the accepted path. Tensors keep their addresses,
+    so a CUDA graph can record a decoding pass.
 
-    layers: for each layer what its mixer's `forward` takes as `state`; None for one that keeps nothing.
-    cache_seqlens: long (B,), the tokens of each sequence; None while the state is empty. It is advanced in place; a
-        caller that advances it itself, as generation does with a kernel of its own, sets `advances` to False.
+    layers: for each layer the `state` argument of its mixer's `forward`; None for a mixer without a state.
+    cache_seqlens: long (B,), tokens of each sequence; None while the state is empty. Passes advance it in place, unless
+        `advances` is False: generation advances it in a kernel instead.
 
     Args:
-        mixers: the configs of the layers; layers of equal configs share one `LayerState`.
-        batch_size, max_length: sequences, and the most tokens of each, the nodes of a tree included.
-        hidden_size, dtype, device: the model's.
+        mixers: the configs of the layers' mixers; layers with equal configs share one `LayerState`.
+        batch_size: sequences.
+        max_length: most tokens of a sequence, including the nodes of a tree.
+        hidden_size: the model's hidden size.
+        dtype: dtype of the states.
+        device: device of the states.
 
-    Raises InputError when a size is not positive, or memory has no room for it.
+    Raises:
+        InputError: a size is not positive, or the state does not fit into memory.
     """
 
     def __init__(
@@ -48,8 +52,10 @@ class DecodingState:
         self.batch_size, self.max_length, self.device = batch_size, max_length, device
         with memory_for(f"a decoding state of {batch_size} sequences of up to {max_length} tokens", device):
             self._states: dict[LayerConfig, LayerState | None] = {
-                each: each.new_state(count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device)
-                for each, count in Counter(config for config in mixers if config.state_from is None).items()
+                config: config.new_state(
+                    count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device
+                )
+                for config, count in Counter(mixer for mixer in mixers if mixer.state_from is None).items()
             }
         parts: dict[LayerConfig, Iterator[Any]] = {
             config: iter(()) if state is None else map(state.layer, range(len(mixers)))
@@ -64,24 +70,30 @@ class DecodingState:
         self._longest = 0
 
     def reset(self) -> None:
-        """Become empty."""
+        """Empty the state."""
         self.cache_seqlens, self._longest = None, 0
         for state in self._states.values():
             if state is not None:
                 state.reset()
 
     def check(self, batch: int, length: int) -> None:
-        """InputError when a pass over (batch, length) tokens does not fit; lengths not where the caller advances."""
+        """InputError if a pass over tokens (batch, length) does not fit; `length` counts only while `advances`."""
         if batch != self.batch_size:
-            raise InputError(f"the decoding state is of {self.batch_size} sequences, the inputs are {batch}")
+            raise InputError(f"the decoding state is for {self.batch_size} sequences, the inputs have {batch}")
         if self.advances and self._longest + length > self.max_length:
             raise InputError(
-                f"the decoding state is full: it was made for {self.max_length} tokens a sequence, {length} more do "
-                f"not fit beside {self._longest}; make it with a larger max_length"
+                f"the decoding state is full: it has room for {self.max_length} tokens per sequence, and {length} more "
+                f"do not fit beside {self._longest}; make it with a larger max_length"
             )
 
     def after(self, length: int, seq_lens: Tensor | None, tree: TreeTokens | None) -> None:
-        """Called by the decoder at the end of a pass over `length` tokens a sequence."""
+        """Count the tokens of a pass; the decoder calls it at the end of each pass.
+
+        Args:
+            length: tokens per sequence, padding included.
+            seq_lens: long (B,), tokens of each sequence without padding, for a padded prefill; else None.
+            tree: the tree of the tokens, which are counted by `commit` instead; else None.
+        """
         self._longest += length if tree is None else 0
         if self.cache_seqlens is None:
             full = torch.full((self.batch_size,), length, dtype=torch.long, device=self.device)
@@ -90,7 +102,7 @@ class DecodingState:
             self.cache_seqlens += length
 
     def commit(self, slots: Tensor) -> None:
-        """Keep the accepted path of a tree, in every layer: see `LayerState.commit`. `cache_seqlens` is not changed."""
+        """Keep the accepted path of a tree, slots long (B, path length), in every layer. `cache_seqlens` stays."""
         self._longest += slots.shape[1]  # at most
         for state in self._states.values():
             if state is not None:

@@ -1,4 +1,4 @@
-"""Steps of decoding: what they need of a model, where they begin, and the plain one: one new token a sequence."""
+"""Plain decoding: the model interface, the prefill, and a step of one new token per sequence."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,14 +15,14 @@ from ligermodels.layers.sharding import ModuleLike
 
 
 class DecodingModel(ModuleLike, Protocol):
-    """What generation needs of a model; CausalLM is one. It is called as `CausalLM.forward`, with a `state`."""
+    """The interface of models that generate, such as `CausalLM`: its `forward` takes a `state`."""
 
     @property
     def config(self) -> Any:
-        """Has the `vocab_size`."""
+        """Config with a `vocab_size`."""
 
     def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        """Tokens (B, T) -> `logits` and `last_hidden_state` of all of them, or of `token_indices`."""
+        """Tokens (B, T) -> `logits` and `last_hidden_state` of all tokens, or of `token_indices`."""
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """Logits (..., V) of states (..., H) after the final norm."""
@@ -32,22 +32,26 @@ class DecodingModel(ModuleLike, Protocol):
 
 
 Process = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits (B, V), text long (B, W), lengths long (B,), of which `text` has the first as tokens so far) -> logits."""
+"""(logits (B, V), text long (B, W), lengths long (B,)) -> logits. Sequence b is text[b, :lengths[b]]."""
 
 
 class Step:
-    """A step of plain decoding for all sequences of a batch: a function of tensors of fixed shapes that does not
-    synchronise with the device, so that a CUDA graph can hold it. Sequences that are done stay as they are.
+    """A step of plain decoding for all sequences of a batch. Finished sequences do not change.
 
-    Where rotary frequencies change for good at some length (`layers.rope.ContextThresholds`), the keys in the state
-    have to be computed again: then `prefill_again` takes the place of a step.
+    A step works on tensors of fixed shapes and does not synchronise with the device, so a CUDA graph can record it. The
+    root of a sequence is its newest token, not yet in the state.
+
+    If rotary frequencies switch at a length (`layers.rope.ContextThresholds`), the keys in the state must be computed
+    again: call `prefill_again` instead of a step.
 
     Args:
-        state: empty; as long as the prompts, the new tokens but one, and what a step runs beside the root.
-        choose: logits (B, V) -> long (B,), the next tokens.
-        process: applied to the logits before.
-        places: how many tokens a sequence may gain in a step.
-        The others are those of `generate`.
+        model: the model.
+        state: empty state with room for the prompts, all new tokens but one, and the other tokens of a step's pass.
+        max_new_tokens: most new tokens of a sequence.
+        eos_ids: tokens that end a sequence.
+        choose: logits (B, V) -> next tokens, long (B,).
+        process: changes the logits before `choose`; None for unchanged logits.
+        places: most tokens that a sequence gains in a step.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Step:
         self._root_alone = ops.Paths(root, root, root[:, None])
 
     def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
-        """Run the prompts: ids long (B, T), whose tokens, not the padding on their left, are `real`, bool (B, T)."""
+        """Prefill: ids long (B, T), padded on the left; `real`, bool (B, T), is True on tokens and False on padding."""
         ids, start = aligned(ids, real)
         hidden, logits = self._prefill(ids, start)
         text = F.pad(ids, (0, self.max_new_tokens + self.places))
@@ -81,49 +85,57 @@ class Step:
         return ops.Sequences(text, start, torch.ones_like(root), lengths, root, hidden, done, torch.zeros_like(root))
 
     def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the prompts, as `prefill`: their last tokens' states (B, H) and logits (B, V)."""
-        found = prefill(self.model, ids, lengths, self.state)
-        return found.hidden, found.logits
+        """Prefill prompts (B, T), padded on the right: hidden states (B, H) and logits (B, V) of their last tokens."""
+        prefilled = prefill(self.model, ids, lengths, self.state)
+        return prefilled.hidden, prefilled.logits
 
     def run(self, sequences: ops.Sequences) -> tuple[Tensor, Tensor]:
-        """Run the roots: their states (B, H) and logits (B, V)."""
+        """Run the roots: their hidden states (B, H) and logits (B, V)."""
         out = self.model(sequences.root[:, None], state=self.state, return_logits=True, return_last_hidden_state=True)
         return out.last_hidden_state[:, 0], out.logits[:, 0]
 
     def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
-        """Add the root, which led to `hidden` (B, H) and `logits` (B, V), to each sequence, and choose the next one.
+        """Count the root of each sequence as in the state, and choose the next root.
 
-        Returns long (B, 1), the slots of the roots."""
+        Args:
+            sequences: the sequences, changed in place.
+            hidden: hidden states of the roots, (B, H).
+            logits: logits of the roots, (B, V).
+
+        Returns:
+            Slots of the roots in the state, long (B, 1).
+        """
         if self.process is not None:
             logits = self.process(logits, sequences.text, sequences.start + sequences.count)
-        root, place = sequences.root[:, None], sequences.cache_seqlens[:, None]
-        given = root, place, self.choose(logits)[:, None], hidden[:, None]
-        return ops.accept_path(sequences, self._root_alone, *given, self.eos, self.max_new_tokens)
+        root, slot = sequences.root[:, None], sequences.cache_seqlens[:, None]
+        candidates = root, slot, self.choose(logits)[:, None], hidden[:, None]
+        return ops.accept_path(sequences, self._root_alone, *candidates, self.eos, self.max_new_tokens)
 
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step."""
         self.accept(sequences, *self.run(sequences))
 
     def prefill_again(self, sequences: ops.Sequences, longest: int) -> None:
-        """Run all sequences from their start, none of which has more than `longest` tokens in the state: each gains one
-        token."""
-        found = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
+        """Take a step by a prefill of all tokens; `longest` is the most tokens of a sequence in the state."""
+        prefilled = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
         self.state.cache_seqlens = sequences.cache_seqlens
-        self.accept(sequences, found.hidden, found.logits)
+        self.accept(sequences, prefilled.hidden, prefilled.logits)
 
 
 def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts (B, T) padded on the left, whose tokens are `real`, moved to the left end, and their lengths (B,): a
-    token's slot is then its position, and what follows, being causal, never sees the padding."""
+    """Move the padding of prompts (B, T) from the left to the right: their ids (B, T) and lengths (B,).
+
+    A token's slot in the state is then its position, and causal attention never sees the padding.
+    """
     lengths = real.sum(dim=1)
     slots = torch.arange(ids.shape[1], device=ids.device)
-    # padding may hold any id, even one that the embedding does not have
+    # Padding may have any id, even one outside the vocabulary.
     return ids.masked_fill(~real, 0).gather(1, (slots + ids.shape[1] - lengths[:, None]) % ids.shape[1]), lengths
 
 
 class Prefilled(NamedTuple):
-    """The last token's `hidden` state (B, H) and `logits` (B, V) of each sequence, and `states` (B, T, H), those of all
-    tokens, if they were asked for; else (B, 1, H), those of the last ones."""
+    """Results of a prefill: `hidden` states (B, H) and `logits` (B, V) of the last tokens, and `states`, the hidden
+    states of all tokens (B, T, H) with `every_state`, else of the last tokens (B, 1, H)."""
 
     hidden: Tensor
     logits: Tensor
@@ -133,7 +145,18 @@ class Prefilled(NamedTuple):
 def prefill(
     model: DecodingModel, ids: Tensor, lengths: Tensor, state: DecodingState, *, every_state: bool = False
 ) -> Prefilled:
-    """Run tokens (B, T), of which each sequence has the first `lengths` (B,), into the state, emptied first."""
+    """Empty the state and run prompts into it.
+
+    Args:
+        model: the model.
+        ids: long (B, T), padded on the right.
+        lengths: long (B,), tokens of each prompt.
+        state: a state for B sequences.
+        every_state: return the hidden states of all tokens, not only of the last tokens.
+
+    Returns:
+        Hidden states and logits.
+    """
     state.reset()
     batch, length = ids.shape
     mask = torch.arange(length, device=ids.device) < lengths[:, None]
@@ -149,28 +172,37 @@ def prefill(
 
 
 class RopeThresholds(NamedTuple):
-    """Lengths past which a model's rotary frequencies change, for good or with each token: see
-    `layers.rope.ContextThresholds`."""
+    """Context lengths after which rotary frequencies change: once (`switches`), or with each token (the lowest
+    `moving`). See `layers.rope.ContextThresholds`."""
 
     switches: frozenset[int]
     moving: int | None
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether frequencies change at any length."""
         return bool(self.switches) or self.moving is not None
 
 
 def rope_thresholds(model: DecodingModel) -> RopeThresholds:
-    """Those of all rotary embeddings in `model`. At a switch the keys of earlier tokens have to be computed again."""
+    """The thresholds of all rotary embeddings in `model`. At a switch the keys in the state must be computed again."""
     scalings = [module.config.scaling for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    found = [scaling.context_thresholds for scaling in scalings if scaling is not None]
-    switches = frozenset(each.switch for each in found if each.switch is not None)
-    return RopeThresholds(switches, min((each.moving for each in found if each.moving is not None), default=None))
+    thresholds = [scaling.context_thresholds for scaling in scalings if scaling is not None]
+    switches = frozenset(threshold.switch for threshold in thresholds if threshold.switch is not None)
+    moving = [threshold.moving for threshold in thresholds if threshold.moving is not None]
+    return RopeThresholds(switches, min(moving, default=None))
 
 
 def new_tokens(text: Tensor, start: Tensor, count: Tensor, pad_id: int | None) -> Tensor:
-    """Long (B, the highest count): the `count` (B,) tokens of each sequence in `text` (B, W) from `start` (B,) on, then
-    pad_id."""
-    place = torch.arange(int(count.max()), device=text.device)
-    # Rows differ in length only when one met EOS, and then pad_id is known.
-    return text.gather(1, start[:, None] + place).masked_fill(place >= count[:, None], pad_id or 0)
+    """New tokens of each sequence, padded on the right.
+
+    Args:
+        text: long (B, W), prompts and new tokens.
+        start: long (B,), position of the first new token.
+        count: long (B,), number of new tokens.
+        pad_id: the padding token; None if all counts are equal.
+
+    Returns:
+        Long (B, highest count).
+    """
+    offset = torch.arange(int(count.max()), device=text.device)
+    return text.gather(1, start[:, None] + offset).masked_fill(offset >= count[:, None], pad_id or 0)

@@ -23,7 +23,7 @@ from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method = 'awq' is not implemented; implemented: fp8.*Load the"),
         ({"quant_method": "gptq"}, "quant_method = 'gptq' is not implemented"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "of bitsandbytes only load_in_4bit = true is implemented"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "only load_in_4bit = true is implemented"),
         ({"bits": 4}, "quant_method = None is not implemented"),
         ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\] is not implemented"),
         ("fp8", "must be an object, got 'fp8'"),

@@ -86,7 +86,7 @@ BAD: dict[str, tuple[object, str]] = {
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1"),
     "a part that is no text": (messages({"role": "assistant", "content": [{"type": "text", "text": 5}]}), "turn 2"),
     "no speaker": ({"conversations": [{"value": "x"}]}, "turn 1"),
-    "another speaker": (messages(ASSISTANT, {"role": "critic", "content": "x"}), "turn 3 .* 'critic', .* user, assist"),
+    "another speaker": (messages(ASSISTANT, {"role": "critic", "content": "x"}), "turn 3 .* 'critic'; .* user, assist"),
     "another speaker first": (sharegpt(("narrator", "x"), ("human", "x"), ("gpt", "x")), "turn 1 .*'narrator'"),
     "calls that are none": (messages({**CALLING, "tool_calls": [1]}), "turn 2 .*list of objects"),
     "a call of nothing": (messages({**CALLING, "tool_calls": [{"function": {}}]}), "turn 2 .*without a name"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.data import chat, rendering
+from ligermodels.data import rendering, turns
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -358,10 +358,10 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
     monkeypatch.setattr(rendering._process, "ask", counted)
     assert template.spans(CHAT, special=special) == expected and counts == [9]
     counts.clear()
-    large = [{"text": "x" * chat.AT_ONCE}]  # variables weigh too
+    large = [{"text": "x" * turns.AT_ONCE}]  # variables weigh too
     assert template.spans(CHAT, special=special, documents=large) == expected and set(counts) == {1}
     counts.clear()
-    monkeypatch.setattr(chat, "AT_ONCE", 100)
+    monkeypatch.setattr(turns, "AT_ONCE", 100)
     assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
     monkeypatch.undo()
 

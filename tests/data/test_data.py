@@ -90,7 +90,7 @@ def test_what_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             Corpus([tmp_path / name])
 
 
-ARRAY = ("is a JSON array.*one object a line", b'\xef\xbb\xbf \n[{"text": "a"}]')
+ARRAY = ("is a JSON array.*one object per line", b'\xef\xbb\xbf \n[{"text": "a"}]')
 PACKED = ("is compressed: unpack", b'{"text": "a"}')
 
 
@@ -208,7 +208,7 @@ def test_lines_with_nothing_to_learn_are_counted_apart(tmp_path: Path, tokenizer
         documents = Documents(found, tokenizer, lambda t=template: t, max_bad_lines=0, on_bad_line=said.append)
         assert (documents.count(range(4)) > 0) == (len(empty) < 4) and documents.count([0]) == 0
         assert documents.empty == empty and not documents.bad
-        assert len(said) == 2 and said[1].startswith(f"{len(empty)} documents in all hold nothing to learn")
+        assert len(said) == 2 and said[1].startswith(f"{len(empty)} documents in all have nothing to learn")
         assert said[0].startswith(f"{tmp_path}/a.jsonl:1: nothing to learn: the assistant does not say a word")
     with pytest.raises(InputError, match="nothing to learn in any of the 4 documents"):
         next(PackedBatches(documents, np.arange(4), seq_len=5, batch_size=1))

@@ -424,7 +424,7 @@ def test_arguments_without_an_effect_are_errors() -> None:
         ):
             with pytest.raises(InputError, match=message):
                 model(ids, state=model.new_state(3, 20), **options)
-        with pytest.raises(InputError, match="of 2 sequences, the inputs are 3"):
+        with pytest.raises(InputError, match="for 2 sequences, the inputs have 3"):
             model(ids, state=model.new_state(2, 20))
 
 

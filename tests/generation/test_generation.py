@@ -279,6 +279,7 @@ def test_running_ahead_of_the_device_changes_nothing(
     """As on a GPU, where the end is noticed a step late: the same tokens, and at most one pass more, wherever it is."""
     ends = [*range(VOCAB), [0, 3, 5], list(range(VOCAB))]
     found: list[list[Any]] = []
+    propose = prophet(model, prompts, 20, perfect)
     for ahead in (False, True):
         monkeypatch.setattr(graph, "AHEAD", ("cpu", "cuda") if ahead else ())
         found.append([])
@@ -287,7 +288,7 @@ def test_running_ahead_of_the_device_changes_nothing(
             model.passes.clear()
             plain = generate(model, prompts, **options).tolist()
             passes = len(model.passes)
-            out = medusa_generate(model, prophet(model, prompts, 20, perfect), prompts, tree=chain(2), **options)
+            out = medusa_generate(model, propose, prompts, tree=chain(2), **options)
             assert out.sequences.tolist() == plain
             found[-1].append((plain, out.steps, out.passes, passes))
     waiting, running = found
@@ -674,9 +675,9 @@ def test_state_errors() -> None:
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(InputError, match="must be a whole number of at least 1"):
             model.new_state(*sizes)
-    with pytest.raises(InputError, match=r"full: it was made for 6 tokens a sequence, 7 more .*larger max_length"):
+    with pytest.raises(InputError, match=r"full: it has room for 6 tokens per sequence, and 7 more .*larger"):
         model(ids, state=model.new_state(2, 6))
-    with pytest.raises(InputError, match="of 3 sequences, the inputs are 2"):
+    with pytest.raises(InputError, match="for 3 sequences, the inputs have 2"):
         model(ids, state=model.new_state(3, 9))
     with pytest.raises(InputError, match="padding on the right only"):
         model(ids, attention_mask=torch.tensor([[1] * 7, [0] + [1] * 6]), state=model.new_state(2, 9))
@@ -684,7 +685,7 @@ def test_state_errors() -> None:
     with pytest.raises(InputError, match="labels: a decoding state is for generation"):
         model(ids, labels=ids, state=state)
     model(ids, state=state)
-    with pytest.raises(InputError, match="full: it was made for 9 tokens a sequence, 3 more do not fit beside 7"):
+    with pytest.raises(InputError, match="full: it has room for 9 tokens per sequence, and 3 more do not fit beside 7"):
         model(ids[:, :3], state=state)
     with pytest.raises(InputError, match="a decoding pass takes tokens without padding"):
         model(ids[:, :1], attention_mask=ids[:, :1], state=state)

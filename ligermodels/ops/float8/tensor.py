@@ -1,4 +1,4 @@
-"""A tensor whose values are float8 and a scale."""
+"""A tensor of float8 values with a scale."""
 
 from typing import Any
 
@@ -12,16 +12,23 @@ _aten = torch.ops.aten
 
 
 class Float8Tensor(Tensor):
-    """A tensor (..., N) that is kept as float8, between the layer that computes it and the linear layer that takes it.
+    """A tensor (..., N) stored as float8, between the layer that computes it and the linear layer that reads it.
 
-    Its shape and dtype are those of the tensor that it stands for. A linear layer in float8 takes its bytes; any other
-    operation gets `dequantize()`, so that hooks and foreign modules see numbers.
+    It has the shape and dtype of the unquantised tensor. A float8 linear layer reads the float8 values; every other
+    operation gets `dequantize()`, so hooks and other modules see ordinary tensors.
 
-    rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for. Given with
-        more columns, (M, N + tail), those beyond N are a tail, which belongs to no number: see `ops.float8.tail`.
-    wide: the rows with their tail, as they were given.
-    columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
-    scale: float32, by which float8 is multiplied: of shape (), or (M,), one for each row, without columns.
+    Args:
+        rows: float8 (M, N + tail), row-major, M being the product of the other dimensions; None without this layout.
+            The tail columns hold no values of the tensor: see `ops.float8.tail`. Kept as `wide`; the attribute `rows`
+            is (M, N), without the tail.
+        columns: the transpose, float8 (N, M'), M' being M rounded up to a multiple of 16, with zeros beyond M; None
+            without this layout.
+        scale: float32, the factor of the float8 values: shape (), or (M,) for a scale per row, without `columns`.
+        shape: (..., N).
+        dtype: dtype of the unquantised tensor.
+
+    Raises:
+        InputError: neither rows nor columns, or columns with a scale per row.
     """
 
     wide: Tensor | None
@@ -42,12 +49,12 @@ class Float8Tensor(Tensor):
 
     @property
     def rows(self) -> Tensor | None:
-        """Without their tail."""
+        """float8 (M, N), without the tail; None if the tensor has columns only."""
         return self.wide[:, : self.shape[-1]] if self.wide is not None and self.tail else self.wide
 
     @property
     def tail(self) -> int:
-        """Columns of the tail after each row."""
+        """Number of tail columns."""
         return 0 if self.wide is None else self.wide.shape[1] - self.shape[-1]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -57,7 +64,7 @@ class Float8Tensor(Tensor):
         return f"Float8Tensor({tuple(self.shape)}, {self.dtype}, {' and '.join(layouts)})"
 
     def dequantize(self) -> Tensor:
-        """float8 * scale, (..., N) in the dtype that this tensor stands for."""
+        """float8 * scale: an ordinary tensor (..., N) in this tensor's dtype."""
         if self.rows is not None:
             q = self.rows
         else:
@@ -67,7 +74,7 @@ class Float8Tensor(Tensor):
         return (q.float() * scale).to(self.dtype).reshape(self.shape)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
-        """What torch.compile, which has planned with plain gradients, gets for one."""
+        """The dequantised gradient for torch.compile, if its graph was traced with plain gradients."""
         return self.dequantize() if expected_type is Tensor else None
 
     @classmethod
