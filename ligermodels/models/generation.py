@@ -44,7 +44,7 @@ class GenerationMixin:
                 `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `num_return_sequences`, `repetition_penalty`,
                 `logits_processor`, `eos_token_id`, `stop_strings` (with `tokenizer`), `stopping_criteria`,
                 `pad_token_id`, `streamer`. And `generator`, `cuda_graph`, `on_token`. `generation.generate.generate`
-                and `generation.generate.generate` describe their values. `generation_config` is a dict or an object
+                describes their values. `generation_config` is a dict or an object
                 with `to_dict()`; it overrides the checkpoint, and keyword arguments override it.
 
         Returns:
