@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.models import NO_CACHE, Inputs, Padding
+from ligermodels.integrations.conditions import NO_CACHE
+from ligermodels.integrations.padding import Inputs, Padding
 from ligermodels.layers import Targets
 
 TEXT_INPUTS = frozenset({
