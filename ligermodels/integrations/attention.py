@@ -18,7 +18,7 @@ from ligermodels.layers.shared_kv_attention import SharedKVAttention
 
 
 class HFAttention(OnModules, Attention):
-    """`Attention` on a transformers attention module, which has projections and norms of q, k and v of their own.
+    """`Attention` on a transformers attention module, with separate projections and norms of q, k and v.
 
     Their results stay apart: a copy into the order of the native fused projection would cost more than the kernels that
     read it save.

@@ -43,7 +43,7 @@ def causal_lm_forward(
         inputs_embeds: (B, T, H), in place of `input_ids`.
         labels: long (B, T), -100 where ignored. In training their loss is computed without logits.
         use_cache: keep a cache.
-        logits_to_keep: number of last tokens, or indices of tokens, whose logits are computed; 0 for all.
+        logits_to_keep: compute the logits of this number of last tokens, or of these indices; 0 for all tokens.
         kwargs: other arguments of the class.
 
     Returns:
@@ -108,7 +108,7 @@ def _loss_is_fused(
 def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options: dict[str, Any]) -> Tensor:
     """The loss without logits."""
     num_items = options.pop("num_items_in_batch", None)
-    # The class computes the features of pixels: it may pass its arguments on to its towers, which know none of ours.
+    # The class computes the features of pixels: it may pass its arguments on to its towers, and these refuse ours.
     has_pixels = any(options.get(name) is not None for name in model.native.inputs)
     natively = layers_run_natively(part(model, "backbone"), padding)
     every_token = has_pixels or not natively

@@ -51,7 +51,7 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: Mappin
         options: the other arguments by name.
 
     Raises:
-        InputError: `past_key_values` come from a native pass, which keeps no cache.
+        InputError: `past_key_values` come from a native pass, and it kept no cache.
     """
     config, rest = text_config(module), dict(options)
     if isinstance(rest.get("past_key_values"), NoCache):

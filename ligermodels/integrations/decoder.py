@@ -106,7 +106,7 @@ class HFDecoder(OnModules, Decoder):
         positions before them (4, B, T)."""
         tokens: Any = inputs["inputs_embeds"] if input_ids is None else input_ids
         if any(rope.frequencies.device != tokens.device for rope in cast(Iterable[RotaryEmbedding], self.ropes)):
-            self.ropes.to_empty(device=tokens.device)  # which computes the frequencies
+            self.ropes.to_empty(device=tokens.device)  # and computes the frequencies anew
         return super().forward(input_ids, **inputs)
 
     def _context(

@@ -17,17 +17,21 @@ from ligermodels.models.native import check_native
 
 
 def wrap(model: CausalLM) -> Any:
-    """The transformers model of a native one, computing natively (see `nativize`): for Trainer, TRL, PEFT and others.
+    """Move a native model into a transformers model that computes natively (see `nativize`), for Trainer, TRL and PEFT.
 
-    The weights move into it, under transformers' names, by which adapters find their projections. `model` stays usable:
-    it computes by the same modules from then on, with the same parameters, trained or adapted. Make optimizers after
-    this call, and export by `save_pretrained` of the result. While the weights move, memory holds them twice.
+    The weights get transformers' names, so that adapters find their projections. `model` stays usable: it shares its
+    modules and parameters with the result, also trained or adapted ones. Make optimizers after this call, and export by
+    `save_pretrained` of the result. While the weights move, memory holds them twice.
 
     Raises:
-        ConfigError: the model was composed by hand, or its config is no longer what its config.json composes to; or
-            transformers has no model of its `model_type`.
+        ConfigError: the model was composed by hand, or its config has been changed since it was composed from its
+            config.json; or transformers has no model of its `model_type`.
         InputError: transformers' model of this family cannot compute natively; or `model` is no native model, or is
             wrapped already.
+
+    Example:
+        >>> hf = wrap(lm.from_pretrained("Qwen/Qwen3-0.6B"))
+        >>> trainer = SFTTrainer(hf, train_dataset=dataset)
     """
     check_native(model, "wrap")
     if isinstance(model.decoder, _Decoder):
@@ -59,7 +63,7 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **options: Any) -> Any
 
 
 class _Decoder(HFDecoder):
-    """The decoder of a native model whose weights are in a transformers model."""
+    """The decoder of a native model on the modules of a transformers model."""
 
     exported_by = "the save_pretrained, push_to_hub or state_dict of the transformers model that wrap returned"
 
@@ -76,14 +80,14 @@ class _Decoder(HFDecoder):
 
 
 class _Head(nn.Module):
-    """A native head by that of a transformers model."""
+    """The head of a native model on the head of a transformers model."""
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf, self.config = hf, hf.native.config.head
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """As `LMHead.forward`."""
+        """See `LMHead.forward`."""
         if targets is not None:
             return self.hf.lm_head(hidden, targets, **loss_options)
         return scaled_logits(self.config, self.hf.lm_head(hidden))

@@ -32,9 +32,9 @@ def nativize(model: Model) -> Model:
     The model keeps its class, config, parameters, `state_dict` names, `generate` and `save_pretrained`. Forward passes
     without a cache run on native layers: fused norms, rotary embeddings, gated activations and attention. In training
     with `labels`, the loss is computed without logits, and `logits` of the output are None; in evaluation they are
-    there. What the native pass does not give runs transformers' code, with native norms, gated activations and experts:
-    passes with a cache (`generate`), requests for attentions or hidden states of all layers, hooks within layers, and
-    others that docs/transformers.md lists. Of a mixture of experts the router is transformers'.
+    there. Some passes run transformers' code, with native norms, gated activations and experts: passes with a cache
+    (`generate`), requests for the attentions or hidden states of all layers, hooks within layers, and others that
+    docs/transformers.md lists. Mixtures of experts keep transformers' router.
 
     Adapters (PEFT), quantised projections (bitsandbytes), `fully_shard` and gradient checkpointing work as before:
     every module is called by its forward. Nothing but this object changes.
@@ -45,7 +45,11 @@ def nativize(model: Model) -> Model:
 
     Raises:
         ConfigError: a field of its config is not supported (named).
-        InputError: it is no such model, computes natively already, or something else (Liger) has replaced forwards.
+        InputError: it is no such model, computes natively already, or another library (Liger) has replaced forwards.
+
+    Example:
+        >>> model = nativize(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        >>> trainer = Trainer(model, train_dataset=dataset)
     """
     hf: Any = base_model(model)
     config, names, prefix = _composed(hf)
@@ -59,24 +63,14 @@ def nativize(model: Model) -> Model:
     set_norm(backbone.norm, config.norm)
     if (inputs := config.per_layer_inputs) is not None:
         set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
-    with torch.device("cpu"):
-        rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-    thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
-    by_length = any(each.switch is not None or each.moving is not None for each in thresholds)
-    by_length |= any(getattr(block.mixer, "query_scaling", None) is not None for block in config.blocks)
-    whole = config
-    if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # it scales what it gives
-        config = replace(config, embed_scale=None)
-    decoder = HFDecoder(backbone, config, rotary)
-    native = Native(config, layer=decoder, rope_by_length=by_length, output=_output_of(backbone))
-    set_forward(backbone, backbone_forward, native)
+    set_forward(backbone, backbone_forward, _native_backbone(backbone, config))
     set_forward(hf.lm_head, head_forward, Native(config.head))
-    beside = frozenset() if inner is backbone else inputs_beside_text(inner)
+    further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
     if inner is not backbone:
-        set_forward(inner, multimodal_forward, Native(whole))
+        set_forward(inner, multimodal_forward, Native(config))
     paths = {"backbone": prefix, "inner": prefix.partition(".")[0]}
-    set_forward(hf, causal_lm_forward, Native(whole, paths, output=_output_of(hf), inputs=beside), as_class=True)
+    native = Native(config, paths, output=_output_of(hf), inputs=further_inputs)
+    set_forward(hf, causal_lm_forward, native, as_class=True)
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
     return model
 
@@ -84,7 +78,7 @@ def nativize(model: Model) -> Model:
 def restore(model: Model) -> Model:
     """Undo `nativize`: the model computes as its class does; returns the same object.
 
-    Raises InputError when it does not compute natively.
+    Raises InputError if the model does not compute natively.
     """
     hf: Any = base_model(model)
     if "native" not in hf.__dict__:
@@ -95,11 +89,25 @@ def restore(model: Model) -> Model:
     return model
 
 
+def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
+    """The native counterpart of a backbone."""
+    ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
+    with torch.device("cpu"):
+        rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+    thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
+    by_length = any(threshold.switch is not None or threshold.moving is not None for threshold in thresholds)
+    by_length |= any(getattr(block.mixer, "query_scaling", None) is not None for block in config.blocks)
+    if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
+        config = replace(config, embed_scale=None)
+    decoder = HFDecoder(backbone, config, rotary)
+    return Native(config, layer=decoder, rope_by_length=by_length, output=_output_of(backbone))
+
+
 def _output_of(module: nn.Module) -> type | None:
-    """The class of its outputs by the annotation of its forward, if that is the model's own."""
+    """The class of a module's outputs, by the annotation of its forward, if it is defined for this model alone."""
     annotated = inspect.signature(type(module).forward).return_annotation
-    kinds = [each for each in get_args(annotated) or (annotated,) if isinstance(each, type)]
-    own = [each for each in kinds if issubclass(each, ModelOutput) and each.__module__ != modeling_outputs.__name__]
+    classes = [cls for cls in get_args(annotated) or (annotated,) if isinstance(cls, type)]
+    own = [cls for cls in classes if issubclass(cls, ModelOutput) and cls.__module__ != modeling_outputs.__name__]
     return own[0] if own else None
 
 
@@ -126,7 +134,7 @@ def _is_at(module: nn.Module, whole: nn.Module, path: str) -> bool:
 
 
 def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
-    """What the model's config composes to; and the names of a layer's parts, and of the backbone, in memory."""
+    """The native config of a model, the names of a layer's parts, and the path of the backbone."""
     fields = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
     family = family_of(fields)
     layouts = [each for each in family.layouts if _is_at(hf.get_decoder(), hf, each.get("prefix", "model"))]

@@ -18,7 +18,7 @@ from ligermodels.layers.moe import MoEConfig, mix_experts
 
 def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
     """Forward of a gated feed-forward layer: down(activation(gate(x)) * up(x)), x (..., H), with the multipliers of its
-    config. `GatedMLP` computes the same from one projection, whose rows gate and up alternate."""
+    config. In `GatedMLP` gate and up are one projection."""
     native = native_of(module)
     config: MLPConfig = native.config
     activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
@@ -38,7 +38,7 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
         x: tokens (N, H).
         top_k_index: experts of each token, long (N, top_k).
         top_k_weights: their weights, (N, top_k).
-        args: further arguments, with which the class's own forward runs.
+        args: further arguments; with any, the class's own forward runs.
 
     Returns:
         (N, H).

@@ -44,7 +44,7 @@ class Native:
 
 
 class OnModules(nn.Module):
-    """Base class of native layers whose parts belong to a transformers module.
+    """Base class of native layers that compute with the parts of a transformers module.
 
     A subclass derives from the native layer too, and defines the parts as properties: see `part_named`. It has no
     parameters, and the transformers module is no submodule of it.
@@ -176,5 +176,5 @@ def _native_or_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def first_of(output: Any) -> Tensor:
-    """The hidden states of a module's output, which may be a tuple of them and further results."""
+    """The hidden states in the output of a module, which may be a tuple with further results."""
     return cast(Tensor, output[0] if isinstance(output, tuple) else output)

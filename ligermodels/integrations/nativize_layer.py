@@ -67,8 +67,11 @@ def _nativize_delta(module: nn.Module, config: GatedDeltaNetConfig, names: Names
 
 
 class _Mixer(NamedTuple):
-    """A kind of token mixer: the name of its output projection, which the mixer's module holds, and the function that
-    nativizes that module, (module, config, names)."""
+    """A kind of token mixer.
+
+    output: name of the output projection, a child of the mixer's module.
+    nativize: function of (module, config, names) that nativizes the module.
+    """
 
     output: str
     nativize: Callable[[nn.Module, Any, Names], None]
@@ -91,7 +94,7 @@ def _nativize_mlp(layer: nn.Module, config: MLPConfig, names: Names) -> Names:
 
 
 def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names, experts: Names = STACKED_EXPERTS) -> Names:
-    """Nativize the experts, whose weights are parameters with the paths in `experts`, and the shared expert."""
+    """Nativize the experts, their parameters at the paths in `experts`, and the shared expert."""
     attributes = {name: experts[name].rpartition(".")[2] for name in ("experts.gate_up", "experts.down")}
     if "experts.gate_up_pairs" in names:
         attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
@@ -140,20 +143,24 @@ def nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names
         hidden_size: channels of the hidden states.
         names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs.
     """
-    parts = {**block.mixer.NAMES, **MLPConfig.NAMES, **names}
-    mixer = _MIXERS[type(block.mixer)]
+    config: Any = block.mixer
+    mixer, parts = _MIXERS[type(config)], {**config.NAMES, **MLPConfig.NAMES, **names}
     norms = _norm_paths(block, hidden_size, names)
     paths = {"mixer": _parent(parts[mixer.output]), "mlp": _parent(parts["mlp.down"])}
     paths |= {f"norm.{name}": path for name, path in norms.items()}
     for path in norms.values():
         set_norm(layer.get_submodule(path), block.norm)
-    mixer.nativize(layer.get_submodule(paths["mixer"]), block.mixer, _within(parts, paths["mixer"]))
+    mixer.nativize(layer.get_submodule(paths["mixer"]), config, _within(parts, paths["mixer"]))
     paths |= _MLPS[type(block.mlp)](layer, block.mlp, names)
     if block.after is not None:
-        paths |= {f"after.{name}": block.after.NAMES[name] for name in ("gate", "projection")}
-        paths["norm.after"] = block.after.NAMES["norm"]
-        set_norm(layer.get_submodule(paths["norm.after"]), block.after.norm)  # type: ignore[attr-defined]
+        paths |= _nativize_after(layer, block.after)
     set_forward(layer, layer_forward, Native(block, paths, HFBlock(layer, block, frozenset(norms))))
+
+
+def _nativize_after(layer: nn.Module, config: Any) -> Names:
+    set_norm(layer.get_submodule(config.NAMES["norm"]), config.norm)
+    projections = {f"after.{name}": config.NAMES[name] for name in ("gate", "projection")}
+    return {**projections, "norm.after": config.NAMES["norm"]}
 
 
 def _norm_paths(block: BlockConfig, hidden_size: int, names: Names) -> Names:
@@ -171,5 +178,5 @@ def _parent(path: str) -> str:
 
 
 def _within(parts: Names, path: str) -> Names:
-    """The parts whose path is within the module at `path`, with their paths in it."""
+    """The parts of the module at `path`, with paths relative to it."""
     return {name: at.removeprefix(f"{path}.") for name, at in parts.items() if at.startswith(f"{path}.")}

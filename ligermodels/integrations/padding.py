@@ -22,7 +22,7 @@ def shape_of(inputs: Inputs) -> tuple[int, int]:
 
 
 class Padding:
-    """The padding of a batch, by its attention mask. Only masks (B, T) are read, which waits for the GPU once.
+    """The padding of a batch, by its attention mask. Only masks (B, T) are read; this waits for the GPU once.
 
     Args:
         attention_mask: mask in any form of transformers, or None.
@@ -35,8 +35,8 @@ class Padding:
         at_ends: whether the mask is None or (B, T), and no row has padding between tokens. transformers counts such
             padding for positions and windows.
         exists: whether there is padding.
-        is_labelled: whether a label lies on padding, or is predicted from padding, as for the first token after padding
-            on the left. transformers counts these labels, by states that depend on its attention implementation.
+        is_labelled: whether a label lies on padding, or is predicted from padding: the label of the first token after
+            padding on the left. transformers counts these labels, by states that depend on its attention backend.
 
     Raises:
         InputError: a mask (B, T) has other values than 0 and 1.
@@ -63,8 +63,8 @@ class Padding:
 
     @property
     def layout(self) -> TokenLayout | None:
-        """The layout of the tokens without padding; None if there is no padding. It is made once, which waits for the
-        GPU."""
+        """The layout of the tokens without padding; None if there is no padding. Making it, at the first call, waits
+        for the GPU."""
         if self._layout is None and self.exists and self.mask is not None:
             unpadding = Unpadding(self.mask)
             shape = self.mask.shape[0], self.mask.shape[1]
