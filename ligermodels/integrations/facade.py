@@ -9,28 +9,29 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.generation import DecodingState
-from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.in_place import nativize
-from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.lm_head import scaled_logits
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.decoder import Decoder
 from ligermodels.models.native import check_native
 
 
 def wrap(model: CausalLM) -> Any:
-    """The transformers model of a native one, computing natively (see `nativize`): for Trainer, TRL, PEFT and others.
+    """Move a native model into a transformers model that computes natively (see `nativize`), for Trainer, TRL and PEFT.
 
-    The weights move into it, under transformers' names, by which adapters find their projections. `model` stays usable:
-    it computes by the same modules from then on, with the same parameters, trained or adapted. Make optimizers after
-    this call, and export by `save_pretrained` of the result. While the weights move, memory holds them twice.
+    The weights get transformers' names, so that adapters find their projections. `model` stays usable: it shares its
+    modules and parameters with the result, also trained or adapted ones. Make optimizers after this call, and export by
+    `save_pretrained` of the result. While the weights move, memory holds them twice.
 
     Raises:
-        ConfigError: the model was composed by hand, or its config is no longer what its config.json composes to; or
-            transformers has no model of its `model_type`.
+        ConfigError: the model was composed by hand, or its config has been changed since it was composed from its
+            config.json; or transformers has no model of its `model_type`.
         InputError: transformers' model of this family cannot compute natively; or `model` is no native model, or is
             wrapped already.
+
+    Example:
+        >>> hf = wrap(lm.from_pretrained("Qwen/Qwen3-0.6B"))
+        >>> trainer = SFTTrainer(hf, train_dataset=dataset)
     """
     check_native(model, "wrap")
     if isinstance(model.decoder, _Decoder):
@@ -50,7 +51,7 @@ def wrap(model: CausalLM) -> Any:
         hf.generation_config = GenerationConfig.from_dict(dict(spec.generation_config))
     nativize(hf.train(model.training))
     mode = model.activation_checkpointing
-    model.decoder = cast(Decoder, _Decoder(hf))
+    model.decoder = _Decoder(hf)
     model.head = cast(Any, _Head(hf))
     model.activation_checkpointing = mode
     return hf
@@ -61,37 +62,32 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **options: Any) -> Any
     return nativize(AutoModelForCausalLM.from_pretrained(name_or_path, **options))
 
 
-class _Decoder(nn.Module):
-    """A native decoder by the modules of a transformers model."""
+class _Decoder(HFDecoder):
+    """The decoder of a native model on the modules of a transformers model."""
 
     exported_by = "the save_pretrained, push_to_hub or state_dict of the transformers model that wrap returned"
-    _tensor_ranks = Decoder._tensor_ranks
 
     def __init__(self, hf: Any) -> None:
-        super().__init__()
-        self.hf, self.config, self.ropes = hf, hf.native.config, hf.get_decoder().native.ropes
-        self.activation_checkpointing: ActivationCheckpointing = "none"
+        backbone = hf.get_decoder()
+        super().__init__(backbone, hf.native.config, backbone.native.layer.ropes)
+        self.hf = hf
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
-        """As `Decoder.forward`."""
+        """See `Decoder.forward`."""
         if "native" not in vars(self.hf):
             raise InputError("restore has undone nativize on the transformers model of this one; nativize it again")
-        return DecoderView(self.hf.get_decoder(), self.activation_checkpointing)(input_ids, **inputs)
-
-    def new_state(self, batch_size: int, max_length: int) -> DecodingState:
-        """As `Decoder.new_state`."""
-        return Decoder.new_state(cast(Decoder, self), batch_size, max_length)
+        return super().forward(input_ids, **inputs)
 
 
 class _Head(nn.Module):
-    """A native head by that of a transformers model."""
+    """The head of a native model on the head of a transformers model."""
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf, self.config = hf, hf.native.config.head
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """As `LMHead.forward`."""
+        """See `LMHead.forward`."""
         if targets is not None:
             return self.hf.lm_head(hidden, targets, **loss_options)
         return scaled_logits(self.config, self.hf.lm_head(hidden))

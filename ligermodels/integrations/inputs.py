@@ -19,12 +19,20 @@ from ligermodels.ops.runtime.host_checks import checked_on_host
 def check_inputs(
     input_ids: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any, config: Any, device: torch.device
 ) -> None:
-    """Raises InputError that names the first argument of a wrong type, dtype or shape, without a token, or without
-    values though the model, on `device`, has them.
+    """Check the inputs of a backbone or model. Each may be None.
 
-    input_ids: integers (B, T). inputs_embeds: floating (B, T, H). attention_mask: a tensor (B, T), with a cache of any
-    length, or one that broadcasts to (B, heads, T, keys); or a BlockMask, or masks by the layer types of `config`, that
-    of the language model. past_key_values: a cache. Each may be None.
+    Args:
+        input_ids: int32 or int64 (B, T).
+        inputs_embeds: floating (B, T, H).
+        attention_mask: a tensor (B, T), with a cache (B, any length); a tensor that broadcasts to (B, heads, T, keys);
+            a BlockMask; or a dict with masks for the layer types of `config`.
+        past_key_values: a cache of transformers.
+        config: config of the language model.
+        device: device of the model.
+
+    Raises:
+        InputError: an argument has a wrong type, dtype or shape, has no token, or is on the meta device and the model
+            is not.
     """
     tokens, name, dims = input_ids, "input_ids", "(B, T)"
     if tokens is None:
@@ -47,7 +55,7 @@ def check_inputs(
 
 
 def _check_tensor(name: str, value: Any, dims: str, device: torch.device) -> None:
-    """A dense tensor, which has values where the model has them."""
+    """InputError unless `value` is a dense tensor; on the meta device only with a model on the meta device."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: must be a tensor {dims}, got {type(value).__name__}")
     check_plain(name, value)
@@ -103,8 +111,18 @@ def check_embeddings(inputs_embeds: Tensor | None, module: torch.nn.Module) -> N
 
 
 def check_positions(position_ids: Any, shape: tuple[int, int], config: Any, device: torch.device) -> None:
-    """Raises InputError unless they are None or real numbers (B, T) or (1, T); of a `config` whose rotary embeddings
-    have sections, also such for each of several axes."""
+    """Check positions.
+
+    Args:
+        position_ids: None, or real numbers (B, T) or (1, T); if the rotary embeddings of `config` have sections, also
+            (axes, B, T).
+        shape: (B, T) of the inputs.
+        config: config of the language model.
+        device: device of the model.
+
+    Raises:
+        InputError: another type, dtype or shape.
+    """
     if position_ids is None:
         return
     _check_tensor("position_ids", position_ids, str(shape), device)
@@ -116,7 +134,16 @@ def check_positions(position_ids: Any, shape: tuple[int, int], config: Any, devi
 
 
 def check_document_bounds(cu_seq_lens: Any, shape: tuple[int, int], device: torch.device) -> None:
-    """Raises InputError unless it is None or int (n + 1,), rising from 0 to the tokens of inputs (B, T) together."""
+    """Check the bounds of packed documents.
+
+    Args:
+        cu_seq_lens: None, or int32 or int64 (n + 1,), rising from 0 to B * T.
+        shape: (B, T) of the inputs.
+        device: device of the model.
+
+    Raises:
+        InputError: another type, dtype, shape or values.
+    """
     if cu_seq_lens is None:
         return
     name, dims = "cu_seq_lens_q", "(documents + 1,)"
@@ -130,10 +157,18 @@ def check_document_bounds(cu_seq_lens: Any, shape: tuple[int, int], device: torc
 def check_loss_inputs(
     labels: Any, tokens: int, vocab_size: int, device: torch.device, options: Mapping[str, Any]
 ) -> None:
-    """Raises InputError for labels that are no int64 tensor of `tokens` elements, or (where that is known without a
-    sync) outside of the vocabulary, and for a `num_items_in_batch` that is no number.
+    """Check the labels and options of a loss.
 
-    options: of the loss: `shift_labels`, which take the place of `labels`, `ignore_index` and `num_items_in_batch`.
+    Args:
+        labels: int64, one element for each token, within the vocabulary (on a GPU the values are not checked).
+        tokens: number of tokens that have logits.
+        vocab_size: number of tokens in the vocabulary.
+        device: device of the model.
+        options: options of the loss: `shift_labels`, in place of `labels`; `ignore_index`; and `num_items_in_batch`,
+            one number.
+
+    Raises:
+        InputError: an argument has a wrong type, dtype, shape or value.
     """
     shift_labels = options.get("shift_labels")
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)

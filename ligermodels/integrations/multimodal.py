@@ -1,5 +1,5 @@
-"""The language model within a multimodal model of transformers: towers and what joins their features to the text are
-transformers', the layers that read the text are native."""
+"""The language model within a multimodal model of transformers. Its layers are native; the towers, and the code that
+joins their features to the text, are transformers'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.models import NO_CACHE, Inputs, Padding
+from ligermodels.integrations.conditions import NO_CACHE
+from ligermodels.integrations.padding import Inputs, Padding
 from ligermodels.layers import Targets
 
 TEXT_INPUTS = frozenset({
@@ -19,7 +20,7 @@ TEXT_INPUTS = frozenset({
 
 
 def inputs_beside_text(model: nn.Module) -> frozenset[str]:
-    """Names of the further arguments of such a model: pixels, sounds, and what says where they belong."""
+    """Names of the arguments that the language model of a multimodal model lacks: pixels, sounds, their places."""
     return frozenset(inspect.signature(type(model).forward).parameters) - TEXT_INPUTS
 
 
@@ -36,11 +37,26 @@ def multimodal_forward(
     native: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """As the class's own forward, and arguments of `backbone_forward`. It keeps a cache if `use_cache` says so, not by
-    the config.
+    """The class's own forward, with further arguments for `backbone_forward`.
 
-    Gemma's models make a mask for each pair of tokens; where that says no more than `attention_mask`, the language
-    model is told so, and computes natively.
+    Gemma's models make a mask for each pair of tokens. Where it is only the causal mask with padding, the language
+    model gets `padding` beside it, and computes natively.
+
+    Args:
+        model: the multimodal model without its head.
+        input_ids: long (B, T).
+        attention_mask: (B, T), or a mask in another form of transformers.
+        position_ids: (B, T), or (3 or 4, B, T) with times, heights and widths of tokens.
+        past_key_values: cache of transformers.
+        inputs_embeds: (B, T, H), in place of `input_ids`.
+        use_cache: keep a cache; unlike in the class's own forward, False by default, whatever the config.
+        padding: the padding of `attention_mask`, if it is known.
+        token_indices: compute only the states of the tokens that have a target.
+        native: False for the class's own forward of the language model in any case.
+        kwargs: other arguments of the class.
+
+    Returns:
+        The output of the class.
     """
     text = model.config.get_text_config()
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
@@ -49,11 +65,11 @@ def multimodal_forward(
         both_ways |= text.use_bidirectional_attention == "vision" and kwargs.get("mm_token_type_ids") is not None
         padding = None if both_ways else padding or Padding(attention_mask, inputs)
     elif token_indices is None:
-        padding = None  # the language model gets the mask, and towers get what it gets beside that
+        padding = None  # the language model reads the mask; towers would get the padding too
     more = {"padding": padding, "token_indices": token_indices, "native": None if native else False}
     kwargs |= {name: value for name, value in more.items() if value is not None}
     options = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": bool(use_cache)}
-    found = type(model).forward(model, **inputs, **options, **kwargs)
-    if use_cache is None and text.use_cache and hasattr(found, "past_key_values"):
-        found.past_key_values = NO_CACHE if found.past_key_values is None else found.past_key_values
-    return found
+    output = type(model).forward(model, **inputs, **options, **kwargs)
+    if use_cache is None and text.use_cache and hasattr(output, "past_key_values"):
+        output.past_key_values = NO_CACHE if output.past_key_values is None else output.past_key_values
+    return output

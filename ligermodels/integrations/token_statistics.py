@@ -1,4 +1,4 @@
-"""What TRL asks of a head for each token, from hidden states, by `ops.linear_log_probs`."""
+"""Statistics of each token for TRL, from hidden states, by `ops.linear_log_probs`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,21 @@ def token_statistics(
     temperature: float = 1.0,
     num_targets: int | None = None,
 ) -> dict[str, Tensor]:
-    """`outputs`, and in any case the log-probabilities, of softmax(x), with x the head's logits / temperature.
+    """Statistics of softmax(x), with x the head's logits / temperature.
 
-    Each is of the shape of `targets` (...), and 0 where these are -100. hidden (..., H), weight (V, H), bias (V,) and
-    num_targets are as in `ops.linear_log_probs`.
+    Args:
+        config: scale and softcap of the head.
+        hidden: (..., H).
+        weight: (V, H).
+        targets: long (...), -100 where ignored.
+        bias: (V,) or None.
+        outputs: names of the statistics, of OUTPUTS.
+        temperature: divides the logits.
+        num_targets: number of targets other than -100, if it is known.
+
+    Returns:
+        The `outputs`, and in any case the log-probabilities, by name; each of the shape of `targets`, and 0 where the
+        target is -100.
 
     log_probs, entropy: with gradients, float32 (float64 for float64 hidden), as are the following.
     log_sum_sq_probs: log sum_v p_v^2 = lse(2 x) - 2 lse(x), without a gradient; the head's GEMM runs once more for it.

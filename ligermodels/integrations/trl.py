@@ -1,8 +1,8 @@
 """TRL's trainers on the native head: log-probabilities and entropies of tokens by `ops.linear_log_probs`.
 
-A trainer of TRL asks a model for what its loss is made of by `model(..., labels=labels, fused_lm_head=True)`. To that
-end it sets a forward on the model object (`trl.trainer.utils.add_fused_lm_head`), which projects hidden states by TRL's
-kernels. Here another forward takes its place, on the same objects, with the same options and results.
+A trainer of TRL computes its loss from the result of `model(..., labels=labels, fused_lm_head=True)`. It sets a forward
+on the model object (`trl.trainer.utils.add_fused_lm_head`) that projects hidden states by TRL's kernels. Here another
+forward replaces it, on the same objects, with the same options and results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ligermodels.errors import InputError
+from ligermodels.integrations.causal_lm import head_forward
+from ligermodels.integrations.conditions import text_config
 from ligermodels.integrations.in_place import base_model, nativize
-from ligermodels.integrations.models import Inputs, Padding, head_forward, text_config
 from ligermodels.integrations.modules import part, within_adapter
+from ligermodels.integrations.padding import Inputs, Padding
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.targets import per_item
@@ -47,7 +49,7 @@ class HeadOptions(NamedTuple):
 
 
 def use_native_head(trainer: Trainer) -> Trainer:
-    """Let a trainer of TRL compute what its losses are made of by `ops.linear_log_probs`; returns the same object.
+    """Let a trainer of TRL compute log-probabilities by `ops.linear_log_probs`; returns the same object.
 
     Call it once the trainer is made, before `train`. It is for the trainers that score tokens by TRL's fused head: SFT,
     DPO, KTO, GRPO and RLOO. Losses, gradients and metrics are the same. Of the policy, the head takes four matrix
@@ -55,11 +57,11 @@ def use_native_head(trainer: Trainer) -> Trainer:
 
     It concerns `trainer.model` (of a PEFT model the one within) and `trainer.ref_model`. Those that do not compute
     natively yet, such as a reference that TRL has loaded by its path, are nativized. Nothing but these objects changes.
-    What the trainer has computed before, as with `precompute_ref_log_probs`, is by TRL's head.
+    Results that the trainer has computed before, as with `precompute_ref_log_probs`, remain.
 
     Raises:
         InputError: it is no trainer of TRL, or one that does not use TRL's fused head; the fused head of the installed
-            TRL is not that of version 1.16; a module or adapter has taken the place of the model's head; or it was
+            TRL differs from version 1.16; a module or adapter has taken the place of the model's head; or it was
             called for this trainer before. In training, for a loss computed from logits (SFT's `label_smoothing_factor`
             and `compute_loss_func`; GKD) and for `shift_labels` (context or sequence parallelism).
         ConfigError: a model is of a family that `nativize` does not support.
@@ -105,12 +107,12 @@ def _head_options(trainer: str, model: Any) -> HeadOptions:
 
 
 def _set_by_trainer(model: Any) -> Any:
-    """The forward of the model, within what accelerate puts around it for mixed precision."""
+    """The forward of the model, without the wrapper that accelerate adds for mixed precision."""
     return vars(model).get("_original_forward", model.forward)
 
 
 def _is_from(method: Any, module: dict[str, Any]) -> bool:
-    """Whether it is a method whose function was made in the module of these globals."""
+    """Whether `method` is a method, and its function was defined in the module with these globals."""
     function = getattr(method, "__func__", None)
     return isinstance(function, FunctionType) and function.__globals__ is module
 
@@ -130,7 +132,7 @@ def _check_head(model: Any, options: HeadOptions) -> None:
 
 
 def _nativize(model: Any, options: HeadOptions) -> None:
-    """nativize, which refuses forwards that others have set, under those of TRL."""
+    """Nativize a model that has TRL's forwards: they are removed for the call, because `nativize` refuses them."""
     modules = (model, model.lm_head) if options.cast_lm_head_to_fp32 else (model,)
     set_by_trl = {each: vars(each).pop("forward") for each in modules}
     try:
@@ -150,7 +152,7 @@ def _replace_head(model: Any, options: HeadOptions, accelerator: Any) -> None:
 
 
 def _heads(head: Any) -> list[nn.Module]:
-    """The modules that may run as this head: those of PEFT's modules_to_save, or itself."""
+    """The modules that may run as this head: the head, or with PEFT's `modules_to_save` the original and its copies."""
     copies = getattr(head, "modules_to_save", None)
     return [head] if copies is None else [head.original_module, *copies.values()]
 

@@ -203,28 +203,19 @@ class Attention(Layer):
         If the config has `shares_kv`, the result is (hidden states, `KeysValues`), with None in a decoding pass. The
         keys and values of x are added to a `state`."""
         config = self.config
-        tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         options: dict[str, Any] = {
             "softmax_scale": config.softmax_scale,
             "window": config.window,
             "softcap": config.softcap,
             "sinks": local(self, self.sinks),
         }
-        qkv, gate, shared = self.qkv(x), None, None
-        if config.output_gate:
-            # of all key/value heads, or of those of this rank
-            heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))
-            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
-            qkv, gate = (part.flatten(2) for part in parts)
+        q, k, v, gate = self.project(x, context, state)
+        q, shared = config.scale_queries(q, context), None
         if state is not None and context.cache_seqlens is not None:
-            q, k, v = self.split(qkv, tables, state, context.cache_seqlens)
-            q = config.scale_queries(q, context)
             mask = None if context.tree is None else context.tree.mask
             out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options)
             out = as_dtype(out, x.dtype)
         else:
-            q, k, v = self.split(qkv, tables)
-            q = config.scale_queries(q, context)
             if state is not None:
                 state.fill(k, v)
             out = attention(q, k, v, context.cu_seqlens, context.shard, backend=config.backend, **options)
@@ -232,3 +223,27 @@ class Attention(Layer):
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
         return (out, shared) if config.shares_kv else out
+
+    def project(
+        self, x: Tensor, context: ForwardContext, state: LayerKV | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Project hidden states to normalised and rotated queries and keys, to values and to output gates.
+
+        Args:
+            x: hidden states (B, T, H).
+            context: context of the forward pass.
+            state: decoding state. In a decoding pass, the new keys and values are written to it.
+
+        Returns:
+            q (B, T, num_heads, D); k and v (B, T, num_kv_heads, D), in a decoding pass all slots of the state; and the
+            gates (B, T, num_heads * D) or None.
+        """
+        config = self.config
+        tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
+        qkv, gate = self.qkv(x), None
+        if config.output_gate:
+            # of all key/value heads, or of those of this rank
+            heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))
+            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
+            qkv, gate = (part.flatten(2) for part in parts)
+        return *self.split(qkv, tables, state, context.cache_seqlens), gate

@@ -190,6 +190,8 @@ class Decoder(nn.Module):
 
         x = self._run(range(narrow_at), x, context, state, router_outputs)
         if early is not None and (selected := early.wait_for_needed()) is not None:  # the GPU has its blocks queued
+            if layout is None:  # targets of a batch (B, T), whose rows may have been joined
+                selected = SelectedTokens(selected.indices, *rows)
             x, context = selected.take(x), context.of_tokens(selected)
         x = self._run(range(narrow_at, len(self.blocks)), x, context, state, router_outputs)
         if state is not None:

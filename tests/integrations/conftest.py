@@ -23,10 +23,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each native pass."""
     import torch
 
-    from ligermodels.integrations.decoder import DecoderView
+    from ligermodels.integrations.decoder import HFDecoder
 
     found: list[int] = []
-    through = DecoderView.__call__
+    through = HFDecoder.forward
     count = torch._dynamo.disable(lambda: found.append(1))  # when a compiled pass runs, not when it is traced
-    monkeypatch.setattr(DecoderView, "__call__", lambda self, *a, **k: count() or through(self, *a, **k))
+    monkeypatch.setattr(HFDecoder, "forward", lambda self, *a, **k: count() or through(self, *a, **k))
     return found

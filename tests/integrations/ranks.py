@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from trl import SFTConfig, SFTTrainer
 
 from ligermodels.integrations import use_native_head
-from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.decoder import HFDecoder
 
 MODELS = {"theirs": tiny.theirs, **tiny.NATIVE}
 
@@ -95,8 +95,8 @@ def main(checkpoint: str, out: str, how: str) -> None:
     os.environ["ACCELERATE_USE_FSDP"] = str(how == "fsdp2").lower()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(how.startswith("zero")).lower()
     os.environ["DS_ACCELERATOR"] = "cpu"
-    through, passes = DecoderView.__call__, []
-    DecoderView.__call__ = lambda *args, **inputs: passes.append(1) or through(*args, **inputs)  # type: ignore
+    through, passes = HFDecoder.forward, []
+    HFDecoder.forward = lambda *args, **inputs: passes.append(1) or through(*args, **inputs)  # type: ignore
     for kind, make in MODELS.items():
         losses = (by_trainer if how in TRAINERS else by_accelerator)(how, make(Path(checkpoint)), Path(out) / kind)
         if os.environ["RANK"] == "0":

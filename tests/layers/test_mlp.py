@@ -7,7 +7,8 @@ import torch
 from transformers import FalconH1Config
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 
-from ligermodels.integrations.modules import Native, mlp_forward, set_forward
+from ligermodels.integrations.mlp import mlp_forward
+from ligermodels.integrations.modules import Native, set_forward
 from ligermodels.layers import GatedMLP, MLPConfig
 
 

@@ -228,6 +228,19 @@ def test_chosen_tokens_of_packed_rows() -> None:
         torch.testing.assert_close(model(ids, token_indices=some, **options).logits, logits[some][None])
 
 
+@pytest.mark.parametrize("name", ["llama-3.1", "gemma4_text-per-layer-inputs"])
+def test_targets_of_a_batch_whose_rows_the_decoder_joins(name: str) -> None:
+    """The targets know nothing of documents, for which the decoder joins all rows into one."""
+    model, (ids, labels) = make(name), draw(2, 19)
+    bounds = document_bounds(ids.shape, CASES["restarts"]["position_ids"], None)
+    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size)
+    states = model.decoder(ids, cu_seqlens=bounds).flatten(0, 1)
+    needed = targets.wait_for_needed()
+    assert needed is not None
+    found = model.decoder(ids, cu_seqlens=bounds, token_indices=targets)
+    torch.testing.assert_close(found, states[needed.indices][None])
+
+
 class Own(nn.Module):
     """In the place of a layer, of a class that is no `Layer`."""
 

@@ -18,7 +18,7 @@ from two_ranks import in_two_ranks
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.decoder import HFDecoder
 
 TOKENS = 23
 
@@ -82,8 +82,8 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
     logits = hf(inputs["input_ids"], labels=inputs["labels"]).logits.detach()
 
     passes: list[int] = []
-    through = DecoderView.__call__
-    monkeypatch.setattr(DecoderView, "__call__", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
+    through = HFDecoder.forward
+    monkeypatch.setattr(HFDecoder, "forward", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
     assert lm.nativize(hf) is hf and list(hf.state_dict()) == keys
     for case, given in cases.items():
         passes.clear()

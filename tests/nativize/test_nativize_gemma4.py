@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.decoder import HFDecoder
 
 PER_LAYER, EXPERTS = "gemma4_text-per-layer-inputs", "gemma4_text-experts"
 
@@ -24,8 +24,8 @@ def test_embeddings_and_inputs_by_layer_in_place_of_ids(padding: bool, monkeypat
     real = inputs["attention_mask"].bool()
     wanted = hf(ids, attention_mask=mask).logits[real]
     passes: list[int] = []
-    through = DecoderView.__call__
-    monkeypatch.setattr(DecoderView, "__call__", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
+    through = HFDecoder.forward
+    monkeypatch.setattr(HFDecoder, "forward", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
     lm.nativize(hf)
     assert_close(hf(inputs_embeds=embeds, per_layer_inputs=by_layer, attention_mask=mask).logits[real], wanted)
     assert len(passes) == 1

@@ -21,7 +21,7 @@ from transformers import (
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.integrations.decoder import DecoderView
+from ligermodels.integrations.decoder import HFDecoder
 
 NAMES = sorted(zoo.MULTIMODAL.keys() - {"mistral3-mistral4", "qwen2_5_omni", "qwen3_omni_moe"})
 THINKERS = {
@@ -97,8 +97,8 @@ def test_a_native_multimodal_model_gives_the_numbers_of_transformers(
     text, logits = hf.generate(**prompt), hf(**pixels, labels=inputs["labels"]).logits.detach()
 
     passes: list[int] = []
-    through = DecoderView.__call__
-    monkeypatch.setattr(DecoderView, "__call__", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
+    through = HFDecoder.forward
+    monkeypatch.setattr(HFDecoder, "forward", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
     assert lm.nativize(hf) is hf
     by_length = hf.get_decoder().native.rope_by_length
     for case, given in cases.items():

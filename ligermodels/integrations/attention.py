@@ -1,0 +1,98 @@
+"""Attention on the projections and norms of a transformers layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels import ops
+from ligermodels.integrations.modules import OnModules, native_of, part, part_named
+from ligermodels.layers import AttentionConfig, ForwardContext
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.kv_cache import LayerKV
+from ligermodels.layers.qkv import Tables
+from ligermodels.layers.rope import pairs_to_halves
+from ligermodels.layers.shared_kv_attention import SharedKVAttention
+
+
+class HFAttention(OnModules, Attention):
+    """`Attention` on a transformers attention module, with separate projections and norms of q, k and v.
+
+    Their results stay apart: a copy into the order of the native fused projection would cost more than the kernels that
+    read it save.
+    """
+
+    config: AttentionConfig
+    o = part_named("attention.o")
+
+    @property
+    def sinks(self) -> Any:  # type: ignore[override]
+        """Parameter (num_heads,), or None."""
+        return part(self.source, "attention.sinks") if self.config.sinks else None
+
+    def project(
+        self, x: Tensor, context: ForwardContext, state: LayerKV | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        config, gate = self.config, None
+        tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
+        q, k, v = self._projections(x)
+        if config.output_gate:
+            q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
+        q, k, v = self._normalised(q, k, v)
+        if config.stored_as_pairs and config.rope is not None:
+            q, k = (pairs_to_halves(heads, config.rope.channels) for heads in (q, k))
+        if state is not None and context.cache_seqlens is not None:
+            return self._cached(q, k, v, tables, state, context.cache_seqlens), state.keys, state.values, gate
+        cos, sin = tables
+        if cos is not None and sin is not None:
+            q, k = ops.rope(q, k, cos, sin)
+        return q, k, v, gate
+
+    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, H) -> q, k and v (B, T, channels)."""
+        config, source = self.config, self.source
+        if "attention.qkv" in native_of(source).names:
+            sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+            q, k, v = part(source, "attention.qkv")(x).split(sizes, dim=-1)
+            return q, k, v
+        q, k = part(source, "attention.q")(x), part(source, "attention.k")(x)
+        return q, k, k if config.values is not None and config.values.from_keys else part(source, "attention.v")(x)
+
+    def _normalised(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (B, T, channels) -> (B, T, heads, D), with the norms of the config. A tensor-parallel shard has
+        fewer heads."""
+        config, norm = self.config, self.config.qk_norm
+
+        def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return part(self.source, "attention.q_norm")(q), part(self.source, "attention.k_norm")(k)
+
+        if norm is not None and norm.over == "projection":
+            q, k = normalised(q, k)
+        q, k, v = (channels.unflatten(2, (-1, config.head_dim)) for channels in (q, k, v))
+        if norm is not None and norm.over == "head":
+            q, k = normalised(q, k)
+        if config.values is not None and config.values.norm_eps is not None:
+            v = ops.rms_norm(v, None, config.values.norm_eps)
+        return q, k, v
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, state: LayerKV, cache_seqlens: Tensor) -> Tensor:
+        """The rotated queries of a decoding pass; the new keys and values are written to the state."""
+        kv_heads = k.shape[2]
+        group = q.shape[2] // kv_heads
+        joined = torch.cat([heads.unflatten(2, (kv_heads, -1)) for heads in (q, k, v)], dim=3).flatten(2)
+        joined = joined.to(state.keys.dtype)
+        return ops.rope_qkv_cached(joined, *tables, kv_heads, group, self.config.head_dim, *state, cache_seqlens)
+
+
+class HFSharedKVAttention(OnModules, SharedKVAttention):
+    """`SharedKVAttention` on a transformers attention module."""
+
+    q = part_named("attention.q")
+    o = part_named("attention.o")
+
+    @property
+    def q_norm(self) -> nn.Module | None:  # type: ignore[override]
+        """The norm of queries, or None."""
+        return None if self.config.qk_norm is None else part(self.source, "attention.q_norm")

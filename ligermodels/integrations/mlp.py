@@ -1,0 +1,106 @@
+"""Feed-forward layers on the modules of a transformers layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ligermodels.integrations.modules import OnModules, first_of, is_ours, native_of, part, part_named
+from ligermodels.layers import DenseMoEConfig, ForwardContext, MLPConfig
+from ligermodels.layers.activation import ACTIVATIONS
+from ligermodels.layers.dense_moe import DenseMoE
+from ligermodels.layers.layer import Layer
+from ligermodels.layers.moe import MoEConfig, mix_experts
+
+
+def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Forward of a gated feed-forward layer: down(activation(gate(x)) * up(x)), x (..., H), with the multipliers of its
+    config. In `GatedMLP` gate and up are one projection."""
+    native = native_of(module)
+    config: MLPConfig = native.config
+    activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
+    if "mlp.gate_up" in native.names:
+        gate, up = part(module, "mlp.gate_up")(x).chunk(2, dim=-1)
+    else:
+        gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
+    y: Tensor = part(module, "mlp.down")(activation(gate, up, gate_multiplier=config.gate_multiplier))
+    return y if config.down_multiplier == 1 else y * config.down_multiplier
+
+
+def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Any:
+    """Forward of the experts of a layer. A rank's share of the experts runs the class's own forward.
+
+    Args:
+        module: the experts.
+        x: tokens (N, H).
+        top_k_index: experts of each token, long (N, top_k).
+        top_k_weights: their weights, (N, top_k).
+        args: further arguments; with any, the class's own forward runs.
+
+    Returns:
+        (N, H).
+    """
+    native = native_of(module)
+    config: MoEConfig = native.config
+    names = [native.names[name] for name in ("experts.gate_up", "experts.down")]
+    gate_up, down = (attrgetter(name)(module) for name in names)
+    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
+    if args or not plain or len(gate_up) != config.router.num_experts:
+        return type(module).forward(module, x, top_k_index, top_k_weights, *args)
+    pairs = "experts.gate_up_pairs" in native.names  # gate and up alternate, and the weights are transposed
+    if pairs:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias, down_bias = (getattr(module, f"{name}_bias") if config.bias else None for name in names)
+
+    def activation(rows: Tensor) -> Tensor:
+        operands = (rows,) if pairs else rows.chunk(2, dim=-1)
+        return ACTIVATIONS[config.activation](*operands, **config.activation_options)
+
+    return mix_experts(x, top_k_weights, top_k_index, gate_up, down, activation, (gate_up_bias, down_bias))
+
+
+class MLPCall(Layer):
+    """Calls the feed-forward layer of a transformers layer in the place of a native one. A mixture of experts has the
+    router of transformers, and may return its logits too.
+
+    Args:
+        layer: the transformers layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer
+
+    @property
+    def token_wise(self) -> bool:  # type: ignore[override]
+        return is_ours(part(self.__dict__["layer"], "mlp"), mlp_forward)
+
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """x (..., H) -> (..., H); `context` is not used."""
+        return first_of(part(self.__dict__["layer"], "mlp")(x))
+
+
+class HFDenseMoE(OnModules, DenseMoE):
+    """`DenseMoE` on a transformers layer."""
+
+    dense_norm, dense_post_norm, experts_norm, experts_post_norm = map(part_named, DenseMoEConfig.NAMES)
+
+    def __init__(self, source: nn.Module, config: DenseMoEConfig) -> None:
+        super().__init__(source, config)
+        self.dense = MLPCall(source)
+
+    def experts(self, x: Tensor, routed_by: Tensor) -> Tensor:  # type: ignore[override]
+        """The mixture of experts.
+
+        Args:
+            x: (..., H).
+            routed_by: the router's input, of the same shape.
+
+        Returns:
+            (..., H).
+        """
+        _, weights, experts = part(self.source, "experts.router")(routed_by.flatten(0, -2))
+        return cast(Tensor, part(self.source, "experts")(x.flatten(0, -2), experts, weights).view(x.shape))

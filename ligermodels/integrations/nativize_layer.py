@@ -1,0 +1,182 @@
+"""The modules of one transformers layer get their native forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ligermodels.archs.compose import STACKED_EXPERTS
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
+from ligermodels.integrations.block import HFBlock
+from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
+from ligermodels.integrations.mlp import experts_forward, mlp_forward
+from ligermodels.integrations.modules import (
+    Native,
+    layer_forward,
+    mixer_forward,
+    native_forward,
+    set_forward,
+    within_adapter,
+)
+from ligermodels.integrations.norm import native_norms, norm_forward
+from ligermodels.layers import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMoEConfig,
+    GatedDeltaNetConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    PerLayerInputConfig,
+    SharedKVAttentionConfig,
+)
+from ligermodels.layers.ungated_mlp import UngatedMLPConfig
+
+Names = Mapping[str, str]
+"""Part of a native layer, a key of `NAMES` of the layers' configs -> path in the transformers layer."""
+
+
+def set_norm(module: nn.Module, config: NormConfig) -> None:
+    """Give a transformers norm its native forward."""
+    module = within_adapter(module)
+    set_forward(module, norm_forward, Native(config, layer=native_norms(module, config)))
+
+
+def _nativize_attention(
+    module: nn.Module,
+    config: AttentionConfig,
+    names: Names,
+    layer: Callable[[nn.Module, Any], nn.Module] = HFAttention,
+    norms: tuple[str, ...] = ("q_norm", "k_norm"),
+) -> None:
+    if config.qk_norm is not None:
+        for norm in norms:
+            set_norm(module.get_submodule(names[f"attention.{norm}"]), config.qk_norm.norm)
+    set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
+
+
+def _nativize_delta(module: nn.Module, config: GatedDeltaNetConfig, names: Names) -> None:
+    conv, norm = (module.get_submodule(names[name]) for name in ("delta.conv", "delta.norm"))
+    set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
+    set_forward(norm, native_forward, Native(config, layer=HFGatedNorm(norm, config)))
+    set_forward(module, mixer_forward, Native(config, names, HFGatedDeltaNet(module, config)))
+
+
+class _Mixer(NamedTuple):
+    """A kind of token mixer.
+
+    output: name of the output projection, a child of the mixer's module.
+    nativize: function of (module, config, names) that nativizes the module.
+    """
+
+    output: str
+    nativize: Callable[[nn.Module, Any, Names], None]
+
+
+_MIXERS: Mapping[type, _Mixer] = {
+    AttentionConfig: _Mixer("attention.o", _nativize_attention),
+    SharedKVAttentionConfig: _Mixer(
+        "attention.o", partial(_nativize_attention, layer=HFSharedKVAttention, norms=("q_norm",))
+    ),
+    GatedDeltaNetConfig: _Mixer("delta.out", _nativize_delta),
+}
+
+
+def _nativize_mlp(layer: nn.Module, config: MLPConfig, names: Names) -> Names:
+    parts = {**MLPConfig.NAMES, **names}
+    path = _parent(parts["mlp.down"])
+    set_forward(layer.get_submodule(path), mlp_forward, Native(config, _within(parts, path)))
+    return {}
+
+
+def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names, experts: Names = STACKED_EXPERTS) -> Names:
+    """Nativize the experts, their parameters at the paths in `experts`, and the shared expert."""
+    attributes = {name: experts[name].rpartition(".")[2] for name in ("experts.gate_up", "experts.down")}
+    if "experts.gate_up_pairs" in names:
+        attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
+    path = _parent(experts["experts.down"])
+    set_forward(layer.get_submodule(path), experts_forward, Native(config, attributes))
+    if config.shared is not None:
+        shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
+        projections = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}
+        set_forward(layer.get_submodule(shared), mlp_forward, Native(config.shared, projections))
+    return {"experts": path}
+
+
+def _nativize_dense_moe(layer: nn.Module, config: DenseMoEConfig, names: Names) -> Names:
+    _nativize_mlp(layer, config.dense, names)
+    for path in config.NAMES.values():
+        set_norm(layer.get_submodule(path), config.norm)
+    router = names["experts.router"].partition(".")[0]
+    return {**_nativize_moe(layer, config.experts, names, names), **config.NAMES, "experts.router": router}
+
+
+_MLPS: Mapping[type, Callable[[nn.Module, Any, Names], Names]] = {
+    MLPConfig: _nativize_mlp,
+    UngatedMLPConfig: lambda *_: {},  # transformers' forward is as fast
+    MoEConfig: _nativize_moe,
+    DenseMoEConfig: _nativize_dense_moe,
+}
+"""Kind of feed-forward layer -> what nativizes it: (layer, config, names) -> further paths of a block's parts."""
+
+
+def check_supported(block: BlockConfig) -> None:
+    """ConfigError, naming the class of the config, for a block with a layer that has no counterpart here."""
+    if type(block.mixer) not in _MIXERS:
+        raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
+    if type(block.mlp) not in _MLPS:
+        raise ConfigError(f"nativize: a feed-forward layer of {type(block.mlp).__name__} is not supported")
+    if type(block.after) not in (PerLayerInputConfig, type(None)):
+        raise ConfigError(f"nativize: a layer of {type(block.after).__name__} is not supported")
+
+
+def nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names: Names) -> None:
+    """Give a transformers layer and its modules their native forwards.
+
+    Args:
+        layer: the transformers layer.
+        block: config of the native block.
+        hidden_size: channels of the hidden states.
+        names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs.
+    """
+    config: Any = block.mixer
+    mixer, parts = _MIXERS[type(config)], {**config.NAMES, **MLPConfig.NAMES, **names}
+    norms = _norm_paths(block, hidden_size, names)
+    paths = {"mixer": _parent(parts[mixer.output]), "mlp": _parent(parts["mlp.down"])}
+    paths |= {f"norm.{name}": path for name, path in norms.items()}
+    for path in norms.values():
+        set_norm(layer.get_submodule(path), block.norm)
+    mixer.nativize(layer.get_submodule(paths["mixer"]), config, _within(parts, paths["mixer"]))
+    paths |= _MLPS[type(block.mlp)](layer, block.mlp, names)
+    if block.after is not None:
+        paths |= _nativize_after(layer, block.after)
+    set_forward(layer, layer_forward, Native(block, paths, HFBlock(layer, block, frozenset(norms))))
+
+
+def _nativize_after(layer: nn.Module, config: Any) -> Names:
+    set_norm(layer.get_submodule(config.NAMES["norm"]), config.norm)
+    projections = {f"after.{name}": config.NAMES[name] for name in ("gate", "projection")}
+    return {**projections, "norm.after": config.NAMES["norm"]}
+
+
+def _norm_paths(block: BlockConfig, hidden_size: int, names: Names) -> Names:
+    """The block's own norms, such as "mixer_norm", and their paths."""
+    paths = {}
+    for mapping in block.weight_mappings(hidden_size, "block", "layer", names):
+        part = mapping.target.removeprefix("block.").removesuffix(".weight")
+        if part.endswith("_norm") and "." not in part:
+            paths[part] = mapping.views[0].source.removeprefix("layer.").removesuffix(".weight")
+    return paths
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _within(parts: Names, path: str) -> Names:
+    """The parts of the module at `path`, with paths relative to it."""
+    return {name: at.removeprefix(f"{path}.") for name, at in parts.items() if at.startswith(f"{path}.")}
