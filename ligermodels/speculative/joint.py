@@ -16,7 +16,7 @@ from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.distillation import divergence
+from ligermodels.models.reference_kl import divergence
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput
 

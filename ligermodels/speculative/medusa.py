@@ -21,12 +21,13 @@ from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
 

@@ -21,12 +21,13 @@ from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.mtp_format import mtp_block
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.tree import Tree, chain
 
 DECAY = 0.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,14 @@ from ligermodels.generation.options import check_tree_options, renamed_options
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
-from ligermodels.layers.packing import check_plain, check_same_tokens
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
-from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.tree import Tree
-
-
-class PreparedBatch(NamedTuple):
-    """A batch, checked, and laid out in rows without padding.
-
-    inputs: arguments of the base model, laid out in rows.
-    targets: the targets of the labels, or None.
-    layout: how the tokens (B, T) lie in the rows.
-    """
-
-    inputs: dict[str, Any]
-    targets: Targets | None
-    layout: TokenLayout
 
 
 class MultiHeadModel(nn.Module):
@@ -186,28 +172,18 @@ class MultiHeadModel(nn.Module):
             InputError: an argument does not fit, or an unknown option.
         """
         check_loss_options(loss_options, labels, of_heads=True)
-        name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        if tokens is None:
-            raise InputError("give either input_ids or inputs_embeds, and not both")
-        check_plain(name, tokens)
-        token_weights = loss_options.get("token_weights")
-        check_same_tokens(tokens, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
-        layout = self.base.layout(
-            (tokens.shape[0], tokens.shape[1]),
+        return prepare_batch(
+            self.base,
+            range(first, 2 + self.num_heads),
+            input_ids=input_ids,
+            labels=labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
-            sharded=False,  # the base model divides the rows over ranks, and gives the states of all tokens
+            inputs_embeds=inputs_embeds,
+            token_weights=loss_options.get("token_weights"),
+            every_token=self.reads_every_token,
         )
-        targets = None
-        if labels is not None:
-            ahead = range(first, 2 + self.num_heads)
-            targets = Targets(labels, ahead, vocab_size=self.base.config.vocab_size, layout=layout)
-        by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        inputs: dict[str, Any] = {key: None if x is None else layout.rows.take(x) for key, x in by_token.items()}
-        needed = None if self.reads_every_token else targets
-        inputs |= {"cu_seqlens": layout.cu_seqlens, "token_indices": needed, "return_last_hidden_state": True}
-        return PreparedBatch(inputs, targets, layout)
 
     def _heads_loss(
         self,

@@ -17,7 +17,8 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
-from ligermodels.speculative.evaluation import evaluate, evaluate_heads
+from ligermodels.evaluation import evaluate
+from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
