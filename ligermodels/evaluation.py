@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     with evaluating(model):
         ranks = DataRanks.of(model)
         for batch in batches:
-            inputs = on_device(batch, model.device)
+            inputs: dict[str, Any] = on_device(batch, model.device)
             count = int(count_targets(model, [batch]))
             loss = model(**inputs, reduction="sum")["loss"].double()
             losses.append(loss if count else torch.zeros_like(loss))  # an auxiliary loss does not depend on targets
@@ -105,7 +105,8 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
         ranks = DataRanks.of(model)
         for batch in batches:
             counts.append(int(count_targets(model, [batch])))
-            prepared = prepare_batch(model, (1,), **on_device(batch, model.device))
+            inputs: dict[str, Any] = on_device(batch, model.device)
+            prepared = prepare_batch(model, (1,), **inputs)
             hidden, reference_hidden = (m(**prepared.inputs)["last_hidden_state"] for m in (model, reference))
             targets = cast(Targets, prepared.targets)
             needed, labels = targets.wait_for_needed(), targets.values[0]
