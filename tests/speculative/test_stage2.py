@@ -346,6 +346,8 @@ def test_kl_by_hand() -> None:
         assert each(padded) == pytest.approx(each(packed))
     with pytest.raises(InputError, match="no text"):
         evaluate_kl(model, reference, [])
+    with pytest.raises(InputError, match="labels: a batch has none, only input_ids"):
+        evaluate_kl(model, reference, [Batch({"input_ids": ids})])
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
