@@ -21,6 +21,7 @@ MOVED: Mapping[str, str] = {
     "archs.family": "models.families",
     "archs.mtp": "models.mtp_format",
     "archs.generation_options": "generation.options",
+    "speculative.distillation": "models.reference_kl",
 }  # fmt: skip
 """Module of an earlier release -> module that has its names now, both within the package."""
 

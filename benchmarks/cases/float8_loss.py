@@ -39,8 +39,8 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.demo import END, DemoSettings, GpuDemoSettings, installed_sources, llama_config, train_tokenizer
 from ligermodels.demo.corpus import TOKENIZER_BYTES
 from ligermodels.errors import InputError, TrainingError
+from ligermodels.evaluation import evaluate
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training import StepMetrics, train, warmup_cosine
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
 

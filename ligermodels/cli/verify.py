@@ -178,8 +178,8 @@ def _verify_quantized(
 ) -> None:
     """Compare predictions with rounded weights with predictions without."""
     from ligermodels.data.batches import Batch
+    from ligermodels.evaluation import evaluate_kl, perplexity
     from ligermodels.layers.initialization import persistent_tensors
-    from ligermodels.speculative.evaluation import evaluate_kl, perplexity
 
     quantized = load(rounding)
     ids = ids_for(quantized)

@@ -1,1 +1,1 @@
-"""Multi-head models (Medusa): heads, losses, candidate trees, decoding, checkpoint formats, measures."""
+"""Models with draft heads (Medusa, MTP): heads, losses, candidate trees, decoding, file formats, scores of heads."""

@@ -1,4 +1,4 @@
-"""Accepting candidates that the model finds likely enough, though it would not have chosen them itself."""
+"""Typical acceptance: candidates are accepted if the model finds them probable enough."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from ligermodels.errors import InputError
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance (Cai et al. 2024, section 2.3.1): a token is accepted when its probability is above
-    min(epsilon, delta * exp(-H)), H being the entropy, in nats, of the distribution it comes from.
+    """Typical acceptance (Cai et al. 2024, arXiv 2401.10774, section 2.3.1).
 
-    The distribution is the softmax of the logits over `temperature`. Raises InputError when a value is out of range.
+    A token is accepted if its probability exceeds min(epsilon, delta * exp(-H)). H is the entropy, in nats, of the
+    model's distribution at this position, the softmax of logits / temperature.
+
+    Args:
+        temperature: above 0.
+        epsilon: upper limit of the threshold, above 0.
+        delta: factor of exp(-H), above 0.
+
+    Raises:
+        InputError: a value is out of range.
     """
 
     temperature: float
@@ -31,9 +39,15 @@ class Typical:
                 raise InputError(f"{name} must be above 0, got {value}")
 
     def accept_mask(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-        """Bool (B, N), the nodes whose token is accepted after their parent, and fp32 (B, N), its log-probability.
+        """Decide for each node of a tree whether its token is accepted after its parent.
 
-        logits: (B, N, V), after each node. tokens: long (B, N). parent: long (N,).
+        Args:
+            logits: (B, N, V), the model's logits after each node.
+            tokens: long (B, N), the token of each node.
+            parent: long (N,), the parent of each node; the root's parent is the root.
+
+        Returns:
+            Bool (B, N), True for accepted tokens; and fp32 (B, N), the log-probability of each token.
         """
         log_p = (logits.float() / self.temperature).log_softmax(dim=-1)
         entropy = torch.special.entr(log_p.exp()).sum(dim=-1)

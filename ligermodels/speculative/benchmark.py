@@ -1,4 +1,4 @@
-"""Decoding with heads: a tree fitted on some prompts, and a benchmark against plain decoding on others."""
+"""Benchmark of decoding with heads against plain decoding, and trees that are fitted to the heads."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from ligermodels.speculative.multi_head import MultiHeadModel
 from ligermodels.speculative.tree import Tree, expected_tokens, grow
 
 GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
-"""Options of plain decoding under which tree decoding gives the same tokens, whatever the checkpoint says."""
+"""Options of greedy decoding, in place of the checkpoint's: tree decoding then gives the tokens of plain decoding."""
 
-AT_ONCE = 16
+BATCH_SIZE = 16
 """Prompts per batch."""
 
 
 @dataclass(frozen=True)
 class ContinuationScores:
-    """Scores of K heads on the model's own greedy continuations of some prompts, the text that they decode.
+    """Scores of K heads on the model's own greedy continuations of prompts, the text that the heads draft.
 
-    `ranks`, per prompt long (K, n), from the position that predicts the first new token on: the number of tokens that a
-    head ranks above the right one, -1 past the end. `lengths`: new tokens per prompt.
+    scores: scores over all new tokens.
+    ranks: for each prompt, long (K, n): at each position from the prompt's last token on, the number of tokens that a
+        head ranks above the correct token, -1 without a target.
+    lengths: for each prompt, the number of new tokens.
     """
 
     scores: HeadScores
@@ -39,19 +41,20 @@ class ContinuationScores:
     lengths: list[int]
 
     def tokens_per_step(self, tree: Tree) -> float:
-        """Tokens per step of decoding with `tree`, replayed from the ranks: each step takes the longest path on which
-        every head is right. Exact for these prompts, a prediction for others; unlike `tree.expected_tokens` it does not
-        assume that heads err independently. nan without a step.
+        """Tokens per step of decoding with `tree`, computed from the ranks; nan without a step.
+
+        Each step takes the longest path of correct candidates. The result is exact for these prompts and an estimate
+        for others. Unlike `tree.expected_tokens`, it does not assume independent errors of the heads.
         """
         paths, tokens, steps = set(tree.paths), 0, 0
         for ranks, length in zip(self.ranks, self.lengths, strict=True):
-            at, columns = 0, ranks.T.tolist()
-            while at < length - 1:
-                right = columns[at]
+            position, columns = 0, ranks.T.tolist()
+            while position < length - 1:
+                path = columns[position]
                 depth = 0
-                while depth < len(right) and tuple(right[: depth + 1]) in paths:
+                while depth < len(path) and tuple(path[: depth + 1]) in paths:
                     depth += 1
-                at += depth + 1
+                position += depth + 1
                 steps += 1
             tokens += length - 1
         return tokens / steps if steps else math.nan
@@ -61,35 +64,54 @@ class ContinuationScores:
 def evaluate_continuations(
     model: MultiHeadModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> ContinuationScores:
-    """Continue prompts (token ids) greedily with the base model, and score the heads on the new tokens.
+    """Continue prompts greedily with the base model, and score the heads on the new tokens.
 
-    Accuracies on other text are lower: a model's own text is easier to predict. Raises InputError without a prompt.
+    Accuracies on other text are lower, since a model's own text is easier to predict.
+
+    Args:
+        model: a model with Medusa or MTP heads.
+        prompts: token ids of each prompt.
+        max_new_tokens: largest number of new tokens per prompt.
+
+    Returns:
+        The scores.
+
+    Raises:
+        InputError: there is no prompt.
     """
     if not prompts:
-        raise InputError("there is no prompt to continue: give at least one")
+        raise InputError("prompts: there is no prompt to continue; give at least one")
     ends = as_eos_ids(model.base.generation_defaults().get("eos_token_id"))
     pad = {} if ends else {"pad_token_id": 0}  # never attended to
     ranks: list[Tensor] = []
-    lengths, parts = [], []
-    for first in range(0, len(prompts), AT_ONCE):
-        some = prompts[first : first + AT_ONCE]
-        out = model.base.generate(some, max_new_tokens, **pad, **GREEDY)[:, max(map(len, some)) :].tolist()
-        for prompt, row in zip(some, out, strict=True):
+    lengths, batches = [], []
+    for first in range(0, len(prompts), BATCH_SIZE):
+        part = prompts[first : first + BATCH_SIZE]
+        out = model.base.generate(part, max_new_tokens, **pad, **GREEDY)[:, max(map(len, part)) :].tolist()
+        for prompt, row in zip(part, out, strict=True):
             new = until_eos(row, ends)
             ids = torch.tensor([[*prompt, *new]])
             labels = ids.clone()
             labels[:, : len(prompt) + 1] = IGNORE_INDEX  # the base model predicts the first new token
-            parts.append(Batch({"input_ids": ids, "labels": labels}))
+            batches.append(Batch({"input_ids": ids, "labels": labels}))
             lengths.append(len(new))
-    scores = evaluate_heads(model, parts, on_ranks=lambda found: ranks.append(found[:, 0]))
-    ranks = [found[:, len(prompt) - 1 :].cpu() for found, prompt in zip(ranks, prompts, strict=True)]
+    scores = evaluate_heads(model, batches, on_ranks=lambda batch_ranks: ranks.append(batch_ranks[:, 0]))
+    ranks = [row[:, len(prompt) - 1 :].cpu() for row, prompt in zip(ranks, prompts, strict=True)]
     return ContinuationScores(scores, ranks, lengths)
 
 
 @dataclass(frozen=True)
 class DecodingBenchmark:
-    """Decoding with heads against plain decoding: the number of `prompts`, on how many of them both gave the `same`
-    tokens, `tokens` generated, `steps` with heads, `tokens_per_step` (1 for plain decoding), and the times."""
+    """Results of decoding with heads and of plain decoding.
+
+    prompts: number of prompts.
+    same: number of prompts for which both gave the same tokens.
+    tokens: number of new tokens.
+    steps: number of steps with heads.
+    tokens_per_step: tokens per step with heads; 1 for plain decoding.
+    plain_seconds: time of plain decoding.
+    medusa_seconds: time of decoding with heads.
+    """
 
     prompts: int
     same: int
@@ -101,7 +123,7 @@ class DecodingBenchmark:
 
     @property
     def speed_up(self) -> float:
-        """Time of plain decoding over that with heads."""
+        """Time of plain decoding divided by the time with heads."""
         return self.plain_seconds / self.medusa_seconds
 
 
@@ -113,9 +135,26 @@ def benchmark_decoding(
     max_new_tokens: int,
     progress: Callable[[int, int], object] | None = None,
 ) -> DecodingBenchmark:
-    """Continue each prompt (token ids) greedily with the heads and without, one at a time, after a warm-up of both."""
+    """Time greedy decoding with heads and plain greedy decoding, prompt by prompt, after a warm-up of both.
+
+    Args:
+        model: a model with Medusa or MTP heads.
+        prompts: token ids of each prompt.
+        tree: the candidates to check in each step.
+        max_new_tokens: largest number of new tokens per prompt.
+        progress: called after each prompt with (prompts done, prompts in total).
+
+    Returns:
+        The results.
+
+    Raises:
+        InputError: there is no prompt.
+
+    Example:
+        >>> benchmark_decoding(medusa, [[1, 5, 9]], tree=medusa.default_tree(), max_new_tokens=64).speed_up
+    """
     if not prompts:
-        raise InputError("there is no prompt to continue: give at least one")
+        raise InputError("prompts: there is no prompt to continue; give at least one")
     model.base.generate([prompts[0]], max_new_tokens=2, **GREEDY)
     model.generate([prompts[0]], max_new_tokens=2, tree=tree, **GREEDY)  # kernels are compiled for the size of the tree
     same = tokens = steps = 0
@@ -137,10 +176,13 @@ def benchmark_decoding(
 
 @dataclass(frozen=True)
 class TreeFit:
-    """A tree fitted on one half of some prompts, and its benchmark on the other.
+    """A tree fitted on one half of the prompts, and its benchmark on the other half.
 
-    From the first half: `continuations`, the heads' scores there; the `tree` grown from them; and tokens per step,
-    `expected` if heads err independently, and `predicted` by replay. From the second half: the `benchmark`.
+    continuations: scores of the heads on the first half.
+    tree: the tree grown from these scores.
+    expected: tokens per step on the first half, if the heads' errors are independent (`tree.expected_tokens`).
+    predicted: tokens per step on the first half, from the ranks (`ContinuationScores.tokens_per_step`).
+    benchmark: results on the second half.
     """
 
     continuations: ContinuationScores
@@ -158,14 +200,32 @@ def fit_tree(
     max_new_tokens: int,
     progress: Callable[[int, int], object] | None = None,
 ) -> TreeFit:
-    """Grow a tree of `nodes` candidates from every other prompt (token ids), and benchmark it on the rest.
+    """Grow a tree from the heads' scores on every other prompt, and benchmark it on the other prompts.
 
-    Prompts should be distinct, as those of `opening_prompts`. Sampling noise between prediction and measurement is a
-    few percent with 64 prompts per half. Raises InputError for fewer than two prompts.
+    With 64 prompts per half, predicted and measured tokens per step differ by a few percent. Prompts should be
+    distinct: see `data.prompts.opening_prompts`.
+
+    Args:
+        model: a model with Medusa or MTP heads.
+        prompts: token ids of each prompt, two prompts or more.
+        nodes: number of candidates in the tree.
+        max_new_tokens: largest number of new tokens per prompt.
+        progress: called after each prompt of the benchmark with (prompts done, prompts in total).
+
+    Returns:
+        The tree and the results.
+
+    Raises:
+        InputError: there are fewer than two prompts.
+
+    Example:
+        >>> fit = fit_tree(medusa, prompts, nodes=63, max_new_tokens=128)
+        >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=fit.tree)
     """
     if len(prompts) < 2:
-        raise InputError(f"need two prompts or more, one to fit the tree and one to benchmark it, got {len(prompts)}")
-    own = evaluate_continuations(model, prompts[::2], max_new_tokens=max_new_tokens)
-    tree = grow(own.scores.hits, nodes)
-    outcome = benchmark_decoding(model, prompts[1::2], tree=tree, max_new_tokens=max_new_tokens, progress=progress)
-    return TreeFit(own, tree, expected_tokens(tree, own.scores.hits), own.tokens_per_step(tree), outcome)
+        raise InputError(f"prompts: give two prompts or more, to fit the tree and to benchmark it, got {len(prompts)}")
+    continuations = evaluate_continuations(model, prompts[::2], max_new_tokens=max_new_tokens)
+    hits = continuations.scores.hits
+    tree = grow(hits, nodes)
+    benchmark = benchmark_decoding(model, prompts[1::2], tree=tree, max_new_tokens=max_new_tokens, progress=progress)
+    return TreeFit(continuations, tree, expected_tokens(tree, hits), continuations.tokens_per_step(tree), benchmark)

@@ -1,4 +1,4 @@
-"""The heads of a Medusa model, out to the formats of other programs and in from them."""
+"""Export of Medusa heads to the formats of other programs, and loading from these formats."""
 
 from __future__ import annotations
 
@@ -19,29 +19,42 @@ from ligermodels.speculative.files import Heads
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 ROWS = 4096
-"""Of an lm_head, compared at a time."""
+"""Rows of an lm_head that are compared at a time."""
 
 
 def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, profile: Profile) -> dict[str, Tensor]:
-    """Native name -> tensor of `heads`, each a `MedusaHead` on `base`, and of what else `profile` holds.
+    """The tensors of an export, by native name.
 
-    Raises InputError for heads that it cannot hold, ConfigError for a base model that it cannot.
+    Args:
+        base: the base model.
+        heads: its heads, each a `MedusaHead`.
+        shape: numbers and sizes of the heads.
+        profile: the format.
+
+    Returns:
+        The tensors of the heads; an lm_head for each projection of the format; and the base model's tensors, if the
+        format holds the base model.
+
+    Raises:
+        InputError: the format cannot hold these heads.
+        ConfigError: the format holds the base model, which has no config.json or no longer matches it.
     """
     reshard(base)
     reshard(heads)
     state = _state(heads)
     if profile.lm_heads != "each" and any(".lm_head." in name for name in state):
         raise InputError(
-            f"profile {profile.name!r} has one lm_head for all heads, but each of these has its own; the profiles of "
-            f"separate lm_heads are {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
+            f"profile {profile.name!r} has one lm_head for all heads, but each of these heads has its own; profiles "
+            f"with separate lm_heads: {', '.join(p.name for p in PROFILES.values() if p.lm_heads == 'each')}"
         )
     if profile.max_layers is not None and shape.num_layers > profile.max_layers:
         raise InputError(
-            f"profile {profile.name!r} takes {profile.max_layers} ResBlock a head, these have {shape.num_layers}"
+            f"profile {profile.name!r} takes {profile.max_layers} ResBlock per head, but these heads have "
+            f"{shape.num_layers}; choose another profile"
         )
     lm_head = base.head.state_dict()
     if "bias" in lm_head:
-        raise InputError(f"profile {profile.name!r} has no place for the lm_head's bias")
+        raise InputError(f"profile {profile.name!r} cannot hold the bias of the lm_head")
     if not any(".lm_head." in name for name in state):
         for i in range(profile.projections(shape)):
             check_exportable(base.head)
@@ -53,28 +66,37 @@ def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, p
             state[f"heads.{i}.lm_head.weight"] = lm_head["weight"]
     if profile.prefix:
         if base.export_spec is None:
-            raise ConfigError(f"profile {profile.name!r} holds the base model too, which has no export_spec")
+            raise ConfigError(f"profile {profile.name!r} holds the base model too, but base has no export_spec")
         base.checked_export_spec()
         state = {**{name: tensor.detach() for name, tensor in persistent_tensors(base).items()}, **state}
     return state
 
 
-def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
-    """Whether all lm_heads `found` in `folder`, if any, are that of `base`: bit for bit, once cast to its dtype, and
-    rounded as it is.
+def repeats_lm_head(base: CausalLM, folder: Path, stored: Heads) -> bool:
+    """Whether every stored lm_head equals the base's lm_head bit for bit, in the base's dtype and quantisation.
 
-    They are compared one by one, a few rows at a time, up to the first that differ. Raises CheckpointError when one
-    lm_head is for all heads, and is not the base's.
+    The lm_heads are compared one after another, a few rows at a time, until one differs.
+
+    Args:
+        base: the base model.
+        folder: the folder of the heads, for messages.
+        stored: the heads in the folder.
+
+    Returns:
+        The answer; True if no lm_head is stored.
+
+    Raises:
+        CheckpointError: the format has a single lm_head for all heads, and the stored one is missing or differs.
     """
-    shape = HeadsShape(found.num_heads, found.num_layers, base.config.hidden_size, base.config.vocab_size)
+    shape = HeadsShape(stored.num_heads, stored.num_layers, base.config.hidden_size, base.config.vocab_size)
     is_base = _comparison(base)
-    for name in found.profile.lm_head_names(shape):
-        if name in found.reader.headers and is_base(found.reader.read(name)):
+    for name in stored.profile.lm_head_names(shape):
+        if name in stored.reader.headers and is_base(stored.reader.read(name)):
             continue
-        if found.profile.lm_heads == "one":
+        if stored.profile.lm_heads == "one":
             raise CheckpointError(
                 f"{folder}: no {name} that is the base model's lm_head [{shape.vocab_size}, {shape.hidden_size}]: the "
-                "heads are incomplete, or were made for another; give the base they were trained on"
+                "heads are incomplete, or were trained on another base model; give the base model of these heads"
             )
         return False
     return True
@@ -83,24 +105,33 @@ def repeats_lm_head(base: CausalLM, folder: Path, found: Heads) -> bool:
 def load_heads(
     heads: nn.ModuleList,
     shape: HeadsShape,
-    found: Heads,
+    stored: Heads,
     repeated: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill new `heads` with those `found`; errors as of `MedusaModel.from_pretrained`.
+    """Load stored tensors into new heads.
 
-    repeated: the file's lm_heads are the base's (`repeats_lm_head`), as those of new heads are, and are passed over.
+    Args:
+        heads: new heads, each a `MedusaHead`, filled in place.
+        shape: numbers and sizes of the heads.
+        stored: the heads in the folder.
+        repeated: the stored lm_heads equal the base's (`repeats_lm_head`). They are not read, since new heads already
+            have, or share, the base's lm_head.
+        progress: called with (bytes loaded, bytes in total).
+
+    Raises:
+        CheckpointError: tensors are missing, damaged, or made for another base model.
     """
     state = _state(heads)
-    if not found.biases:
+    if not stored.biases:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
     if repeated:
         state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
-    found.weight_map(shape, lm_heads=not repeated).load(found.reader, state, progress=progress)
+    stored.weight_map(shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)
 
 
 def _comparison(base: CausalLM) -> Callable[[Tensor], bool]:
-    """Whether a stored lm_head is that of `base`, which one with a bias never is."""
+    """A function that tells whether a stored lm_head equals the base's; always False if the base's has a bias."""
     codes = weight_codes(base.head)
     if codes is not None and base.head.bias is None:
         return partial(codes.is_of, dtype=base.dtype)

@@ -1,4 +1,4 @@
-"""Speculative decoding: a tree of candidates is checked in one forward pass, for all rows of a batch at once."""
+"""Speculative decoding: one forward pass checks a tree of candidate tokens for every sequence of a batch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from ligermodels.speculative.tree import Tree
 
 @dataclass(frozen=True)
 class SpeculativeOutput:
-    """What `speculative_generate` returns.
+    """The result of `speculative_generate`.
 
-    sequences: long (B, T + n), as `generate` returns them.
-    steps: steps that the rows took, added up: a forward pass counts once for each row that was not done.
-    new_tokens: tokens generated over all sequences, EOS included, padding not.
-    passes: forward passes after the prefill, each for all sequences.
-    tokens_per_step: tokens that a row gained in a step: (new_tokens - B) / steps, as the prefill gives the first token
-        of each. Plain decoding has exactly 1; nan when there was no step.
+    sequences: long (B, T + n), the prompts, padded on the left, and the new tokens, padded on the right.
+    steps: sum of the steps of all sequences. A forward pass counts once for each sequence that was not finished.
+    new_tokens: number of tokens generated in all sequences, with EOS, without padding.
+    passes: number of forward passes after the prefill, each for the whole batch.
     """
 
     sequences: Tensor
@@ -43,6 +41,10 @@ class SpeculativeOutput:
 
     @property
     def tokens_per_step(self) -> float:
+        """Average number of tokens that a sequence gains in a step; 1 for plain decoding, nan without a step.
+
+        (new_tokens - B) / steps, as the prefill gives the first token of each sequence.
+        """
         return (self.new_tokens - len(self.sequences)) / self.steps if self.steps else float("nan")
 
 
@@ -64,34 +66,49 @@ def speculative_generate(
     cuda_graph: bool = True,
     on_tokens: Callable[[list[list[int]]], object] | None = None,
 ) -> SpeculativeOutput:
-    """`generate` in fewer forward passes.
+    """Generate with tree decoding, in fewer forward passes than `generate`.
 
-    A step runs the model over all nodes of the tree at once, each seeing the text so far and its own ancestors, accepts
-    a path of them, and takes the model's likeliest token after its last node as the next root. Rows of a batch accept
-    paths of different lengths in the same step.
+    A step runs the model over all nodes of the tree at once; each node attends to the text so far and to its own
+    ancestors. The step accepts a path of nodes, and takes the model's most probable token after the last accepted node
+    as the next root. Sequences of a batch may accept paths of different lengths in the same step.
 
-    With temperature 0 it is lossless: the path is the one on which every token is the model's own greedy choice, so the
-    tokens are exactly those of greedy `generate`, whatever the candidates, up to the rounding of forward passes of
-    different shapes, which may decide between two logits that are equal but for it.
+    With temperature 0 decoding is lossless: a node is accepted if its token is the model's greedy choice, so the tokens
+    are the tokens of greedy `generate` for any drafter and tree. Rounding may differ between forward passes of
+    different shapes, and may decide between two logits that are equal apart from rounding.
 
-    With a temperature above 0 acceptance is typical (see `acceptance.Typical`): a candidate needs a probability above
-    min(epsilon, delta * exp(-entropy)) in the model's softmax at that temperature; the longest such path is taken, of
-    several the likeliest. This draws no random numbers, and is *not* a sample from the model's distribution: the first
-    token of every step is the greedy one, the others are candidates that are likely enough, so the text is fixed by the
-    prompt, the drafter and the tree. A higher temperature flattens the distribution, which lowers the
-    threshold and lets more tokens other than the greedy one through. For samples use `generate`.
+    With a temperature above 0 acceptance is typical (see `acceptance.Typical`): a token is accepted if its probability
+    in the model's softmax at that temperature exceeds min(epsilon, delta * exp(-entropy)). The longest accepted path is
+    taken; among paths of equal length, the most probable. No random numbers are drawn, and the result is *not* a sample
+    of the model's distribution: the first token of every step is the greedy token, the others are candidates that are
+    probable enough, so the prompt, the drafter and the tree determine the text. A higher temperature flattens the
+    distribution, which lowers the threshold and accepts more tokens other than the greedy token. For samples use
+    `generate`.
 
     Args:
+        model: the model.
         drafter: proposes the tokens of the tree.
-        tree: the candidates to try.
-        temperature, epsilon, delta: how to accept, as above.
-        on_tokens: called after the prefill and after each step with the tokens that each row has gained, B lists of
+        input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths.
+        tree: the candidates to check in each step.
+        max_new_tokens: largest number of new tokens per sequence, at least 1; by default the number that `max_length`
+            allows, or 64.
+        max_length: number of tokens of the longest prompt and of the new tokens together; ignored if `max_new_tokens`
+            is given.
+        temperature: 0 for greedy acceptance; above 0 for typical acceptance.
+        epsilon: upper limit of the threshold of typical acceptance, above 0.
+        delta: factor of exp(-entropy) in the threshold of typical acceptance, above 0.
+        eos_token_id: token or tokens that end a sequence. None: no sequence ends early.
+        pad_token_id: pads shorter prompts on the left and finished sequences on the right; by default the first EOS
+            token.
+        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side; only with a tensor of ids.
+        cuda_graph: on a GPU, replay steps from a CUDA graph.
+        on_tokens: called after the prefill and after each step with the tokens that each sequence gained, B lists of
             any length.
-        The others are those of `generate`.
+
+    Returns:
+        The sequences, with the numbers of steps and tokens.
 
     Raises:
-        InputError: as `generate`; the tree needs more candidates than the drafter gives; temperature is below 0;
-            epsilon or delta is not above it.
+        InputError: the prompts or an option are invalid, or the tree needs more candidates than the drafter gives.
     """
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
@@ -102,61 +119,72 @@ def speculative_generate(
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):
         state = model.new_state(batch, length + max_new_tokens + len(tree))
-        ids, real = prompts.to(state.device)
+        ids, attention = prompts.to(state.device)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, typical)
-        sequences = step.start(ids, real)
-        cuda_graph, finish = cuda_graph and not is_sharded(model), end_of_decoding(model)
-        take = Graphed(partial(step, sequences), state.device, cuda_graph)
+        sequences = step.start(ids, attention)
+        cuda_graph, all_done = cuda_graph and not is_sharded(model), end_of_decoding(model)
+        take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
         switches = bool(step.thresholds.switches)
-        finished, gained = Finished(state.device, not (switches or on_tokens)), _Gained(sequences)
+        finished, new_tokens_of = Finished(state.device, not (switches or on_tokens)), _NewTokens(sequences)
         while True:
             if on_tokens is not None:
-                on_tokens(gained())
-            if (ago := finished(finish(sequences.done))) is not None:
+                on_tokens(new_tokens_of())
+            if (superfluous := finished(all_done(sequences.done))) is not None:
                 break
             if switches and bool(step.needs_prefill(sequences).any()):
                 step.prefill_again(sequences, int(sequences.cache_seqlens.max()))
             else:
-                take()
+                take_step()
             passes += 1
-        passes -= ago
+        passes -= superfluous
     tokens = torch.cat([ids, new_tokens(sequences.text, sequences.start, sequences.count, pad_id)], dim=1)
     return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
 
 
-class _Gained:
-    """A function that gives the new tokens of each row since the call before, B lists. It waits for the device."""
+class _NewTokens:
+    """The new tokens of each sequence since the previous call, B lists. A call waits for the device."""
 
     def __init__(self, sequences: ops.Sequences) -> None:
-        self._sequences, self._seen = sequences, [0] * len(sequences.text)
+        self._sequences, self._counts = sequences, [0] * len(sequences.text)
 
     def __call__(self) -> list[list[int]]:
         starts, counts = self._sequences.start.tolist(), self._sequences.count.tolist()
-        before, self._seen = self._seen, counts
-        rows = zip(self._sequences.text, starts, before, counts, strict=True)
+        previous, self._counts = self._counts, counts
+        rows = zip(self._sequences.text, starts, previous, counts, strict=True)
         return [text[start + old : start + new].tolist() for text, start, old, new in rows]
 
 
 def medusa_generate(model: DecodingModel, propose: Propose, input_ids: TokenIds, **options: Any) -> SpeculativeOutput:
-    """`speculative_generate` with heads that all read the last hidden state: head k of `propose` speaks of the token
-    k + 2 places after the one whose state it is given. The tree is at most K deep."""
+    """`speculative_generate` with K heads that all read the last hidden state, such as Medusa's.
+
+    Args:
+        model: the model.
+        propose: hidden states (B, H) -> logits (B, K, V). Head k, given the state of token t, predicts token t + 2 + k.
+        input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths.
+        options: other arguments of `speculative_generate`; the tree is at most K deep.
+
+    Returns:
+        The sequences, with the numbers of steps and tokens.
+    """
     return speculative_generate(model, HeadsDrafter(propose), input_ids, **options)
 
 
 class TreeStep(Step):
     """A step of tree decoding.
 
-    Where rotary frequencies change with the length of a sequence (`layers.rope.ContextThresholds`), no path goes past
-    the change; for the token after it, sequences that `needs_prefill` names take `prefill_again` in place of a step,
-    unless frequencies change with each token: then a step adds one, as plain decoding does.
+    If rotary frequencies change at a certain length of a sequence (`layers.rope.ContextThresholds`), no path crosses
+    that length: a sequence that reaches it (`needs_prefill`) takes `prefill_again` instead of a step. If frequencies
+    change with every token, a step adds one token, as in plain decoding.
 
     Args:
-        model: runs on the device of the state, which is empty, and long enough for the prompts, max_new_tokens new
-            tokens and the tree.
-        drafter: proposes the tokens of the tree; it begins here.
-        typical: how to accept; None for greedy.
-        The others are those of `speculative_generate`.
+        model: the model, on the device of `state`.
+        drafter: proposes the tokens of the tree; its `begin` is called here.
+        state: an empty decoding state with room for the prompts, max_new_tokens new tokens and the tree.
+        tree: the candidates to check in each step.
+        max_new_tokens: largest number of new tokens per sequence.
+        eos_ids: tokens that end a sequence.
+        typical: the rule of typical acceptance; None for greedy acceptance.
     """
 
     def __init__(
@@ -186,9 +214,9 @@ class TreeStep(Step):
         return sequences
 
     def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        found = prefill(self.model, ids, lengths, self.state, every_state=self.drafter.reads_states)
-        self._prompt_states = found.states
-        return found.hidden, found.logits
+        prefilled = prefill(self.model, ids, lengths, self.state, every_state=self.drafter.reads_states)
+        self._prompt_states = prefilled.states
+        return prefilled.hidden, prefilled.logits
 
     def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
         slots = super().accept(sequences, hidden, logits)
@@ -196,14 +224,15 @@ class TreeStep(Step):
         return slots
 
     def needs_prefill(self, sequences: ops.Sequences) -> Tensor:
-        """Bool (B,): sequences whose keys in the state have to be computed again before their root can be run."""
-        stale = torch.zeros_like(sequences.done)
+        """Bool (B,): True for sequences that need `prefill_again` before the next step, as their cached keys have
+        outdated rotary frequencies."""
+        outdated = torch.zeros_like(sequences.done)
         for switch in self.thresholds.switches:
-            stale |= sequences.cache_seqlens == switch
-        return stale & ~sequences.done
+            outdated |= sequences.cache_seqlens == switch
+        return outdated & ~sequences.done
 
     def __call__(self, sequences: ops.Sequences) -> None:
-        """Take a step."""
+        """Take a step; changes `sequences` in place."""
         tokens, positions = ops.tree_inputs(
             self.drafter.draft(sequences),
             sequences.root,
@@ -224,7 +253,7 @@ class TreeStep(Step):
         accepted = (
             (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
         )
-        given = tokens, positions, self.choose(out.logits), out.last_hidden_state
-        slots = ops.accept_path(sequences, self.paths, *given, self.eos, self.max_new_tokens, *accepted)
+        nodes = tokens, positions, self.choose(out.logits), out.last_hidden_state
+        slots = ops.accept_path(sequences, self.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
         self.state.commit(slots)
         self.drafter.follow(sequences, slots, out.last_hidden_state)

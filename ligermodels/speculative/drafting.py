@@ -1,4 +1,4 @@
-"""What proposes the candidates of speculative decoding."""
+"""Drafters, which propose the candidate tokens of speculative decoding."""
 
 from __future__ import annotations
 
@@ -18,31 +18,47 @@ Propose = Callable[[Tensor], Tensor]
 class Drafter(Protocol):
     """Proposes the tokens of a tree for each sequence of a batch.
 
-    After `begin` and `start`, a step calls `draft` and then `follow`. These two change tensors in place, at fixed
-    addresses, and do not synchronise with the device, so that a CUDA graph can hold them.
+    `begin` and `start` are called once, then `draft` and `follow` in every step. `draft` and `follow` change tensors in
+    place, at fixed addresses, and do not synchronise with the device, so that a CUDA graph can capture them.
     """
 
     reads_states: bool
-    """Whether it is to be given the hidden states of prompts and of accepted paths, by `start` and `follow`."""
+    """Whether `start` needs the hidden states of all tokens of the prompts, not only of the last tokens."""
 
     def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
-        """Get ready for sequences of up to `max_length` tokens, the nodes of the tree included."""
+        """Prepare for a batch.
+
+        Args:
+            batch_size: B.
+            max_length: largest length of a sequence, with the nodes of the tree.
+            tree: the candidates to propose in each step.
+        """
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
-        """After the prefill: hidden states (B, T, H) of the prompts, which are padded on the right."""
+        """Called after the prefill with the hidden states of the prompts, (B, T, H), padded on the right."""
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
-        """Long (B, the tree's depth, its width): for each depth the best tokens, best first."""
+        """Candidate tokens, long (B, depth of the tree, width of the tree), for each depth the best token first."""
 
     def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:
-        """After each step: the hidden states (B, N, H) of the nodes, and long (B, P), `slots[:, :1]` + the nodes of the
-        accepted path, by which the sequences have grown: see `ops.accept_path`."""
+        """Called after each step.
+
+        Args:
+            sequences: the sequences, with the accepted tokens.
+            slots: long (B, P), the result of `ops.accept_path`: `slots - slots[:, :1]` are the nodes of the accepted
+                path.
+            states: hidden states of all N nodes, (B, N, H).
+        """
 
 
 class HeadsDrafter:
-    """A `Drafter` of heads that all read the last hidden state, such as Medusa's.
+    """A `Drafter` with heads that all read the last hidden state, such as Medusa's.
 
-    Raises InputError, from `draft`, when there are too few heads, or too few logits of each, for the tree.
+    Args:
+        propose: hidden states (B, H) -> logits (B, K, V) of the K heads.
+
+    Raises:
+        InputError: by `draft`, if the tree needs more heads, or more candidates per head, than there are.
     """
 
     reads_states = False
@@ -68,6 +84,6 @@ class HeadsDrafter:
             )
         _, heads, vocabulary = logits.shape
         if heads < tree.max_depth or vocabulary < tree.width:
-            needs = f"the tree needs {tree.max_depth} heads and {tree.width} candidates of each"
-            raise InputError(f"{needs}, propose gives {heads} heads over a vocabulary of {vocabulary}")
+            needs = f"tree: the tree needs {tree.max_depth} heads and {tree.width} candidates per head"
+            raise InputError(f"{needs}, but propose gives {heads} heads over {vocabulary} tokens; give a smaller tree")
         return ops.topk_indices(logits[:, : tree.max_depth], tree.width)

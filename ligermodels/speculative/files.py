@@ -1,4 +1,4 @@
-"""Medusa heads in files: written whole and checked in any of the formats, and found again whatever their format."""
+"""Files of Medusa heads: written and checked in any of the formats, and read in the format that is recognised."""
 
 from __future__ import annotations
 
@@ -33,46 +33,55 @@ from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 CONFIG = "config.json"
 SUPERFLUOUS = "medusa_heads."
-"""A part of names that some conversions leave in; as in vLLM it is removed."""
+"""Prefix that some conversions leave in names; it is removed, as in vLLM."""
 ONE_FILE = 2**63 - 1
-"""Loaders of heads look for one file."""
+"""Maximum shard size for formats with a single file."""
 
 
 class TorchFile(StateDict):
-    """The tensors of a file that torch.save has written, as a reader of checkpoints.
+    """Reader of a file that torch.save has written. It loads tensors only (weights_only), so that no code can run.
 
-    Nothing but tensors is read of it (weights_only), so that it cannot run code. Raises CheckpointError for a file that
-    holds anything else, is damaged, or is no dict of tensors.
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: the file holds other objects than tensors, is damaged, or is not a dict of tensors.
     """
 
     def __init__(self, path: Path) -> None:
         with open_file(path, CheckpointError):
-            pass  # torch would wait for a FIFO.
+            pass  # an error for a FIFO, from which torch.load would wait forever
         try:
-            # Mapped where its kind of file can be: tensors are then read as they are used.
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            # torch can map zip files into memory: tensors are then read when they are used.
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError as error:
-            what = "holds more than tensors, or is damaged, and is not loaded"
-            raise CheckpointError(f"{path}: {what}: {_line(error)}") from None
-        except Exception as error:  # Of a damaged pickle torch's unpickler raises anything.
+            problem = "holds more than tensors, or is damaged, and is not loaded"
+            raise CheckpointError(f"{path}: {problem}: {_line(error)}") from None
+        except Exception as error:  # torch's unpickler raises errors of any class for a damaged file
             raise CheckpointError(f"{path}: cannot be read: {_line(error)}; fetch it again") from error
-        if not isinstance(found, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()
+        if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
         ):
             raise CheckpointError(f"{path}: is not a dict of tensors by name, as a module's state_dict is")
-        for name, tensor in found.items():
-            if (kind := _unreadable(tensor)) is not None:
-                raise CheckpointError(f"{path}: {short(name)} is a {kind} tensor, not a plain one with values")
-        super().__init__(found)
+        for name, tensor in tensors.items():
+            if (form := _unreadable(tensor)) is not None:
+                raise CheckpointError(f"{path}: {short(name)} is a {form} tensor, not a dense tensor with values")
+        super().__init__(tensors)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of tensor `name` from its byte `start` on."""
+        """Fill `buffer` with bytes of a tensor.
+
+        Args:
+            name: name of the tensor.
+            start: offset of the first byte.
+            buffer: its length is the number of bytes.
+        """
         stored = self.headers[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(stored)
 
 
 def _unreadable(tensor: Tensor) -> str | None:
-    """What keeps a tensor from being read as plain bytes, if anything."""
+    """Name of the storage form of a tensor that cannot be read as plain bytes; None if it can be read."""
     if tensor.layout is not torch.strided:
         return "sparse"
     if tensor.is_quantized:
@@ -94,19 +103,21 @@ def save_heads(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
-    """Write heads, whole or not at all, and read back whether all is as the format's loader needs it.
+    """Write heads, completely or not at all, and check the written files against the format.
 
     Args:
         folder: created if need be.
-        state: native name -> tensor; of a whole checkpoint, the base model's too.
-        base_model: the base model's name, for formats whose config has it.
-        base: how the base model is written, for a format that holds it.
-        max_shard_size: of such a format; others are one file.
+        profile: the format.
+        shape: numbers and sizes of the heads.
+        state: native name -> tensor; for a format with the base model in it, the base model's tensors too.
+        base_model: the base model's hub id or folder, for formats with it in config.json.
+        base: the export of the base model, for a format with the base model in it.
+        max_shard_size: largest size of a safetensors file, for a format with the base model in it.
         overwrite: replace a checkpoint or heads in `folder`.
 
     Raises:
-        CheckpointError: the folder is in use or cannot be written, or what was written is not right.
-        InputError: the format needs the base model's name.
+        CheckpointError: the folder is in use or cannot be written, or the written files do not match the format.
+        InputError: the format needs `base_model`.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
     if base is not None:
@@ -151,16 +162,16 @@ def _save_torch(
         fetched = ranks.fetch({tensor.name: tensor.read for tensor in tensors})
         if not ranks.writes:
             return
-        # All of a tensor's memory would be written: each is to be alone in it.
-        alone = {name: x.untyped_storage().nbytes() == x.nbytes for name, x in fetched.items()}
-        found = {name: x if alone[name] else x.clone() for name, x in fetched.items()}
+        # torch.save writes the whole storage of a tensor, so that a view of a larger storage is copied.
+        is_whole = {name: x.untyped_storage().nbytes() == x.nbytes for name, x in fetched.items()}
+        state = {name: x if is_whole[name] else x.clone() for name, x in fetched.items()}
         # A tensor under several names is written once.
-        needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in found.values()}.values())
+        needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
         with written_whole(folder, needed, overwrite=overwrite) as temporary:
             (temporary / CONFIG).write_text(as_json(config), encoding="utf-8")
             try:
-                torch.save(found, temporary / file)
-            except RuntimeError as error:  # torch's own writer, of a full disk.
+                torch.save(state, temporary / file)
+            except RuntimeError as error:  # raised by torch's writer for a full disk
                 raise OSError(_line(error)) from error
             check(temporary)
 
@@ -169,7 +180,14 @@ def _save_torch(
 
 
 class Heads(NamedTuple):
-    """Heads found in a folder: their format, how many there are, how deep they are, and whether they have biases."""
+    """Heads in a folder.
+
+    profile: their format.
+    num_heads: number of heads.
+    num_layers: ResBlocks in each head.
+    biases: whether the ResBlocks have biases.
+    reader: the tensors.
+    """
 
     profile: Profile
     num_heads: int
@@ -178,7 +196,7 @@ class Heads(NamedTuple):
     reader: FileReader
 
     def weight_map(self, shape: HeadsShape, *, lm_heads: bool = True) -> WeightMap:
-        """Native names to those in the file; without `lm_heads`, those are passed over."""
+        """Mapping from native names to names in the file; without `lm_heads`, stored lm_heads are ignored."""
         return self.profile.weight_map(shape, biases=self.biases, lm_heads=lm_heads)
 
 
@@ -188,59 +206,61 @@ class NoHeadsError(CheckpointError):
 
 @contextmanager
 def open_heads(folder: Path) -> Iterator[Heads]:
-    """Heads in `folder`, in whichever of the formats: recognised by its tensors, and by config.json where those are
-    the same in two formats. Numbers come from the tensors: configs in the wild are wrong about them.
+    """Open the heads in a folder, in any of the formats.
 
-    Raises CheckpointError when there are no heads, in no format known, or files are damaged.
+    The format is recognised by the names of the tensors, and by config.json if two formats have the same names. The
+    numbers of heads and ResBlocks come from the tensors, since published configs are often wrong.
+
+    Raises CheckpointError if there are no heads in a known format, or files are damaged.
     """
-    with reading(folder, partial(_found, folder)) as found:
-        yield found
+    with reading(folder, partial(_recognise, folder)) as heads:
+        yield heads
 
 
-def _found(folder: Path, opened: ExitStack) -> Heads:
+def _recognise(folder: Path, opened: ExitStack) -> Heads:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{shown(folder)}: no such folder")
     config = read_json(folder / CONFIG) if is_present(folder / CONFIG, CheckpointError) else {}
     for file in dict.fromkeys(profile.file for profile in PROFILES.values()):
-        there = (is_present(folder / each, CheckpointError) for each in ((file, INDEX) if file == SINGLE else (file,)))
-        if not any(there):
+        files = (file, INDEX) if file == SINGLE else (file,)
+        if not any(is_present(folder / name, CheckpointError) for name in files):
             continue
         reader = opened.enter_context(_opened(folder, file))
         names = list(reader.headers)
-        found = {
-            name: counts
+        counts = {
+            name: count
             for name, profile in PROFILES.items()
-            if profile.file == file and (counts := profile.count(names)) is not None
+            if profile.file == file and (count := profile.count(names)) is not None
         }
-        if not found:
+        if not counts:
             continue
         if "token_map" in names:
             raise CheckpointError(
-                f"{folder}: its heads have a truncated vocabulary (token_map), which is not implemented; "
-                "heads here need logits of every token"
+                f"{folder}: the heads have a truncated vocabulary (token_map), which is not implemented; "
+                "give heads with logits of every token"
             )
-        nearest = min(found, key=lambda name: PROFILES[name].distance(found[name], names, config))
+        nearest = min(counts, key=lambda name: PROFILES[name].distance(counts[name], names, config))
         profile = PROFILES[nearest]
-        return Heads(profile, *found[nearest], profile.has_biases(names), reader)
+        return Heads(profile, *counts[nearest], profile.has_biases(names), reader)
     examples = dict.fromkeys(repr(p.linear.format(head=0, layer=0, part="weight")) for p in PROFILES.values())
     raise NoHeadsError(f"{folder}: no Medusa heads: no tensor is named like one of {', '.join(examples)}")
 
 
 @contextmanager
 def _opened(folder: Path, file: str) -> Iterator[FileReader]:
-    """The tensors of the file, or shards, without SUPERFLUOUS in their names."""
+    """Open a file of tensors, or its shards, with SUPERFLUOUS removed from the names."""
     with ExitStack() as opened:
         pickled = file.endswith(".pt")
         reader = TorchFile(folder / file) if pickled else opened.enter_context(Checkpoint(folder, single=file))
         stored = {name.replace(SUPERFLUOUS, ""): name for name in reader.headers}
         if twice := set(reader.headers) - set(stored.values()):
             raise CheckpointError(
-                f"tensors that are there with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
+                f"tensors are stored both with {SUPERFLUOUS!r} and without: {', '.join(sorted(twice))}"
             )
         reader.headers = {name: reader.headers[old] for name, old in stored.items()}  # type: ignore[assignment]
         yield reader
 
 
 def _line(error: Exception) -> str:
-    text = re.sub(r"\x1b\[\d*m", "", str(error))  # torch writes in bold type
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # torch's messages have terminal codes for bold type
     return (text.splitlines() or [type(error).__name__])[0]

@@ -30,7 +30,13 @@ class ResBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """ResBlocks, then the head's own `lm_head`; without one it gives hidden states, for the base model's lm_head."""
+    """ResBlocks, then the head's own `lm_head`.
+
+    Args:
+        hidden_size: H.
+        num_layers: number of ResBlocks.
+        lm_head: the head's projection to the vocabulary. None: the head returns hidden states for the base's lm_head.
+    """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
@@ -40,7 +46,7 @@ class MedusaHead(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Logits of the head, or with targets its loss.
+        """The logits of the head; with targets, its loss.
 
         Args:
             hidden: hidden states (..., H).
@@ -48,7 +54,7 @@ class MedusaHead(nn.Module):
             loss_options: options of `LMHead.forward`.
 
         Returns:
-            Logits (..., V), or a `HeadLoss`; without an lm_head of its own hidden states (..., H).
+            Logits (..., V); with targets a `HeadLoss`; hidden states (..., H) if the head has no lm_head.
         """
         hidden = self.layers(hidden)
         return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)

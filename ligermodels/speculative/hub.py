@@ -1,4 +1,4 @@
-"""Medusa heads on the Hugging Face hub: from a repository's name to a local folder."""
+"""Fetching Medusa heads from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ FILES = [*dict.fromkeys(profile.file for profile in PROFILES.values())]
 
 
 def heads_folder(name_or_path: str | os.PathLike[str]) -> Path:
-    """The folder of Medusa heads: a local one as it is, or a snapshot of a hub repository in huggingface_hub's cache.
+    """The local folder of Medusa heads; a hub repository is fetched into huggingface_hub's cache.
 
-    Of a repository its config and the files that may hold heads are fetched, a .pt too, for that is how most heads are
-    published; nothing but tensors is read of it later. What the cache has is not fetched again.
+    Only config.json and the files that may hold heads are fetched, if they are not in the cache. Among them is a .pt
+    file, since most heads are published in this form; it is read with `weights_only`.
 
-    Raises CheckpointError and HubError as `hub.resolve`, and HubError for a repository without heads.
+    Args:
+        name_or_path: a local folder, or a hub id.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the local folder does not exist.
+        HubError: the files cannot be fetched, or the repository has no heads.
     """
     folder, name = hub.resolve(name_or_path, weights=False), os.fspath(name_or_path)
     if folder == Path(name).expanduser():
@@ -32,12 +40,12 @@ def heads_folder(name_or_path: str | os.PathLike[str]) -> Path:
     try:
         with patient(name):
             snapshot_download(name, revision=commit, allow_patterns=[*FILES, INDEX])
-    except Exception as error:  # Of many classes: those of the library and those of its transports.
+    except Exception as error:  # huggingface_hub and its HTTP libraries raise errors of many classes
         if not any((folder / file).exists() for file in (*FILES, INDEX)):
-            why = " ".join(str(error).split())[:300]
-            raise HubError(f"{name}: its heads cannot be fetched, run again to retry: {why}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise HubError(f"{name}: the heads cannot be fetched, run again to retry: {reason}") from error
     if any((folder / file).is_file() for file in FILES):
         return folder
-    if (folder / INDEX).is_file():  # A whole checkpoint in shards.
+    if (folder / INDEX).is_file():  # a model's checkpoint in shards
         return hub.resolve(name, revision=commit)
-    raise HubError(f"{name}: no Medusa heads in the repository, nor in the cache: none of {', '.join((*FILES, INDEX))}")
+    raise HubError(f"{name}: has no Medusa heads, in the repository or the cache: none of {', '.join((*FILES, INDEX))}")

@@ -16,38 +16,39 @@ from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.distillation import divergence
+from ligermodels.models.reference_kl import divergence
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput
 
 
 def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "device") -> CausalLM:
-    """A frozen copy of a model, as the reference.
+    """A frozen copy of a model, for use as the reference.
 
     Args:
-        model: the model. If `parallelize` has spread it, each rank copies its shards.
-        place: "device", beside the model; or "cpu_offload": its blocks stay in host memory, and each is on the device
-            only while it computes. Every pass then copies all blocks, which takes time; the results are the same.
+        model: the model. If `parallelize` has sharded it, each rank copies its shards.
+        place: "device", the model's device; or "cpu_offload": the copy's blocks stay in host memory, and each block is
+            copied to the device while it computes. This is slower, and the results are the same.
 
     Returns:
         The copy, in evaluation mode.
 
     Raises:
         InputError: "cpu_offload" for a sharded model.
+
+    Example:
+        >>> joint = lm.JointMedusa(medusa, reference=frozen_copy(medusa.base))
     """
     if is_sharded(model):
         if place != "device":
-            raise InputError("reference: of a sharded model each rank keeps its share on the device; not 'cpu_offload'")
+            raise InputError("reference: 'cpu_offload' is not implemented for a sharded model; give 'device'")
         from ligermodels.parallel.apply import parallel_copy  # a large import
 
         return parallel_copy(model)
     if place == "device":
         return copy.deepcopy(model).requires_grad_(False).eval()
-    # The blocks' parameters are copied to the host at once: the device never holds a second set.
-    on_host = {
-        id(p): nn.Parameter(_host_copy(p.detach()), requires_grad=False) for p in model.decoder.blocks.parameters()
-    }
-    reference = copy.deepcopy(model, on_host).requires_grad_(False).eval()
+    # deepcopy takes the parameters in its memo as they are: the device never holds a second set of the blocks.
+    memo = {id(p): nn.Parameter(_host_copy(p.detach()), requires_grad=False) for p in model.decoder.blocks.parameters()}
+    reference = copy.deepcopy(model, memo).requires_grad_(False).eval()
     for block in reference.decoder.blocks:
         _fetch_for_forward(block, model.device)
     return reference
@@ -59,30 +60,40 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _fetch_for_forward(block: nn.Module, device: torch.device) -> None:
-    """Have the parameters of `block` on `device` during its forward, and only then."""
-    at_home = {p: p.data for p in block.parameters()}
+    """Copy the parameters of `block` to `device` for the duration of its forward."""
+    host_tensors = {p: p.data for p in block.parameters()}
 
     def fetch(*_: Any) -> None:
-        for p, home in at_home.items():
-            p.data = home.to(device, non_blocking=True)
+        for p, host_tensor in host_tensors.items():
+            p.data = host_tensor.to(device, non_blocking=True)
 
     def release(*_: Any) -> None:
-        for p, home in at_home.items():
-            p.data = home
+        for p, host_tensor in host_tensors.items():
+            p.data = host_tensor
 
     block.register_forward_pre_hook(fetch)
     block.register_forward_hook(release, always_call=True)
 
 
 class JointMedusa(nn.Module):
-    """A Medusa model that also trains its base model: the loss is L_lm + heads_loss_weight * the heads' loss.
+    """Trains a Medusa model's base model together with its heads: loss = L_lm + heads_loss_weight * L_heads.
 
-    L_lm is the base model's own loss; with a `reference` the mean of KL(reference || base) over the same targets.
+    L_lm is the base model's own loss; with a `reference`, the mean of KL(reference || base) over the same targets.
+
+    Args:
+        medusa: the model. Its base model's parameters become trainable.
+        reference: a frozen model with the same vocabulary, such as `frozen_copy(medusa.base)`. It is not registered as
+            a submodule, so that its parameters are neither trained nor saved.
+
+    Raises:
+        InputError: an argument of a wrong type, or a quantised base model.
+
+    Example:
+        >>> joint = lm.JointMedusa(medusa)
+        >>> joint(input_ids, labels=input_ids, heads_loss_weight=0.2).loss.backward()
     """
 
     def __init__(self, medusa: MedusaModel, reference: CausalLM | None = None) -> None:
-        """Makes the base model's parameters trainable; the reference is no submodule, and its parameters are not
-        trained."""
         super().__init__()
         if not isinstance(medusa, MedusaModel):
             raise InputError(f"medusa: must be a MedusaModel, got a {type(medusa).__name__}")
@@ -99,7 +110,11 @@ class JointMedusa(nn.Module):
         *,
         labels: Tensor,
         heads_loss_weight: Tensor | float = 1.0,
-        **options: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **loss_options: Any,
     ) -> MultiHeadOutput:
         """The joint loss.
 
@@ -107,18 +122,31 @@ class JointMedusa(nn.Module):
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
             heads_loss_weight: factor of the heads' loss.
-            options: other arguments of `MedusaModel.forward`. `num_items_in_batch` is one number, or long (K + 1,) with
-                the base model's number first: see `num_targets`. With a reference, options of the cross entropy, such
-                as `token_weights`, apply to the heads only.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
+                of a document.
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            loss_options: options of `MedusaModel.forward`. `num_items_in_batch` is one number, or (K + 1,), the base
+                model's number first: see `num_targets`. With a reference, `reduction` and `num_items_in_batch` apply
+                to L_lm too; the other options, such as `token_weights`, apply to the heads only.
 
         Returns:
-            The output of the heads, with the joint loss, and L_lm as `base_loss`.
+            The output of the heads, with the joint loss as `loss` and L_lm as `base_loss`.
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
+        inputs = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "inputs_embeds": inputs_embeds,
+        }
         loss = partial(_joint_loss, self.medusa, self._reference[0])
-        return call_gathered(self.medusa, loss, input_ids, labels, heads_loss_weight, **options)
+        return call_gathered(self.medusa, loss, heads_loss_weight, inputs, **loss_options)
 
     def num_targets(
         self,
@@ -144,14 +172,12 @@ class JointMedusa(nn.Module):
 def _joint_loss(
     medusa: MedusaModel,
     reference: CausalLM | None,
-    input_ids: Tensor | None,
-    labels: Tensor,
     heads_loss_weight: Tensor | float,
-    **options: Any,
+    inputs: dict[str, Any],
+    **loss_options: Any,
 ) -> MultiHeadOutput:
-    base, batch = medusa.base, medusa.prepare(1, input_ids, labels, **options)
+    base, batch = medusa.base, medusa.prepare(1, **inputs, **loss_options)
     targets = cast(Targets, batch.targets)
-    loss_options = {name: value for name, value in options.items() if name not in _INPUTS}
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
     output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)
@@ -169,16 +195,13 @@ def _joint_loss(
     return replace(output, loss=total, base_loss=first.detach())
 
 
-_INPUTS = ("attention_mask", "position_ids", "cu_seqlens", "inputs_embeds")
-
-
 def _kl(base: CausalLM, reference: CausalLM, reference_hidden: Tensor) -> Callable[..., HeadLoss]:
-    """KL(reference || base), called as an `LMHead` is for its loss."""
+    """KL(reference || base) with the signature of `LMHead.forward` with targets."""
 
     def kl(hidden: Tensor, targets: Tensor, **options: Any) -> HeadLoss:
         size = base.config.vocab_size
         loss = divergence(hidden, base.head, reference_hidden, reference.logits, targets, vocab_size=size, **options)
         return HeadLoss(loss=loss)
 
-    # Within the call the parameters of the base and of its head, which may be a group of its own, are gathered.
+    # Gathers the parameters of the base and of its head, which may be FSDP groups of their own.
     return partial(call_gathered, base, partial(call_gathered, base.head, kl))

@@ -1,4 +1,4 @@
-"""Heads of any kind, found by what their config.json says."""
+"""Loading Medusa or MTP heads, whichever a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,25 @@ from ligermodels.speculative.multi_head import MultiHeadModel
 def load_multi_head(
     base: CausalLM, heads: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> MultiHeadModel:
-    """The Medusa heads, or the head of multi-token prediction, in a folder or under a hub id, on the (now frozen) base;
-    alone, or in a model's checkpoint. Errors are those of the two models' `from_pretrained`."""
+    """Load Medusa heads or an MTP head, and freeze the base model's parameters.
+
+    Args:
+        base: the base model.
+        heads: folder or hub id of heads alone, or of a model's checkpoint with heads in it.
+        progress: called with (bytes loaded, bytes in total) of the heads.
+
+    Returns:
+        A `MedusaModel` or an `MTPModel`.
+
+    Raises:
+        CheckpointError: there are no heads; or files or tensors are missing, damaged, or made for another base model.
+        HubError: the files cannot be fetched.
+        ConfigError: MTP is not implemented for this base model.
+
+    Example:
+        >>> model = load_multi_head(base, "heads/")
+        >>> model.generate([[1, 5, 9]], max_new_tokens=64)
+    """
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
     try:
@@ -37,5 +54,5 @@ def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
         return config.get("model_type") == MODEL_TYPE
     try:
         return holds_head(base, hub.resolve(heads))
-    except (CheckpointError, HubError):  # Medusa heads in files of their own; or they say what is wrong
+    except (CheckpointError, HubError):  # not a model's checkpoint; MedusaModel.from_pretrained raises the clear error
         return False

@@ -21,12 +21,13 @@ from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import Tree, default_tree
 
@@ -45,8 +46,21 @@ class MedusaModel(MultiHeadModel):
         lm_head: Literal["own", "shared"] = "own",
         decay: float = 0.8,
     ) -> None:
-        """New heads: identity ResBlocks and, with own lm_heads, copies of the base's (of its rounded weight, where that
-        is quantised). See `from_base`."""
+        """New heads on `base`, which `from_base` also freezes.
+
+        ResBlocks start as the identity. A head's own lm_head starts as a copy of the base's; if the base's lm_head is
+        quantised, as a copy of its rounded weight.
+
+        Args:
+            base: the base model.
+            num_heads: K, tokens predicted beyond the next one.
+            num_layers: ResBlocks in each head.
+            lm_head: "own", an lm_head for each head; or "shared", the base model's.
+            decay: the weight of head i's loss is decay ** i.
+
+        Raises:
+            InputError: an argument is out of range, or the heads do not fit in memory.
+        """
         super().__init__()
         check_native(base, "base")
         num_heads = check_count("num_heads", num_heads, most=MOST_HEADS)
@@ -59,8 +73,8 @@ class MedusaModel(MultiHeadModel):
         state = {name: gathered(tensor) for name, tensor in state.items()}
         hidden = self.shape.hidden_size
         elements = num_heads * (num_layers * hidden * (hidden + 1) + (hidden * self.shape.vocab_size if state else 0))
-        what = f"{num_heads} heads of num_layers = {num_layers}"
-        with base.device, memory_for(what, base.device, elements * base.dtype.itemsize):
+        heads = f"{num_heads} heads of num_layers = {num_layers}"
+        with base.device, memory_for(heads, base.device, elements * base.dtype.itemsize):
             self.heads = nn.ModuleList(self._new_head(state) for _ in range(num_heads)).to(base.dtype)
 
     def _new_head(self, lm_head_state: dict[str, Tensor]) -> MedusaHead:
@@ -71,9 +85,9 @@ class MedusaModel(MultiHeadModel):
             try:
                 lm_head.load_state_dict(lm_head_state)
             except RuntimeError as error:
-                kind = type(self.base.head).__name__
+                name = type(self.base.head).__name__
                 raise InputError(
-                    f"lm_head='own' copies the base's LMHead, but base.head is a {kind}: {error}"
+                    f"lm_head='own' copies the base's LMHead, but base.head is a {name}: {error}"
                 ) from None
         return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
 
@@ -86,16 +100,25 @@ class MedusaModel(MultiHeadModel):
         lm_head: Literal["own", "shared"] = "own",
         decay: float = 0.8,
     ) -> MedusaModel:
-        """Fresh heads on `base`, whose parameters are frozen (stage 1).
+        """New heads on `base`, and freeze the base model's parameters (stage 1).
 
         Args:
-            base: the model to speed up; `base.requires_grad_()` afterwards has it trained too (stage 2).
+            base: the base model. To train it too (stage 2), use `JointMedusa`.
             num_heads: K, tokens predicted beyond the next one.
             num_layers: ResBlocks in each head.
-            lm_head: "own", a trained copy of the base's for each head; or "shared", the base's own, trained as it is.
-            decay: head i's loss counts decay ** i.
+            lm_head: "own", a trainable copy of the base's lm_head in each head; or "shared", the base model's lm_head,
+                which is frozen with it.
+            decay: the weight of head i's loss is decay ** i.
 
-        Raises InputError on a bad argument.
+        Returns:
+            The model, on the device and in the dtype of `base`.
+
+        Raises:
+            InputError: an argument is out of range, or the heads do not fit in memory.
+
+        Example:
+            >>> medusa = lm.MedusaModel.from_base(model, num_heads=5)
+            >>> medusa(input_ids, labels=input_ids).loss.backward()  # gradients of the heads only
         """
         model = cls(base, num_heads, num_layers, lm_head, decay)
         base.requires_grad_(False)
@@ -107,7 +130,7 @@ class MedusaModel(MultiHeadModel):
         return self.shape.num_heads
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that stage 1 trains."""
+        """Parameters of the heads; a shared lm_head is the base model's."""
         return self.heads.parameters()
 
     def loss_weights(self) -> Sequence[float]:
@@ -115,31 +138,31 @@ class MedusaModel(MultiHeadModel):
         return [self.decay**i for i in range(self.num_heads)]
 
     def default_tree(self) -> Tree:
-        """63 candidates, grown from published accuracies of heads."""
+        """A tree of 63 candidates, grown from published accuracies of Medusa heads."""
         return default_tree(self.num_heads, vocab_size=self.shape.vocab_size)
 
     def drafter(self, tree: Tree) -> HeadsDrafter:
-        """Runs the heads that `tree` uses; the others would be run in vain."""
+        """A drafter that runs only the heads that `tree` uses."""
         return HeadsDrafter(partial(self.propose, num_heads=max(1, tree.max_depth)))
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:
         return repeat(hidden, self.num_heads)
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Logits or `HeadLoss` of head `index`, by its own lm_head, or by the shared one through the base model."""
+        """Logits or `HeadLoss` of head `index`, computed by its own lm_head or by the base model's."""
         head = self.heads[index]
         if self.lm_head == "own":
             return head(hidden, targets, **loss_options)
         return self._through_base(head(hidden), targets, **loss_options)
 
     def propose(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """Hidden states (B, H) -> logits (B, n, V) of all heads, or of the first `num_heads`; InputError below 1."""
+        """Hidden states (B, H) -> logits (B, n, V) of the first `num_heads` heads; of all heads by default."""
         if num_heads is not None and num_heads < 1:
             raise InputError(f"num_heads: must be at least 1, got {num_heads}")
         heads = list(self.heads)[:num_heads]
         if self.lm_head == "own":
             return torch.stack([head(hidden) for head in heads], dim=1)
-        # One product with the shared weight for all heads.
+        # A single product with the shared weight.
         return self.base.logits(torch.stack([head(hidden) for head in heads], dim=1))
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -153,21 +176,28 @@ class MedusaModel(MultiHeadModel):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the heads in the format of another program, and check what was written against it.
+        """Write the heads in the format of another program, and check the written files against that format.
 
-        Heads on a shared lm_head go into a format of separate ones by repeating it.
+        The folder is written completely or not at all. If the heads share an lm_head and the format stores an lm_head
+        per head, the shared lm_head is written for each head.
 
         Args:
             folder: created if need be.
-            profile: one of `speculative.profiles.PROFILES`: vllm, vllm-shared, tgi, tgi-v2, tensorrt-llm,
-                fasterdecoding; or full-hf, which is the base model's checkpoint with the heads in it.
-            base_model: the base model's hub id or folder, which the formats of TGI, TensorRT-LLM and FasterDecoding
-                name; by default the one that the base model's own config names.
-            max_shard_size: of full-hf, as in `CausalLM.save_pretrained`; the other formats are one file.
-            overwrite: replace a checkpoint or heads in `folder`; what is no part of them stays.
+            profile: name of the format: "vllm", "vllm-shared", "tgi", "tgi-v2", "tensorrt-llm", "fasterdecoding"; or
+                "full-hf", the base model's checkpoint with the heads in it.
+            base_model: the base model's hub id or folder, for config.json in the formats of TGI, TensorRT-LLM and
+                FasterDecoding; by default `_name_or_path` of the base model's config.
+            max_shard_size: largest size of a safetensors file of "full-hf", in bytes or as a string such as "5GB"; the
+                other formats have a single file.
+            overwrite: replace a checkpoint or heads in `folder`; other files in it stay.
 
-        Raises InputError for an unknown profile or one that cannot hold these heads, CheckpointError when the folder
-        cannot be written; nothing is left half-written.
+        Raises:
+            InputError: the profile is unknown, cannot hold these heads, or needs `base_model`.
+            ConfigError: "full-hf", and the base model has no config.json or no longer matches it.
+            CheckpointError: the folder is in use or cannot be written.
+
+        Example:
+            >>> medusa.export("heads/", profile="tgi", base_model="meta-llama/Llama-3.1-8B")
         """
         chosen, spec = profile_named(profile), self.base.export_spec
         if base_model is not None:
@@ -186,13 +216,26 @@ class MedusaModel(MultiHeadModel):
 
         Args:
             folder: created if need be.
-            max_shard_size: largest size of a safetensors file, such as "5GB".
+            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
             overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            InputError, ConfigError, CheckpointError: see `export`.
         """
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the heads alone, in the `vllm` or `vllm-shared` format, for `from_pretrained`."""
+        """Write the heads without the base model, for `from_pretrained`.
+
+        The format is "vllm", or "vllm-shared" for heads that share the base's lm_head.
+
+        Args:
+            folder: created if need be.
+            overwrite: replace heads in the folder.
+
+        Raises:
+            InputError, CheckpointError: see `export`.
+        """
         self.export(folder, "vllm" if self.lm_head == "own" else "vllm-shared", overwrite=overwrite)
 
     @classmethod
@@ -205,21 +248,35 @@ class MedusaModel(MultiHeadModel):
         own_lm_heads: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaModel:
-        """Heads in `folder`, or under that name on the hub, in any format of `export`, on the (now frozen) `base`.
+        """Load heads from a folder or the hub, in any format of `export`, and freeze the base model.
 
-        The format is recognised; the number of heads and their depth are taken from the tensors, not from the config.
-        ResBlocks without biases get biases of zero, which is the same. Of a `full-hf` checkpoint, `base` is what
-        `ligermodels.from_pretrained` loads from the same folder. Where every head's lm_head is, in the base's dtype and
-        bit for bit, the base's, they share that, even if the format repeats it; `own_lm_heads` gives each a copy of it.
-        A quantised head of the base counts as the weights that are rounded to it.
+        The format is recognised. The number of heads and of their ResBlocks is read from the tensors, since config.json
+        is often wrong. ResBlocks without biases get biases of zero. If every stored lm_head equals the base's lm_head,
+        bit for bit in the base's dtype, the heads share the base's lm_head, even if the format repeats it. A quantised
+        lm_head of the base equals a stored lm_head that rounds to it.
 
-        Raises CheckpointError when files or tensors are missing, damaged, in no known format or made for another base;
-        HubError when they cannot be fetched.
+        Args:
+            base: the base model, in memory; for "full-hf", loaded by `ligermodels.from_pretrained` from this folder.
+            folder: folder or hub id of the heads.
+            decay: the weight of head i's loss is decay ** i; checkpoints do not store it.
+            own_lm_heads: give each head its own lm_head, even if all are equal to the base's.
+            progress: called with (bytes loaded, bytes in total) of the heads.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: files or tensors are missing, damaged, in no known format or made for another base.
+            HubError: the files cannot be fetched.
+
+        Example:
+            >>> medusa = lm.MedusaModel.from_pretrained(model, "FasterDecoding/medusa-vicuna-7b-v1.3")
+            >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """
         path = heads_folder(folder)
-        with open_heads(path) as found:
-            repeated = repeats_lm_head(base, path, found)
+        with open_heads(path) as stored:
+            repeated = repeats_lm_head(base, path, stored)
             lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
-            model = cls.from_base(base, found.num_heads, found.num_layers, lm_head, decay)
-            load_heads(model.heads, model.shape, found, repeated, progress)
+            model = cls.from_base(base, stored.num_heads, stored.num_layers, lm_head, decay)
+            load_heads(model.heads, model.shape, stored, repeated, progress)
         return model

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a head that predicts one further token at a time, from its own result for the one before."""
+"""Multi-token prediction (MTP): a head that predicts further tokens one by one, each from its previous hidden state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.mtp_format import mtp_block
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
-from ligermodels.speculative.multi_head import MultiHeadModel, PreparedBatch, check_decay
+from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.tree import Tree, chain
 
 DECAY = 0.6
@@ -35,19 +36,30 @@ Model = TypeVar("Model", bound="MTPModel")
 
 
 class MTPModel(MultiHeadModel):
-    """A base model with a head of multi-token prediction (`MTPHead`), applied `num_steps` times, K.
+    """A base model with an MTP head (`MTPHead`), which is applied K times.
 
-    Step j (from 0) at position t reads the hidden state h_t of the base model, or the result of step j - 1, and token
-    t + 1 + j; it predicts token t + 2 + j through the base's own lm_head. In training, tokens are those of the text,
-    and each step attends causally to its own results (FastMTP, arXiv 2509.18362). Of a head of several layers step j
-    takes layer j, and from the last one on that one.
+    Step j (from 0) at position t reads token t + 1 + j and a hidden state: in step 0 the base model's h_t, later the
+    result of step j - 1. It predicts token t + 2 + j with the base model's lm_head. In training the tokens come from
+    the text, and step j attends causally to its own keys and values (FastMTP, arXiv 2509.18362). If the head has
+    several layers, step j uses layer j; the steps after the last layer use the last layer again.
     """
 
     kind = "MTP"
     reads_every_token = True
 
     def __init__(self, base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1) -> None:
-        """A head of random weights. See `from_base` and `from_pretrained`."""
+        """A head with random weights on `base`. `from_base` and `from_pretrained` also freeze the base model.
+
+        Args:
+            base: the base model; its blocks take only hidden states (no per-layer inputs).
+            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is larger.
+            decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1.
+            num_layers: layers of the head.
+
+        Raises:
+            InputError: an argument is out of range.
+            ConfigError: MTP is not implemented for this base model.
+        """
         super().__init__()
         check_native(base, "base")
         num_layers = check_count("num_layers", num_layers, most=MOST_HEADS)
@@ -65,27 +77,35 @@ class MTPModel(MultiHeadModel):
     def from_base(
         cls: type[Model], base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1
     ) -> Model:
-        """A new head on `base`, whose parameters are frozen.
+        """A new head on `base`, and freeze the base model's parameters.
 
-        Its weights are random, as those of a new model are, but for the norm after the block, a copy of the base's
-        final norm. (In training, small models' heads learned faster so than from a copy of one of the base's blocks.)
+        The weights are random, except for the norm after the block, which is a copy of the base's final norm. (Small
+        models' heads learned faster from random weights than from a copy of one of the base's blocks.)
 
         Args:
-            base: the model to speed up; one of any family whose blocks take nothing beside hidden states.
-            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is more.
-            num_layers: of the head. Its later ones start as the first does, with weights of their own.
-            decay: step j counts decay ** j in the loss, whose weights add up to 1.
+            base: the base model; its blocks take only hidden states (no per-layer inputs).
+            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is larger.
+            decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1.
+            num_layers: layers of the head, each with its own weights.
 
-        Raises InputError on a bad argument, ConfigError for a base model that is not of this kind; the base model is
-        then not frozen.
+        Returns:
+            The model, on the device and in the dtype of `base`.
+
+        Raises:
+            InputError: an argument is out of range.
+            ConfigError: MTP is not implemented for this base model, which is then not frozen.
+
+        Example:
+            >>> mtp = lm.MTPModel.from_base(model, num_steps=3)
+            >>> mtp(input_ids, labels=input_ids).loss.backward()
         """
         model = cls(base, num_steps, decay, num_layers)
         state = {name: gathered(tensor) for name, tensor in base.decoder.norm.state_dict().items()}
         try:
-            for norm in (model.head.norm, *(each.norm for each in model.head.later if model.head.separate)):
+            for norm in (model.head.norm, *(layer.norm for layer in model.head.later if model.head.separate)):
                 cast(nn.Module, norm).load_state_dict(state)
         except RuntimeError as error:
-            raise InputError(f"base: its final norm is not that of its config: {error}") from None
+            raise InputError(f"base: its final norm differs from its config, and cannot be copied: {error}") from None
         base.requires_grad_(False)
         return model
 
@@ -100,31 +120,45 @@ class MTPModel(MultiHeadModel):
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Model:
-        """The head in a checkpoint, on the (now frozen) `base`.
+        """Load a head from a checkpoint, and freeze the base model's parameters.
 
         Args:
-            base: the model; or a folder or hub id, of which the model is loaded with `options`, those of
-                `ligermodels.from_pretrained`.
-            head: folder or hub id of a checkpoint that holds a head of multi-token prediction, or of what `save_head`
-                writes; by default the checkpoint that `base` was loaded from.
-            num_steps, decay: as of `from_base`; no checkpoint names them.
-            progress: called with bytes done and bytes in all, of the head.
+            base: the base model; or its folder or hub id, from which `ligermodels.from_pretrained` loads it.
+            head: folder or hub id of a checkpoint with an MTP head, or of a head written by `save_head`; by default
+                the checkpoint that `base` was loaded from.
+            num_steps: K, tokens predicted beyond the next one; by default 3, or the head's number of layers if that is
+                larger. Checkpoints do not store it.
+            decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1. Checkpoints do not
+                store it.
+            progress: called with (bytes loaded, bytes in total) of the head.
+            options: options of `ligermodels.from_pretrained`, such as `dtype` and `device`, if `base` is a folder or
+                hub id.
 
-        Raises CheckpointError when files or tensors are missing, damaged, or made for another base, or config.json
-        gives another number of layers than they have; HubError when they cannot be fetched; InputError and ConfigError
-        as `from_base`.
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: files or tensors are missing, damaged, or made for another base model; or config.json and
+                the tensors disagree about the number of layers.
+            HubError: the files cannot be fetched.
+            InputError: an argument is out of range, or `options` with a base model in memory.
+            ConfigError: MTP is not implemented for this base model.
+
+        Example:
+            >>> mtp = lm.MTPModel.from_pretrained("Qwen/Qwen3.5-9B", dtype=torch.bfloat16, device="cuda")
+            >>> mtp.generate([[1, 5, 9]], max_new_tokens=64)
         """
         if isinstance(base, str | os.PathLike):
             base = from_pretrained(base, **options)
         elif options:
-            raise InputError(f"{next(iter(options))}: is for loading the base model, which is given already")
+            raise InputError(f"{next(iter(options))}: loads the base model, but base is loaded already; leave it out")
         check_native(base, "base")
         if head is None:
             source = base.require_export_spec().source
             if source is None:
                 raise CheckpointError(
-                    "head: the base model was not loaded from a checkpoint; give the folder or hub id of one with a "
-                    "head, or make a new head with MTPModel.from_base"
+                    "head: the base model was not loaded from a checkpoint; give the folder or hub id of a checkpoint "
+                    "with a head, or make a new head with MTPModel.from_base"
                 )
             folder = source.folder
         else:
@@ -135,11 +169,11 @@ class MTPModel(MultiHeadModel):
         return model
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """The head's parameters; embedding and lm_head are the base model's."""
+        """Parameters of the head; the embedding and the lm_head are the base model's."""
         return self.head.parameters()
 
     def loss_weights(self) -> Sequence[float]:
-        """decay ** j of each step, divided by their sum."""
+        """decay ** j for each step, scaled to sum to 1."""
         weights = [self.decay**step for step in range(self.num_heads)]
         return [weight / sum(weights) for weight in weights]
 
@@ -149,8 +183,8 @@ class MTPModel(MultiHeadModel):
         embeds = self._embed(inputs["input_ids"]) if embeds is None else embeds
         needed = None if batch.targets is None else batch.targets.wait_for_needed()
         for step in range(self.num_heads):
-            # Tokens with less than step + 1 after them in their document get a wrong one. They have no target, and
-            # nothing attends to them that has one: attention is causal, and within a document.
+            # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
+            # target, and causal attention within documents keeps them from the positions with a target.
             following = F.pad(embeds[:, step + 1 :], (0, 0, 0, min(step + 1, embeds.shape[1])))
             hidden = self.head(
                 following,
@@ -166,7 +200,7 @@ class MTPModel(MultiHeadModel):
         return self._through_base(hidden, targets, **loss_options)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (B, T, H) of tokens, also where FSDP2 shards the base model."""
+        """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
         embed = self.base.decoder.embed
         return call_gathered(self.base, lambda ids: embed(ids), input_ids)
 
@@ -177,7 +211,7 @@ class MTPModel(MultiHeadModel):
         return chain(self.num_heads)
 
     def drafter(self, tree: Tree) -> MTPDrafter:
-        """Runs the head once for each level of `tree`, whatever `num_steps` is."""
+        """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
         return MTPDrafter(self._embed, self.head, self._through_base, self._new_state, self.head.num_layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
@@ -191,12 +225,27 @@ class MTPModel(MultiHeadModel):
     @overload
     def generate(self, *args: Any, return_stats: Literal[True], **options: Any) -> SpeculativeOutput: ...
     def generate(self, *args: Any, draft: str | None = "mtp", **options: Any) -> Tensor | SpeculativeOutput:
-        """As `MultiHeadModel.generate`; `draft` "mtp" drafts with the head, None is `base.generate`, whose options are
-        then the `options`. InputError for another `draft`."""
+        """Tree decoding with the head, several tokens per step: see `MultiHeadModel.generate`.
+
+        Args:
+            args: `input_ids` and `max_new_tokens`.
+            draft: "mtp"; or None to decode with the base model alone, by `base.generate`.
+            options: other arguments of `MultiHeadModel.generate`, or of `base.generate`.
+
+        Returns:
+            Long (B, T'), the prompts and the new tokens; or a `SpeculativeOutput`.
+
+        Raises:
+            InputError: another `draft`, or a bad option.
+
+        Example:
+            >>> out = mtp.generate([[1, 5, 9]], max_new_tokens=64, return_stats=True)
+            >>> out.sequences, out.tokens_per_step
+        """
         if draft is None:
             return self.base.generate(*args, **options)
         if draft != "mtp":
-            raise InputError(f"draft: must be 'mtp', or None to decode without a draft, got {draft!r}")
+            raise InputError(f"draft: must be 'mtp', or None to decode without the head, got {draft!r}")
         return super().generate(*args, **options)
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -209,10 +258,25 @@ class MTPModel(MultiHeadModel):
         overwrite: bool = False,
         keep: Keep = "model",
     ) -> None:
-        """Write the base model's checkpoint with the head in it, under the names of its family; of a family without
-        such names, under those of Qwen3.5. vLLM and SGLang decode with the head of those families that they know.
+        """Write the base model's checkpoint with the head in it.
 
-        Arguments and errors are those of `CausalLM.save_pretrained`.
+        The head's tensors have the names that the base model's family uses for MTP heads; families without MTP heads
+        get the names of Qwen3.5. vLLM and SGLang decode with the heads of the families that they support.
+
+        Args:
+            folder: created if need be.
+            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
+            overwrite: replace a checkpoint in the folder.
+            keep: "model" writes the language model and the head. "all" writes the whole checkpoint that the model was
+                loaded from, such as a multimodal model, with the language model's tensors replaced.
+
+        Raises:
+            ConfigError: the base model has no config.json, or no longer matches it.
+            CheckpointError: the folder is in use or cannot be written.
+            InputError: a bad `keep`, `max_shard_size` or `overwrite`.
+
+        Example:
+            >>> mtp.save_pretrained("with-mtp/")
         """
         spec, state = checkpoint_spec(self.base, self.head, self.layout)
         spec.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
@@ -220,10 +284,26 @@ class MTPModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`save_pretrained`."""
+        """Write the base model's checkpoint with the head in it: `save_pretrained`.
+
+        Args:
+            folder: created if need be.
+            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
+            overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            ConfigError, CheckpointError, InputError: see `save_pretrained`.
+        """
         self.save_pretrained(folder, max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the head alone, under the names that it has in a checkpoint, for `from_pretrained`: config.json and
-        model.safetensors. Errors are those of `CausalLM.save_pretrained`."""
+        """Write the head alone, as config.json and model.safetensors, for `from_pretrained`.
+
+        Args:
+            folder: created if need be.
+            overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            CheckpointError: the folder is in use or cannot be written.
+        """
         save_head(self.base, self.head, self.layout, folder_to_write(folder), overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""Drafting with a head of multi-token prediction: one token after another, with a cache of its own."""
+"""Drafting with an MTP head: one token after another, with the head's own key/value cache."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from ligermodels.speculative.tree import Tree
 
 
 class MTPDrafter:
-    """A `Drafter`: the best tokens of each step of the head, which follow the best token of the step before.
+    """A `Drafter` with an MTP head: each step of the head continues from the best token of the previous step.
 
-    Layer k of the head has a cache of its own. At position t of the text it holds what the layer makes of the result
-    of layer k - 1 at t, or for the first one of the model's own hidden state, and token t + 1 + k, as in training. With
-    the text known up to position n, that is possible for positions up to n - 1 - k: `start` and `follow` add these, and
-    keep the results at the last of them. In a draft, layer k runs over the k positions after it, with tokens of the
-    draft. Past the last layer that one is applied again, each time at a further position. What comes of drafts is
-    overwritten.
+    Layer k of the head has its own cache. As in training, layer k at position t of the text reads token t + 1 + k, and
+    the result of layer k - 1 at t, or for k = 0 the model's hidden state. With the text known up to position n, layer k
+    can run at positions up to n - 1 - k. `start` and `follow` run it there, and keep its result at position n - 1 - k.
+    In a draft, layer k runs over the k positions after n - 1 - k, with tokens of the draft. After the last layer, a
+    draft applies the last layer again, each time one position further. `follow` overwrites the cache entries of drafts.
 
     Args:
-        embed: token ids (B, T) -> (B, T, H).
+        embed: token ids (B, T) -> embeddings (B, T, H).
         head: an `MTPHead`.
         lm_head: hidden states (..., H) -> logits (..., V).
         new_state: (batch_size, max_length) -> the head's decoding state.
-        num_layers: of the head.
+        num_layers: number of layers of the head.
     """
 
     reads_states = True
@@ -42,33 +41,28 @@ class MTPDrafter:
         new_state: Callable[[int, int], DecodingState],
         num_layers: int = 1,
     ) -> None:
-        self.embed, self.head, self.lm_head, self.new_state, self.num_layers = (
-            embed,
-            head,
-            lm_head,
-            new_state,
-            num_layers,
-        )
+        self.embed, self.head, self.lm_head = embed, head, lm_head
+        self.new_state, self.num_layers = new_state, num_layers
 
     def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
         self.tree = tree
-        # Past the end of a text: the places of a path, or of a draft.
+        # A path or a draft may extend beyond the end of the text.
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         batch, length, size = states.shape
-        places = torch.arange(length, device=states.device)[None]
+        positions = torch.arange(length, device=states.device)[None]
         text = sequences.text
         self._hidden: list[Tensor] = []
         for layer in range(self.num_layers):
             lengths = (sequences.start - layer).clamp(min=0)
-            following = (places + 1 + layer).clamp(max=text.shape[1] - 1).expand(batch, -1)
+            following = (positions + 1 + layer).clamp(max=text.shape[1] - 1).expand(batch, -1)
             last = (lengths[:, None] - 1).clamp(min=0)
             states = self.head(
                 self.embed(text.gather(1, following)),
                 states,
                 layer=layer,
-                position_ids=torch.minimum(places, last),
+                position_ids=torch.minimum(positions, last),
                 seq_lens=lengths,
                 state=self._states[layer],
             )
@@ -82,14 +76,16 @@ class MTPDrafter:
             if 0 < depth < self.num_layers:
                 kept = self._hidden[depth - 1]
                 hidden = kept if depth == 1 else torch.cat([kept, outputs], dim=1)
-                tokens = torch.cat([each[:, :, 0] for each in best], dim=1)
+                tokens = torch.cat([candidates[:, :, 0] for candidates in best], dim=1)
                 outputs = self._run(depth, tokens, hidden, end - depth)
             elif depth:
                 layer = self.num_layers - 1
                 outputs = self._run(layer, best[-1][:, :, 0], outputs[:, -1:], end + depth - self.num_layers)
             logits = self.lm_head(outputs[:, -1:])
             if logits.shape[-1] < tree.width:
-                raise InputError(f"tree: has {tree.width} candidates of a token, of {logits.shape[-1]} that there are")
+                raise InputError(
+                    f"tree: has {tree.width} candidates per token, but there are {logits.shape[-1]} tokens"
+                )
             best.append(ops.topk_indices(logits, tree.width))
         return torch.cat(best, dim=1) if best else sequences.root.new_zeros(len(sequences.root), 0, 0)
 
@@ -97,9 +93,9 @@ class MTPDrafter:
         batch, size = len(slots), states.shape[2]
         start, text = slots[:, 0], sequences.text
         path = (slots - slots[:, :1])[..., None]
-        places = start[:, None] + torch.arange(1, slots.shape[1] + 1, device=start.device)
-        tokens = text.gather(1, places.clamp(max=text.shape[1] - 1))
-        # Of a sequence that has ended, 0 tokens are new.
+        positions = start[:, None] + torch.arange(1, slots.shape[1] + 1, device=start.device)
+        tokens = text.gather(1, positions.clamp(max=text.shape[1] - 1))
+        # A finished sequence has 0 new tokens.
         last = (sequences.cache_seqlens - start - 1).clamp(min=0)[:, None, None].expand(batch, 1, size)
         hidden = states.gather(1, path.expand(-1, -1, size))
         for layer, kept in enumerate(self._hidden):
@@ -108,25 +104,32 @@ class MTPDrafter:
             kept.copy_(outputs.gather(1, last))
 
     def _run(self, layer: int, tokens: Tensor, hidden: Tensor, start: Tensor) -> Tensor:
-        """Tokens (B, T) and states (B, T, H), of which the first are at positions `start` (B,), through a layer.
+        """Run a layer of the head.
 
-        Where `start` is negative, in a text of fewer tokens than layers, the first positions do not exist, and what is
-        there and returned for them has no meaning."""
+        Args:
+            layer: number of the layer.
+            tokens: long (B, T).
+            hidden: (B, T, H).
+            start: long (B,), position of the first token. It is negative in a text with fewer tokens than layers.
+
+        Returns:
+            (B, T, H). The values at negative positions have no meaning.
+        """
         batch, length, size = hidden.shape
-        places, embeds = torch.arange(length, device=start.device)[None], self.embed(tokens)
-        if layer > 1:  # of a text of one token or more
-            missing = (-start).clamp(min=0)[:, None]
-            moved = (places + missing).clamp(max=length - 1)[..., None].expand(batch, length, size)
+        positions, embeds = torch.arange(length, device=start.device)[None], self.embed(tokens)
+        if layer > 1:  # in layers 0 and 1 start is at least 0, as a text has a token or more
+            negative = (-start).clamp(min=0)[:, None]
+            moved = (positions + negative).clamp(max=length - 1)[..., None].expand(batch, length, size)
             embeds, hidden, start = embeds.gather(1, moved), hidden.gather(1, moved), start.clamp(min=0)
         outputs = self.head(
             embeds,
             hidden,
             layer=layer,
-            position_ids=start[:, None] + places,
+            position_ids=start[:, None] + positions,
             cache_seqlens=start,
             state=self._states[layer],
         )
         if layer > 1:
-            back = (places - missing).clamp(min=0)[..., None].expand(batch, length, size)
+            back = (positions - negative).clamp(min=0)[..., None].expand(batch, length, size)
             outputs = outputs.gather(1, back)
         return outputs

@@ -1,4 +1,4 @@
-"""A head of multi-token prediction in files: within the checkpoint of its base model, or alone."""
+"""Files of MTP heads: in the checkpoint of the base model, or alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,18 @@ from ligermodels.models.untie import HEAD
 from ligermodels.speculative.mtp_head import MTPHead
 
 CONFIG, MODEL_TYPE = "config.json", MTP_TYPE
-"""Beside a head alone, config.json has this `model_type`."""
+"""The file with the config of a head alone, and its `model_type`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the head of a model is stored: the format of its family, the weight map of its tensors ("mtp.*"), and the
-    checkpoint tensors that repeat one of the model's."""
+    """How an MTP head is stored.
+
+    format: the format of the base model's family.
+    weight_map: the head's tensors, with the native names "mtp.*".
+    copies: checkpoint tensors that repeat one of the base model's tensors -> native name of that tensor.
+    num_layers: number of layers of the head.
+    """
 
     format: MTPFormat
     weight_map: WeightMap
@@ -51,81 +57,99 @@ class Layout:
 
     @classmethod
     def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[Layout]:
-        """Those in which checkpoints of the model's family are found, of heads of so many layers; of a model composed
-        by hand, that of Qwen3.5."""
-        form, layouts = _format_of(base)
+        """All layouts of heads with `num_layers` layers in checkpoints of the base model's family; for a model built
+        from a `DecoderConfig`, the layout of Qwen3.5."""
+        mtp_format, family_layouts = _format_of(base)
         config = base.config
         return [
-            cls(form, form.weight_map(config, each, num_layers), form.copied(config, each, num_layers), num_layers)
-            for each in layouts
+            cls(
+                mtp_format,
+                mtp_format.weight_map(config, family_layout, num_layers),
+                mtp_format.copied(config, family_layout, num_layers),
+                num_layers,
+            )
+            for family_layout in family_layouts
         ]
 
     @classmethod
     def of(cls, base: CausalLM, num_layers: int = 1) -> Layout:
-        """That in which the model itself is stored."""
-        found, spec = cls.all_of(base, num_layers), base.export_spec
+        """The layout for a head on `base`: the family's layout in which the base model itself is stored."""
+        layouts, spec = cls.all_of(base, num_layers), base.export_spec
         if spec is None:
-            return found[0]
+            return layouts[0]
         maps = family_of(spec.hf_config).weight_maps(base.config)
-        same = (each for each, own in zip(found, maps, strict=True) if own.sources() == spec.weight_map.sources())
-        return next(same, found[0])
+        same = (
+            layout
+            for layout, weight_map in zip(layouts, maps, strict=True)
+            if weight_map.sources() == spec.weight_map.sources()
+        )
+        return next(same, layouts[0])
 
     def holds(self, name: str) -> bool:
-        """Whether a checkpoint tensor is the head's, or would be in another layout of this format."""
+        """Whether a checkpoint tensor belongs to the head, in this layout or another layout of this format."""
         return name in self.copies or name in self.weight_map.sources() or not self.weight_map.ignores(name)
 
 
 def _format_of(base: CausalLM) -> tuple[MTPFormat, Sequence[Mapping[str, Any]]]:
-    """That of the model's family, and the family's layouts."""
+    """The MTP format of the model's family, and the family's layouts."""
     family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
     return (MTPFormat(), [{}]) if family is None else (family.mtp, family.layouts)
 
 
 def stored_layers(base: CausalLM, folder: Path) -> int:
-    """How many layers the head in `folder`, a checkpoint or a head alone, has; 0 without one.
+    """Number of layers of the MTP head in `folder`, a checkpoint or a head alone; 0 without a head.
 
-    Raises CheckpointError where config.json gives another number."""
-
-    def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
-        return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
-
-    with reading(folder, open_both) as (config, files):
-        found = _layers_among(base, files.headers)
-    form, _ = _format_of(base)
-    if found and (said := form.count(config)) and said != found:
+    Raises CheckpointError if config.json gives another number than the tensors.
+    """
+    with reading(folder, partial(_open_head, folder)) as (config, files):
+        num_layers = _layers_among(base, files.headers)
+    mtp_format, _ = _format_of(base)
+    if num_layers and (in_config := mtp_format.count(config)) and in_config != num_layers:
         raise CheckpointError(
-            f"{folder}: config.json says {said} layers of multi-token prediction ({' or '.join(form.fields)}), and the "
-            f"files have tensors of {found}"
+            f"{folder}: config.json says {in_config} layers of multi-token prediction "
+            f"({' or '.join(mtp_format.fields)}), and the files have tensors of {num_layers}"
         )
-    return found
+    return num_layers
+
+
+def _open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
+    return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
 
 
 def _layers_among(base: CausalLM, names: Iterable[str]) -> int:
-    form, layouts = _format_of(base)
+    mtp_format, family_layouts = _format_of(base)
     known = set(names)
-    return max(form.layers_in(base.config, each, known) for each in layouts)
+    return max(mtp_format.layers_in(base.config, family_layout, known) for family_layout in family_layouts)
 
 
 def load_head(
     base: CausalLM, head: MTPHead, folder: Path, progress: Callable[[int, int], None] | None = None
 ) -> Layout:
-    """Fill `head`, an `MTPHead` on `base`, from the checkpoint, or the head alone, in `folder`; returns how it is
-    stored there. On the meta device it is only checked. Errors as of `MTPModel.from_pretrained`."""
+    """Load the weights of an MTP head. On the meta device only names and shapes are checked.
 
-    def open_both(opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
-        return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
+    Args:
+        base: the base model.
+        head: a new head on `base`, filled in place.
+        folder: a checkpoint with a head, or a head alone.
+        progress: called with (bytes loaded, bytes in total).
 
+    Returns:
+        How the head is stored in the folder.
+
+    Raises:
+        CheckpointError: tensors are missing, damaged, or made for another base model.
+    """
     state, layouts = _state(head), Layout.all_of(base, head.num_layers)
-    with reading(folder, open_both) as (config, files):
+    with reading(folder, partial(_open_head, folder)) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
-        nearest = nearest_layout([each.weight_map for each in layouts], reader.headers, state)
-        layout = next(each for each in layouts if each.weight_map is nearest)
+        nearest = nearest_layout([layout.weight_map for layout in layouts], reader.headers, state)
+        layout = next(layout for layout in layouts if layout.weight_map is nearest)
         if not nearest.sources() & reader.headers.keys():
             name = nearest.mappings[0].views[0].source
             raise CheckpointError(
                 f"{folder}: holds no head of multi-token prediction for this model: no tensor is named like {name!r}; "
-                "MTPModel.from_base makes a new head"
+                "make a new head with MTPModel.from_base"
             )
         if (count := _layers_among(base, reader.headers)) > head.num_layers:
             raise CheckpointError(
@@ -141,9 +165,19 @@ def load_head(
 
 
 def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[ExportSpec, dict[str, Tensor]]:
-    """How `base` is written with the head in its checkpoint, and the tensors of both by native name.
+    """The export of a base model with the head in its checkpoint.
 
-    Raises ConfigError and InputError as `CausalLM.save_pretrained`.
+    Args:
+        base: the base model.
+        head: its MTP head.
+        layout: how the head is stored.
+
+    Returns:
+        The export of both; and the tensors of both, by native name.
+
+    Raises:
+        ConfigError: the base model has no config.json, or no longer matches it.
+        InputError: the base model's weights cannot be written, such as quantised weights.
     """
     spec = base.checked_export_spec()
     reshard(base)
@@ -165,12 +199,23 @@ def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[Ex
             extra=[name for name in source.extra if not layout.holds(name)],
         )
     config = layout.format.written(spec.hf_config, layout.num_layers)
-    found = replace(spec, hf_config=config, weight_map=with_head(spec.weight_map), source=source)
-    return found, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
+    whole = replace(spec, hf_config=config, weight_map=with_head(spec.weight_map), source=source)
+    return whole, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
 
 
 def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, overwrite: bool = False) -> None:
-    """Write the head alone; CheckpointError when the folder is in use or cannot be written."""
+    """Write an MTP head alone.
+
+    Args:
+        base: the base model, named in config.json.
+        head: the head.
+        layout: how the head is stored.
+        folder: created if need be.
+        overwrite: replace a checkpoint in the folder.
+
+    Raises:
+        CheckpointError: the folder is in use or cannot be written.
+    """
     reshard(head)
     state, spec = _state(head), base.export_spec
     config: dict[str, Any] = {"model_type": MODEL_TYPE}
@@ -200,7 +245,7 @@ def _state(head: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
-    """ConfigWarning for a stored copy of one of the model's tensors that is not a copy."""
+    """ConfigWarning for each tensor in `layout.copies` that differs from the base model's tensor."""
     own = persistent_tensors(base)
     for name, native in layout.copies.items():
         if name in reader.headers:
@@ -219,17 +264,17 @@ def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM
 
 
 def holds_head(base: CausalLM, folder: Path) -> bool:
-    """Whether a checkpoint holds a head of multi-token prediction for `base`, whole or not."""
+    """Whether a checkpoint holds tensors of an MTP head for `base`, complete or not."""
     with Checkpoint(folder) as files:
         return bool(head_tensors(base, files.headers))
 
 
 def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
-    """Those of the checkpoint tensors `names` that are of a head for `base`."""
+    """Names of the tensors of an MTP head for `base` among checkpoint tensors `names`."""
     try:
         known = set(names)
         layouts = Layout.all_of(base, _layers_among(base, known) or 1)
-        sources = set[str]().union(*(each.weight_map.sources() for each in layouts))
-    except ConfigError:  # of models that can have none
+        sources = set[str]().union(*(layout.weight_map.sources() for layout in layouts))
+    except ConfigError:  # MTP is not implemented for this model
         return set()
     return sources & known

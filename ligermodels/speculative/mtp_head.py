@@ -1,5 +1,4 @@
-"""The head of multi-token prediction: decoder blocks on a hidden state and the next token, the last applied again and
-again."""
+"""The head of multi-token prediction: decoder blocks over hidden states and the embeddings of the next tokens."""
 
 from __future__ import annotations
 
@@ -19,21 +18,26 @@ from ligermodels.models.mtp_format import mtp_block
 
 
 class MTPHead(nn.Module):
-    """With e_t the embedding of the token after t, and h_t a hidden state after the model's final norm, or the result
-    of an earlier step:
+    """The MTP head. With e_t the embedding of token t + 1, and h_t the model's hidden state after the final norm or the
+    result y_t of an earlier step:
 
         x_t = [embedding_norm(e_t) | hidden_norm(h_t)] fc^T
         y_t = norm(block(x)_t)
 
-    The model's lm_head of y_t predicts the token after that of e_t. Source: DeepSeek-V3 (arXiv 2412.19437), section
-    2.2, with h_t as in the checkpoints of Qwen3-Next and Qwen3.5.
+    The model's lm_head predicts token t + 2 from y_t. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, with h_t as
+    in the checkpoints of Qwen3-Next and Qwen3.5.
 
-    The block copies the config of the model's last block with full attention; `models.mtp_format.mtp_block` names the
-    errors.
+    If the head has several layers, layer 0 predicts token t + 2, layer 1, from the result of layer 0, token t + 3, and
+    so on. `later` holds the layers after layer 0: heads with one layer each if `separate`, as in DeepSeek-V3; or
+    blocks, which share the norms and fc, as in Qwen3.5.
 
-    A head of several layers takes the first for e_t of the token after t, the second, on the result of the first, for
-    the token after that, and so on: `later` has those after the first. They are heads of one layer, if `separate`, as
-    in DeepSeek-V3; or blocks, with all else shared, as in Qwen3.5.
+    Args:
+        config: the model's config. The block has the config of the model's last block with full attention.
+        num_layers: number of layers.
+        separate: whether each layer has its own norms and fc.
+
+    Raises:
+        ConfigError: MTP is not implemented for this model: see `models.mtp_format.mtp_block`.
     """
 
     def __init__(self, config: DecoderConfig, num_layers: int = 1, *, separate: bool = False) -> None:
@@ -53,7 +57,7 @@ class MTPHead(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Layers in all."""
+        """Number of layers."""
         return 1 + len(self.later)
 
     def forward(
@@ -73,13 +77,13 @@ class MTPHead(nn.Module):
 
         Args:
             embeds: (B, T, H), embeddings of the next tokens, e.
-            hidden: (B, T, H), hidden states of the model or of the step before, h.
+            hidden: (B, T, H), hidden states of the model or results of the previous step, h.
             layer: number of the layer, from 0.
-            position_ids: long (B or 1, T); by default they count from 0, or within each document.
+            position_ids: long (B or 1, T); by default counted from 0 in each row or document.
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
-            seq_lens: with a state, in a prefill: long (B,), the tokens of each sequence, padded on the right.
-            cache_seqlens: with a state, in a decoding pass: long (B,), the tokens that come before these ones.
-            state: the block's decoding state.
+            seq_lens: in a prefill, with `state`: long (B,), number of tokens of each sequence, padded on the right.
+            cache_seqlens: in a decoding pass, with `state`: long (B,), number of tokens in the cache.
+            state: the decoding state of the layer's block.
             activation_checkpointing: "none", "selective" or "full": see `CausalLM.activation_checkpointing`.
 
         Returns:
@@ -92,7 +96,7 @@ class MTPHead(nn.Module):
             ))  # fmt: skip
         block = self.later[layer - 1] if layer else self.block
         tokens = packed_layout((embeds.shape[0], embeds.shape[1]), cu_seqlens)
-        # The head may have a dtype of its own; its results go to the model's lm_head.
+        # The head's dtype may differ from the model's; its results go to the model's lm_head.
         dtype = next(self.parameters()).dtype
         e, h = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
         if position_ids is not None:

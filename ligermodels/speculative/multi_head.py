@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,45 +16,35 @@ from ligermodels.generation.options import check_tree_options, renamed_options
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options
-from ligermodels.layers.packing import check_plain, check_same_tokens
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
-from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.tree import Tree
 
 
-class PreparedBatch(NamedTuple):
-    """A batch, checked, and laid out in rows without padding.
-
-    inputs: arguments of the base model, laid out in rows.
-    targets: the targets of the labels, or None.
-    layout: how the tokens (B, T) lie in the rows.
-    """
-
-    inputs: dict[str, Any]
-    targets: Targets | None
-    layout: TokenLayout
-
-
 class MultiHeadModel(nn.Module):
-    """A base model with `num_heads` heads, K. Head i (from 0) at position t predicts token t + 2 + i.
+    """Base class of models with K draft heads. Head i (from 0) at position t predicts token t + 2 + i.
 
-    A kind of head is a subclass: it gives the methods below that raise NotImplementedError.
+    Subclasses (`MedusaModel`, `MTPModel`) implement the methods that raise NotImplementedError here.
+
+    Attributes:
+        base: the base model.
+        num_heads: K.
     """
 
     base: CausalLM
     num_heads: int
     kind: ClassVar[str]
-    """Name of this kind of heads, for users."""
+    """Name of this type of heads in messages."""
     reads_every_token: ClassVar[bool] = False
-    """Whether heads need the base model's states of tokens that have no target too."""
+    """Whether the heads also need the base model's hidden states of tokens without a target."""
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the heads, which are trained while the base model is frozen."""
+        """Parameters of the heads, without the base model's parameters."""
         raise NotImplementedError
 
     def loss_weights(self) -> Sequence[float]:
@@ -62,11 +52,11 @@ class MultiHeadModel(nn.Module):
         raise NotImplementedError
 
     def default_tree(self) -> Tree:
-        """Candidates that `generate` checks in each step, where it is given none."""
+        """The candidate tree that `generate` uses by default."""
         raise NotImplementedError
 
     def drafter(self, tree: Tree) -> Drafter:
-        """The drafter that proposes the candidates of one call of `generate`."""
+        """A new drafter, which proposes candidate tokens during one call of `generate`."""
         raise NotImplementedError
 
     def save_whole(
@@ -76,8 +66,13 @@ class MultiHeadModel(nn.Module):
 
         Args:
             folder: created if need be.
-            max_shard_size: largest size of a safetensors file, such as "5GB".
+            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
             overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            CheckpointError: the folder is in use or cannot be written.
+            ConfigError: the model's config no longer matches its config.json.
+            InputError: the format cannot hold these heads.
         """
         raise NotImplementedError
 
@@ -85,8 +80,8 @@ class MultiHeadModel(nn.Module):
         """The input of each of the K heads.
 
         Args:
-            hidden: states of the base model (rows, length, H), or (1, n, H) of the tokens that have a target.
-            batch: the batch.
+            hidden: hidden states of the base model, (rows, length, H), or (1, n, H) of the tokens with a target.
+            batch: the inputs and targets.
 
         Returns:
             K tensors, (rows, length, H) or (1, n, H).
@@ -94,11 +89,11 @@ class MultiHeadModel(nn.Module):
         raise NotImplementedError
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Logits of head `index` from its states; with targets the `HeadLoss`, as by `LMHead.forward`."""
+        """Logits (..., V) of head `index` from its input (..., H); with targets (...) a `HeadLoss`."""
         raise NotImplementedError
 
     def _through_base(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
-        """Logits of the base model's lm_head; with targets the `HeadLoss`, as by `LMHead.forward`."""
+        """Logits (..., V) of the base model's lm_head; with targets (...) a `HeadLoss`."""
         return self.base.logits(hidden) if targets is None else self.base.head_loss(hidden, targets, **loss_options)
 
     # -- loss ----------------------------------------------------------------------------------------------------------
@@ -115,28 +110,32 @@ class MultiHeadModel(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         **loss_options: Any,
     ) -> MultiHeadOutput:
-        """The loss sum_i w_i * CE_i over the heads, with the weights of `loss_weights`; or, without labels, all logits.
+        """The loss of the heads, sum_i w_i * CE_i with the weights of `loss_weights`; without labels, the logits.
 
-        Logits are not materialised where there are labels. The loss of the base model's own lm_head is not included.
+        With labels, no logits are materialised. The loss of the base model's own lm_head is not included.
 
         Args:
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
             position_ids: (B, T) long. Positions that restart mark documents packed into a row.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross a
-                document's end.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
+                of a document.
             inputs_embeds: (B, T, H) in place of `input_ids`.
-            num_items_in_batch: divides the summed losses, in place of the numbers of targets; one number, or one for
-                each head: see `num_targets`.
+            num_items_in_batch: divides the summed losses, in place of the numbers of targets in this batch; one
+                number, or (K,), one number for each head: see `num_targets`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction
                 ("mean" or "sum"), memory_budget: see `ops.linear_cross_entropy`.
 
         Returns:
-            The loss with the heads' losses, ranks and accuracy; or the logits (K, B, T, V).
+            With labels, the loss, and the losses, ranks and accuracy of the heads; without, the logits (K, B, T, V).
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
+
+        Example:
+            >>> medusa = lm.MedusaModel.from_base(model, num_heads=3)
+            >>> medusa(input_ids, labels=input_ids).loss.backward()
         """
         batch = self.prepare(
             2,
@@ -170,44 +169,35 @@ class MultiHeadModel(nn.Module):
         """Check the arguments of `forward`, and lay the tokens out in rows without padding.
 
         Args:
-            first: distance of the first loss's labels: 2 for the heads, 1 for the base model before them.
+            first: how many tokens the labels of the first loss lie ahead: 2 for the heads' losses, 1 for the base
+                model's loss and then the heads' losses.
             input_ids: (B, T) long.
             labels: (B, T) long, or None.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
             position_ids: (B, T) long. Positions that restart mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             inputs_embeds: (B, T, H) in place of `input_ids`.
-            loss_options: options of the loss, which are checked.
+            loss_options: options of the loss, checked only.
 
         Returns:
             The batch.
 
         Raises:
-            InputError: an argument does not fit, or an unknown option.
+            InputError: an argument is of a wrong type, dtype or shape, does not go with another, or is unknown.
         """
         check_loss_options(loss_options, labels, of_heads=True)
-        name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        if tokens is None:
-            raise InputError("give either input_ids or inputs_embeds, and not both")
-        check_plain(name, tokens)
-        token_weights = loss_options.get("token_weights")
-        check_same_tokens(tokens, labels=labels, attention_mask=attention_mask, token_weights=token_weights)
-        layout = self.base.layout(
-            (tokens.shape[0], tokens.shape[1]),
+        return prepare_batch(
+            self.base,
+            range(first, 2 + self.num_heads),
+            input_ids=input_ids,
+            labels=labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
-            sharded=False,  # the base model divides the rows over ranks, and gives the states of all tokens
+            inputs_embeds=inputs_embeds,
+            token_weights=loss_options.get("token_weights"),
+            every_token=self.reads_every_token,
         )
-        targets = None
-        if labels is not None:
-            ahead = range(first, 2 + self.num_heads)
-            targets = Targets(labels, ahead, vocab_size=self.base.config.vocab_size, layout=layout)
-        by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        inputs: dict[str, Any] = {key: None if x is None else layout.rows.take(x) for key, x in by_token.items()}
-        needed = None if self.reads_every_token else targets
-        inputs |= {"cu_seqlens": layout.cu_seqlens, "token_indices": needed, "return_last_hidden_state": True}
-        return PreparedBatch(inputs, targets, layout)
 
     def _heads_loss(
         self,
@@ -218,12 +208,12 @@ class MultiHeadModel(nn.Module):
         reduction: str = "mean",
         **loss_options: Any,
     ) -> MultiHeadOutput:
-        """The heads' loss.
+        """The losses of the heads, and their weighted sum.
 
         Args:
             states: the input of each head: see `_head_states`.
-            targets: their last K losses are the losses of the heads.
-            num_items_in_batch: one number for each loss of `targets`, or one for all.
+            targets: targets of K losses, the heads' losses, or of K + 1, the base model's loss before them.
+            num_items_in_batch: divides the summed losses: one number, or one for each loss of `targets`.
             reduction: "mean" or "sum".
             loss_options: other options of `Targets.loss`.
 
@@ -231,16 +221,15 @@ class MultiHeadModel(nn.Module):
             InputError: another number of `num_items_in_batch`, or another reduction.
         """
         if reduction not in ("mean", "sum"):
-            raise InputError(f"reduction: must be 'mean' or 'sum' for the loss of heads, got {reduction!r}")
+            raise InputError(f"reduction: must be 'mean' or 'sum' for heads, got {reduction!r}")
         count, items = self.num_heads, None
         if num_items_in_batch is not None:
             numbers = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()
             if len(numbers) not in (1, len(targets.ahead)):
                 raise InputError(f"num_items_in_batch: must be 1 or {len(targets.ahead)} numbers, got {len(numbers)}")
             items = numbers[-count:].expand(count).float()
-        results = []
-        for i, hidden in enumerate(states):
-            result = targets.loss(
+        results = [
+            targets.loss(
                 len(targets.ahead) - count + i,
                 partial(self._head, i),
                 hidden,
@@ -249,7 +238,8 @@ class MultiHeadModel(nn.Module):
                 return_rank=True,
                 **loss_options,
             )
-            results.append(result)
+            for i, hidden in enumerate(states)
+        ]
         head_losses = torch.stack([cast(Tensor, result.loss) for result in results])
         ranks = torch.stack([cast(Tensor, result.ranks) for result in results])
         weights = torch.tensor(self.loss_weights(), dtype=head_losses.dtype).to(head_losses.device)
@@ -264,17 +254,20 @@ class MultiHeadModel(nn.Module):
         *,
         first: int = 2,
     ) -> Tensor:
-        """Count the targets of each head: summed over batches, they are their `num_items_in_batch`.
+        """Count the targets of each head. The sum over micro-batches is the `num_items_in_batch` of `forward`.
 
         Args:
             labels: (B, T) long, -100 where ignored.
             position_ids: (B, T) long. Positions that restart mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
-            first: 2 for the heads; 1 to count the targets of the base model before them.
+            first: 2 to count the targets of the heads; 1 to count the base model's targets too.
 
         Returns:
-            Long (K,), or with `first` 1 (K + 1,).
+            Long (K,); with `first=1` (K + 1,), the base model's number first.
+
+        Raises:
+            InputError: a tensor of a wrong dtype or shape.
         """
         return count_targets(labels, range(first, 2 + self.num_heads), position_ids, cu_seqlens, attention_mask)
 
@@ -307,31 +300,36 @@ class MultiHeadModel(nn.Module):
         return_stats: bool = False,
         **options: Any,
     ) -> Tensor | SpeculativeOutput:
-        """Tree decoding, several tokens per step: by default the tokens of greedy `base.generate`.
+        """Tree decoding, several tokens per step. By default the result is the tokens of greedy `base.generate`.
 
-        It does not sample, whatever the checkpoint's generation_config.json says.
-
-        With a `temperature`, tokens that are not the greedy ones are accepted where they are likely enough (typical
-        acceptance); this is no sampling: see `speculative_generate`.
+        It does not sample, whatever the checkpoint's generation_config.json says. With a `temperature`, a token other
+        than the greedy token is accepted if it is probable enough (typical acceptance), which is not sampling: see
+        `speculative_generate`.
 
         Args:
-            input_ids: one prompt or several of any lengths; sequences of a batch grow at their own pace.
-            max_new_tokens: most new tokens of each sequence; by default the number in the checkpoint.
-            tree: candidates checked at each step; by default `default_tree`.
-            return_stats: return a `SpeculativeOutput`, with steps and tokens per step, instead of only the token ids.
-            options: options of `speculative_generate`; `on_tokens` gets the tokens of each step.
+            input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths. Each sequence of a batch
+                accepts its own number of tokens per step.
+            max_new_tokens: largest number of new tokens per sequence; by default the checkpoint's.
+            tree: candidates to check in each step; by default `default_tree()`.
+            return_stats: return a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
+            options: other arguments of `speculative_generate`: max_length, temperature, epsilon, delta, eos_token_id,
+                pad_token_id, attention_mask, cuda_graph, on_tokens.
 
         Returns:
-            Long (B, T'), the prompts with the new tokens; or a `SpeculativeOutput`.
+            Long (B, T'), the prompts and the new tokens; or a `SpeculativeOutput`.
 
         Raises:
-            InputError: an unknown option, or an option that tree decoding does not have.
+            InputError: an unknown option, or an option that tree decoding does not support.
+
+        Example:
+            >>> out = medusa.generate([[1, 5, 9]], max_new_tokens=64, return_stats=True)
+            >>> out.sequences, out.tokens_per_step
         """
         check_values(return_stats=return_stats)
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree):
             raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
-        # Sampling options of the checkpoint are only for `base.generate`.
+        # The checkpoint's sampling options apply to `base.generate` alone.
         generation_defaults = self.base.generation_defaults(do_sample=False)
         defaults: dict[str, Any] = {
             name: generation_defaults[name]
@@ -342,12 +340,12 @@ class MultiHeadModel(nn.Module):
             max_new_tokens = generation_defaults.get("max_new_tokens")
         options = check_tree_options(renamed_options(options), speculative_generate)
         if options.pop("do_sample", False):
-            raise InputError("do_sample: tree decoding does not sample; use base.generate, or leave it out")
+            raise InputError("do_sample: tree decoding does not sample; call base.generate, or leave do_sample out")
         penalty = options.pop("repetition_penalty", generation_defaults.get("repetition_penalty", 1.0))
         if penalty != 1.0:
             raise InputError(
-                f"repetition_penalty: tree decoding has none, and the checkpoint or the call sets {penalty}; give "
-                "repetition_penalty=1.0 to decode without"
+                f"repetition_penalty: tree decoding does not support it, and the checkpoint or the call sets "
+                f"{penalty}; give repetition_penalty=1.0 to decode without a penalty"
             )
         options = {**defaults, **options, "tree": tree, "max_new_tokens": max_new_tokens}
         out = call_gathered(self, speculative_generate, self.base, self.drafter(tree), input_ids, **options)
@@ -356,5 +354,5 @@ class MultiHeadModel(nn.Module):
 
 
 def check_decay(decay: Any) -> float:
-    """`decay`; InputError unless it is a number that is at least 0."""
+    """`decay` as a float; InputError unless it is a number of at least 0."""
     return float(check_number("decay", decay))

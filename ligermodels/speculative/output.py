@@ -20,8 +20,8 @@ class MultiHeadOutput(ModelOutput):
 
     loss: scalar.
     head_losses: (K,), unweighted.
-    ranks: long (K, B, T), how many tokens a head finds likelier than the target, -1 without a target.
-    accuracy: {1: (K,), 5: (K,)}, the fraction of targets among each head's 1 or 5 likeliest tokens.
+    ranks: long (K, B, T), number of tokens that a head finds more probable than the target, -1 without a target.
+    accuracy: {1: (K,), 5: (K,)}, the fraction of targets among the 1 or 5 most probable tokens of each head.
     counts: (K,), number of targets of each head.
     logits: (K, B, T, V), without labels.
     base_loss: the base model's own loss, where it is part of the loss.
@@ -37,7 +37,7 @@ class MultiHeadOutput(ModelOutput):
 
     @classmethod
     def of_ranks(cls, ranks: Tensor, **fields: Any) -> MultiHeadOutput:
-        """An output with these ranks, the accuracy and counts that follow from them, and other fields."""
+        """An output with `ranks`, with the accuracy and counts computed from them, and with other fields."""
         counts = (ranks >= 0).sum((1, 2))
         correct = {k: ((ranks >= 0) & (ranks < k)).sum((1, 2)) for k in TOP_K}
         accuracy = {k: hits / counts.clamp(min=1) for k, hits in correct.items()}

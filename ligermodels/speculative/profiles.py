@@ -1,4 +1,4 @@
-"""On-disk formats of Medusa heads, as data: files, tensor names, config.json, and what each cannot hold."""
+"""File formats of Medusa heads, as data: files, tensor names, config.json and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HeadsShape:
 
 
 class Fill(Enum):
-    """A value of a config that depends on the heads: a field of `HeadsShape`, or the base model's name."""
+    """A value of config.json that depends on the heads: a field of `HeadsShape`, or the base model's name."""
 
     num_heads = "num_heads"
     num_layers = "num_layers"
@@ -37,19 +37,20 @@ class Fill(Enum):
 
 @dataclass(frozen=True)
 class Profile:
-    """One format.
+    """A file format of Medusa heads.
 
     Args:
-        name: what users call it.
-        file: holds the tensors. A whole checkpoint may be in shards instead.
-        linear: name of a ResBlock's tensor, from {head}, {layer} and {part}, "weight" or "bias".
-        lm_head: name of a head's projection, from {head} and {layers}, the number of ResBlocks.
-        lm_heads: "each" head has a projection; or "one", head 0's, is for all; or "none": it is the base model's.
-        config: config.json, or what is added to the base model's.
-        misread: a pattern; keys of config.json in which it is found mislead the loader.
-        biases_optional: whether the loader takes ResBlocks without biases.
-        max_layers: most ResBlocks that a head may have.
-        prefix: the heads' tensors have it, and stand among those of the base model, in its checkpoint.
+        name: name of the format, the `profile` of `MedusaModel.export`.
+        file: name of the file with the tensors. A model's checkpoint may have shards instead.
+        linear: name of a ResBlock's tensor, with the placeholders {head}, {layer} and {part}, "weight" or "bias".
+        lm_head: name of a head's lm_head, with the placeholders {head} and {layers}, the number of ResBlocks.
+        lm_heads: "each": every head has an lm_head. "one": all heads use the lm_head stored for head 0. "none": all
+            heads use the base model's lm_head.
+        config: the fields of config.json, or fields that are added to the base model's config.json.
+        misread: a regular expression; the format's loader misinterprets keys of config.json that match it.
+        biases_optional: whether ResBlocks may have no biases.
+        max_layers: largest number of ResBlocks per head; None for no limit.
+        prefix: prefix of the heads' tensors in the base model's checkpoint; empty for heads in files of their own.
     """
 
     name: str
@@ -64,17 +65,26 @@ class Profile:
     prefix: str = field(default="")
 
     def projections(self, shape: HeadsShape) -> int:
-        """How many lm_heads there are: those of the first so many heads."""
+        """Number of heads with an lm_head, counted from head 0."""
         return {"each": shape.num_heads, "one": 1, "none": 0}[self.lm_heads]
 
     def lm_head_names(self, shape: HeadsShape) -> list[str]:
-        """Tensors that hold lm_heads, head by head."""
+        """Names of the lm_heads, from head 0 on."""
         return [self.lm_head.format(head=i, layers=shape.num_layers) for i in range(self.projections(shape))]
 
     def weight_map(self, shape: HeadsShape, *, biases: bool = True, lm_heads: bool = True) -> WeightMap:
-        """From native names (`heads.{i}.layers.{j}.linear.weight`, `heads.{i}.lm_head.weight`) to this format's.
+        """The mapping from native names to names in this format.
 
-        Without `biases` or `lm_heads` it is of the rest; a file's lm_heads are then passed over.
+        Native names are `heads.{i}.layers.{j}.linear.weight`, `heads.{i}.layers.{j}.linear.bias` and
+        `heads.{i}.lm_head.weight`.
+
+        Args:
+            shape: numbers and sizes of the heads.
+            biases: map the biases of the ResBlocks.
+            lm_heads: map the lm_heads; otherwise stored lm_heads are ignored.
+
+        Returns:
+            The mapping.
         """
         projections = self.lm_head_names(shape)
         mappings = [
@@ -91,65 +101,80 @@ class Profile:
         return WeightMap(mappings, ignored=ignored)
 
     def filled(self, shape: HeadsShape, base_model: str | None) -> dict[str, Any]:
-        """`config` of such heads; InputError when it needs the base model's name and there is none."""
+        """config.json for heads of this shape; InputError if it names the base model and `base_model` is None."""
         if base_model is None and Fill.base_model in self.config.values():
-            raise InputError(f"profile {self.name!r} names the base model in config.json: give base_model")
+            raise InputError(f"profile {self.name!r} names the base model in config.json; give base_model")
         values = {**vars(shape), Fill.base_model.value: base_model}
         return {key: values[value.value] if isinstance(value, Fill) else value for key, value in self.config.items()}
 
     def has_biases(self, names: Collection[str]) -> bool:
-        """Whether heads of these tensors have biases, or would have to."""
-        return not self.biases_optional or any(name.endswith(".bias") and self._heads(name) for name in names)
+        """Whether heads with tensors `names` have biases, or the format requires biases."""
+        return not self.biases_optional or any(name.endswith(".bias") and self._is_of_heads(name) for name in names)
 
     def count(self, names: Collection[str]) -> tuple[int, int] | None:
-        """Heads and layers among tensor `names`, None where there are none. A config may be wrong about them."""
+        """(number of heads, ResBlocks per head) according to tensor `names`; None without heads."""
         pattern = re.escape(self.linear).replace(r"\{head\}", r"(\d{1,3})").replace(r"\{layer\}", r"(\d{1,3})")
         pattern = pattern.replace(r"\{part\}", "weight")
-        found = [tuple(map(int, match.groups())) for name in names if (match := re.fullmatch(pattern, name))]
-        return (max(head for head, _ in found) + 1, max(layer for _, layer in found) + 1) if found else None
+        indices = [tuple(map(int, match.groups())) for name in names if (match := re.fullmatch(pattern, name))]
+        return (max(head for head, _ in indices) + 1, max(layer for _, layer in indices) + 1) if indices else None
 
     def distance(
         self, counts: tuple[int, int], names: Collection[str], config: Mapping[str, Any]
     ) -> tuple[int, int, int]:
-        """How far a file of these tensors, of which `count` gives `counts`, is from this format: tensors too many or
-        too few; settings that differ; and, of formats of the same tensors, the fewer settings are alike, the farther.
+        """How much a file differs from this format; the format with the smallest tuple fits best.
+
+        Args:
+            counts: the result of `count`.
+            names: names of the file's tensors.
+            config: the file's config.json.
+
+        Returns:
+            Number of missing and superfluous tensors; number of differing fields of config.json; and minus the number
+            of equal fields.
         """
         weights = self.weight_map(HeadsShape(*counts, 0, 0), biases=self.has_biases(names))
-        odd = weights.sources() ^ {name for name in names if self._heads(name)}
-        fits = (
+        unmatched = weights.sources() ^ {name for name in names if self._is_of_heads(name)}
+        equal = sum(
             key in config and (isinstance(value, Fill) or config[key] == value) for key, value in self.config.items()
         )
-        differing = sum(not each for each in fits)
-        return len(odd), differing, differing - len(self.config)
+        return len(unmatched), len(self.config) - equal, -equal
 
     def faults(
         self,
         shape: HeadsShape,
-        found: Mapping[str, Sequence[int]],
+        written: Mapping[str, Sequence[int]],
         config: Mapping[str, Any],
         base_model: str | None,
         planned: Mapping[str, Sequence[int]],
     ) -> list[str]:
-        """What in a file, which was `found` to hold tensors of these sizes, and in its `config`, is not as the format's
-        loader needs it.
+        """Differences between written files and the format.
 
-        planned: name -> shape of what was to be written: of a whole checkpoint, the base model's tensors too.
+        Args:
+            shape: numbers and sizes of the heads.
+            written: name -> shape of the tensors in the files.
+            config: the config.json in the files.
+            base_model: the base model's hub id or folder, or None.
+            planned: name -> shape of the tensors that should be in the files, with the base model's tensors for a
+                format that holds the base model.
+
+        Returns:
+            A description of each difference.
         """
-        odd = [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
-        wanted = self.filled(shape, base_model)
-        faults = [f"{name} {found.get(name)} instead of {planned.get(name)}" for name in odd]
-        faults += [f"config.json: {key} = {config.get(key)!r}" for key in wanted if config.get(key) != wanted[key]]
+        differing = [name for name in {**planned, **written} if planned.get(name) != written.get(name)]
+        fields = self.filled(shape, base_model)
+        faults = [f"{name} {written.get(name)} instead of {planned.get(name)}" for name in differing]
+        faults += [f"config.json: {key} = {config.get(key)!r}" for key in fields if config.get(key) != fields[key]]
         if not self.prefix:
-            faults += [f"config.json: {key} is not of the format" for key in config if key not in wanted]
+            faults += [f"config.json: {key} is not a field of the format" for key in config if key not in fields]
         if self.misread is not None:
             faults += [f"config.json: {key} would be misread" for key in config if re.search(self.misread, key)]
         return faults
 
-    def _heads(self, name: str) -> bool:
+    def _is_of_heads(self, name: str) -> bool:
         return name.startswith(self.prefix)
 
 
-# vLLM takes any key with "num" and "heads" (or "layers") in it for its own: never merge a base model's config in.
+# vLLM reads any key that contains "num" and "heads" (or "layers"): never merge a base model's config into it.
 _VLLM: dict[str, Any] = {
     "file": SINGLE,
     "linear": "blocks.{head}.layers.{layer}.{part}",
@@ -167,7 +192,7 @@ _VLLM_CONFIG: dict[str, Any] = {
     "truncated_vocab_size": None,
     "medusa_fc_bias": True,
 }
-# TGI switches Medusa off silently where the config has "architectures".
+# TGI silently disables Medusa if the config has "architectures".
 _NUMBERED: dict[str, Any] = {
     "linear": "{head}.{layer}.linear.{part}",
     "lm_head": "{head}.{layers}.weight",
@@ -213,7 +238,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def profile_named(name: str) -> Profile:
-    """The profile called `name`; InputError lists those there are."""
+    """The profile called `name`; InputError if there is none."""
     if not isinstance(name, str) or name not in PROFILES:
-        raise InputError(f"Medusa profile {short(name)} is unknown; there are: {', '.join(PROFILES)}")
+        raise InputError(f"Medusa profile {short(name)} is unknown; give one of {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -16,7 +16,7 @@ from ligermodels.errors import InputError
 Path: TypeAlias = tuple[int, ...]
 Table: TypeAlias = Tensor | Sequence[Sequence[float]]
 
-# Vicuna-7B, Medusa-1: how often the right token is a head's first candidate, and among its first five
+# Top-1 and top-5 accuracy of the heads of Medusa-1 on Vicuna-7B
 REFERENCE_TOP1 = (0.56, 0.32, 0.20, 0.15, 0.12)
 REFERENCE_TOP5 = (0.78, 0.56, 0.42, 0.34, 0.30)
 MAX_CHILDREN = 10
@@ -24,69 +24,80 @@ MAX_CHILDREN = 10
 
 @dataclass(frozen=True)
 class Tree:
-    """Which candidates of which heads one forward pass tries. Make it with `from_paths`.
+    """A tree of candidate tokens, which one forward pass checks. Make it with `from_paths`.
 
-    Node 0 is the root, the last token that is already certain. Node i > 0 is paths[i - 1]: the ranks, among the
-    candidates of heads 0, 1, ..., of the tokens from the root down to it. Nodes are ordered by depth, then by path.
-    The tensors live on the CPU.
+    Node 0 is the root, the last accepted token. Node i > 0 has the path paths[i - 1]. A path (r_0, r_1, ...) contains,
+    for each depth, the rank of the token among the candidates of head 0, 1, ... Nodes are ordered by depth, then by
+    path. All tensors are on the CPU.
     """
 
     paths: tuple[Path, ...]
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]], num_heads: int | None = None) -> "Tree":
-        """A tree of these paths; (0, 2) is the third candidate of head 1 below the first candidate of head 0.
+        """A tree with these paths.
+
+        Args:
+            paths: the ranks of each node; (0, 2) is the third candidate of head 1 after the first candidate of head 0.
+            num_heads: largest length of a path; by default unlimited.
+
+        Returns:
+            The tree.
 
         Raises:
-            InputError: a path is empty, repeated, has a negative rank, lacks its parent, or is longer than num_heads.
+            InputError: a path is empty or repeated, has a negative rank, lacks its parent, or is too long.
+
+        Example:
+            >>> tree = Tree.from_paths([(0,), (1,), (0, 0)])
+            >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=tree)
         """
-        given = [tuple(path) for path in paths]
-        known = set(given)
-        for path in given:
+        node_paths = [tuple(path) for path in paths]
+        known = set(node_paths)
+        for path in node_paths:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
                 raise InputError(f"tree path {path} must be one or more ranks, integers from 0 on")
             if len(path) > 1 and path[:-1] not in known:
                 raise InputError(f"tree path {path} lacks its parent {path[:-1]}: add it")
             if num_heads is not None and len(path) > num_heads:
                 raise InputError(f"tree path {path} needs {len(path)} heads, there are {num_heads}")
-        if len(known) < len(given):
-            repeated = next(path for path in given if given.count(path) > 1)
+        if len(known) < len(node_paths):
+            repeated = next(path for path in node_paths if node_paths.count(path) > 1)
             raise InputError(f"tree path {repeated} is given more than once")
         return cls(tuple(sorted(known, key=lambda path: (len(path), path))))
 
     def __len__(self) -> int:
-        """Number of nodes N, the root included."""
+        """Number of nodes N, with the root."""
         return len(self.paths) + 1
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest node: how many heads the tree uses."""
+        """Depth of the deepest node, the number of heads that the tree uses."""
         return len(self.paths[-1]) if self.paths else 0
 
     @property
     def width(self) -> int:
-        """How many candidates of a head the tree uses at most: its highest rank plus one."""
+        """Largest number of candidates of a head that the tree uses: the highest rank plus 1."""
         return max((path[-1] + 1 for path in self.paths), default=0)
 
     @cached_property
     def parent(self) -> Tensor:
-        """Long (N,): each node's parent; the root is its own."""
+        """Long (N,): the parent of each node; the root's parent is the root."""
         number = {path: node for node, path in enumerate(((), *self.paths))}
         return torch.tensor([0, *(number[path[:-1]] for path in self.paths)])
 
     @cached_property
     def depth(self) -> Tensor:
-        """Long (N,): each node's distance from the root, which is its position after the root's."""
+        """Long (N,): the distance of each node from the root; its token has the root's position plus this distance."""
         return torch.tensor([0, *(len(path) for path in self.paths)])
 
     @cached_property
     def rank(self) -> Tensor:
-        """Long (N,): each node's rank among its head's candidates; -1 for the root."""
+        """Long (N,): the rank of each node among the candidates of its head; -1 for the root."""
         return torch.tensor([-1, *(path[-1] for path in self.paths)])
 
     @cached_property
     def route(self) -> Tensor:
-        """Long (N, max_depth + 1): the nodes from the root down to each node, which is repeated to the end."""
+        """Long (N, max_depth + 1): the nodes on the path from the root to each node, padded by repeating the node."""
         route = torch.arange(len(self))[:, None].repeat(1, self.max_depth + 1)
         for node, parent in enumerate(self.parent.tolist()):
             above = int(self.depth[node])
@@ -95,7 +106,7 @@ class Tree:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Bool (N, N): mask[i, j] is True when node j is node i or one of its ancestors."""
+        """Bool (N, N): mask[i, j] is True if node j is node i or an ancestor of node i."""
         mask = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parent.tolist()):
             mask[node] |= mask[parent]
@@ -103,29 +114,36 @@ class Tree:
 
 
 def chain(num_heads: int) -> Tree:
-    """Only the first candidate of each head, one below the other."""
+    """A tree with a single path: the first candidate of each head."""
     return Tree.from_paths([(0,) * depth for depth in range(1, num_heads + 1)])
 
 
 def grow(accuracies: Table, nodes: int = 63) -> Tree:
-    """The tree of `nodes` nodes (and the root) that accepts the most tokens, if heads are right independently.
+    """The tree of `nodes` nodes (and the root) that accepts the most tokens, if the heads' errors are independent.
 
-    The rule of the paper's section on optimised trees: always add the node, below one that is already in, whose path is
-    the most probable. A path's probability is the product of its candidates'. The tree is smaller when there are not
-    that many paths of probability above zero.
+    The method is the paper's (section on optimised trees): repeatedly add the child of a node in the tree that has the
+    most probable path. The probability of a path is the product of the probabilities of its candidates. The tree has
+    fewer nodes if fewer paths have a probability above zero.
 
     Args:
-        accuracies: (K, M), the probability that the token of rank m of head k is the right one (not the cumulative
-            top-m accuracy, which is their running sum). M bounds the children of a node.
+        accuracies: (K, M), the probability that the candidate of rank m of head k is correct (not the cumulative top-m
+            accuracy), such as `HeadScores.hits`. A node has at most M children.
+        nodes: number of nodes, without the root.
+
+    Returns:
+        The tree.
 
     Raises:
-        InputError: accuracies is not such a table, or nodes is below 1.
+        InputError: `accuracies` is not such a table, or `nodes` is below 1.
+
+    Example:
+        >>> tree = grow(evaluate_heads(medusa, batches).hits, nodes=63)
     """
     table = _as_table(accuracies)
     if nodes < 1:
         raise InputError(f"nodes must be at least 1, got {nodes}")
     paths: list[Path] = []
-    frontier: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # least first: probable, then shallow, then low in rank
+    frontier: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # minus probability, depth, path; the smallest is next
     while frontier and len(paths) <= nodes:
         negative, depth, path = heapq.heappop(frontier)
         paths.append(path)
@@ -137,7 +155,19 @@ def grow(accuracies: Table, nodes: int = 63) -> Tree:
 
 
 def expected_tokens(tree: Tree, accuracies: Table) -> float:
-    """Tokens a step that `tree` yields on average: 1 + the probabilities of its paths (see `grow` for accuracies)."""
+    """Average number of tokens per step with `tree`, 1 + the sum of the probabilities of its paths.
+
+    Args:
+        tree: the tree.
+        accuracies: (K, M), the probability that the candidate of rank m of head k is correct; errors are taken as
+            independent.
+
+    Returns:
+        Tokens per step.
+
+    Raises:
+        InputError: `accuracies` is not such a table, or has fewer heads or ranks than the tree uses.
+    """
     table = _as_table(accuracies)
     if tree.max_depth > len(table) or tree.width > len(table[0]):
         raise InputError(
@@ -148,18 +178,29 @@ def expected_tokens(tree: Tree, accuracies: Table) -> float:
 
 
 def default_tree(num_heads: int, nodes: int = 63, *, vocab_size: int = MAX_CHILDREN) -> Tree:
-    """A tree for heads of unknown accuracy, grown from those published for Vicuna-7B; at most 10 children a node, and
-    no more than a vocabulary of `vocab_size` has tokens."""
+    """A tree for heads of unknown accuracy, grown from the accuracies published for Vicuna-7B.
+
+    Args:
+        num_heads: number of heads, the largest depth.
+        nodes: number of nodes, without the root.
+        vocab_size: number of tokens, which limits the children of a node; a node has at most 10 children.
+
+    Returns:
+        The tree.
+
+    Raises:
+        InputError: an argument is below 1.
+    """
     if min(num_heads, vocab_size) < 1:
         raise InputError(f"num_heads and vocab_size must be at least 1, got {num_heads} and {vocab_size}")
     return grow([reference_accuracies(head)[:vocab_size] for head in range(num_heads)], nodes)
 
 
 def reference_accuracies(head: int) -> list[float]:
-    """Accuracy of a head's first 10 ranks, a power law through the published top-1 and top-5.
+    """Accuracy of the first 10 ranks of a head, from a power law through its published top-1 and top-5 accuracy.
 
-    The chance that the right token is not among the first m is taken as (1 - top1) * m^-b. Heads after the published
-    five lose as much of both, in proportion, as the fifth's top-5 does against the fourth's.
+    The probability that the correct token is not among the first m candidates is modelled as (1 - top1) * m^-b. From
+    the sixth head on, both accuracies shrink from head to head by the ratio of the fifth and the fourth head's top-5.
     """
     known = min(head, len(REFERENCE_TOP1) - 1)
     loss = (REFERENCE_TOP5[-1] / REFERENCE_TOP5[-2]) ** (head - known)

@@ -14,9 +14,9 @@ from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
 from ligermodels.adapt.quantize import quantize
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
+from ligermodels.evaluation import evaluate, perplexity
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.evaluation import evaluate, perplexity
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.speculative.evaluation import HeadScores, KLToReference, perplexity
+from ligermodels.evaluation import KLToReference, perplexity
+from ligermodels.speculative.evaluation import HeadScores
 from ligermodels.training.reports import OutputMetrics, Value
 
 

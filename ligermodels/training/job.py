@@ -34,7 +34,7 @@ class Job:
     learning_rates: iterators of parameters to train, such as `model.parameters()`, each with its peak learning rate.
         They are read after the model has been sharded.
     evaluate: evaluates on the validation split. Each call of its argument returns all batches of the split, or, of
-        several ranks, the batches of this rank; the functions in `speculative.evaluation` sum over the ranks.
+        several ranks, the batches of this rank; the functions in `ligermodels.evaluation` sum over the ranks.
     export: writes the result of the training to a folder.
     loss_options: further arguments of the loss, by step and number of steps.
     output_metrics: metrics to log, from an output of `trainable`.

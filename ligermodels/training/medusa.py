@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
+from ligermodels.evaluation import evaluate_kl
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.evaluation import evaluate_heads, evaluate_kl
+from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.training.console import Console, Outcome

@@ -19,9 +19,9 @@ from ligermodels.adapt import quantized_loading
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.integrations import wrap
 from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
-from ligermodels.speculative.evaluation import KLToReference, perplexity
 
 KINDS = ("float8", "int4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}

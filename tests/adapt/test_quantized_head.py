@@ -22,11 +22,11 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.data.batches import Batch
 from ligermodels.errors import CheckpointError, ConfigWarning, InputError
+from ligermodels.evaluation import evaluate_kl
 from ligermodels.integrations import wrap
 from ligermodels.layers import LMHead
 from ligermodels.layers.quantized import QuantizedWeight, weight_codes
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.evaluation import evaluate_kl
 
 KINDS = ("float8", "int4")
 LLAMA: dict[str, Any] = {**BASE, "model_type": "llama", "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4}

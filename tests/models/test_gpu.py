@@ -9,8 +9,8 @@ from zoo import BASE, CONFIGS, gradients_of, make_checkpoint, relative_error, st
 
 import ligermodels as lm
 from ligermodels.data.batches import Batch
+from ligermodels.evaluation import evaluate
 from ligermodels.generation.graph import Graphed
-from ligermodels.speculative.evaluation import evaluate
 from ligermodels.training import FusedAdamW, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]

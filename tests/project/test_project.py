@@ -151,3 +151,15 @@ def test_old_import_paths_warn_and_give_the_module_of_the_new_path(old: str, new
         found = importlib.import_module(f"ligermodels.{old}")
     assert found is importlib.import_module(f"ligermodels.{new}")
     assert found.__spec__ is not None and found.__spec__.name == found.__name__ == f"ligermodels.{new}"
+
+
+@pytest.mark.parametrize("name", ["KLToReference", "evaluate", "evaluate_kl", "perplexity"])
+def test_evaluation_of_models_warns_at_its_old_path(name: str) -> None:
+    from ligermodels import evaluation
+    from ligermodels.speculative import evaluation as old
+
+    with pytest.warns(DeprecationWarning, match=rf"is now ligermodels\.evaluation\.{name}; change the import"):
+        found = getattr(old, name)
+    assert found is getattr(evaluation, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = old.nothing

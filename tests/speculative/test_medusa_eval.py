@@ -128,7 +128,7 @@ def test_a_prediction_is_of_other_prompts_and_can_fail(medusa: lm.MedusaModel) -
 
 def test_prompts_are_continued_in_small_batches(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluate_continuations(medusa, PROMPTS, max_new_tokens=9)
-    monkeypatch.setattr(decoding, "AT_ONCE", 3)
+    monkeypatch.setattr(decoding, "BATCH_SIZE", 3)
     parts = evaluate_continuations(medusa, PROMPTS, max_new_tokens=9)
     assert parts.lengths == whole.lengths and torch.equal(parts.scores.hits, whole.scores.hits)
     assert all(torch.equal(a, b) for a, b in zip(parts.ranks, whole.ranks, strict=True))

@@ -59,8 +59,8 @@ def test_heads_from_the_hub(saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert len(fetched) == len(set(fetched)) and not [path for path in fetched if path.split("/")[-1] in OTHERS]
         kinds, messages = zip(*found[6:], strict=True)
         assert kinds == ("HubError", "HubError", "HubError", "CheckpointError")
-        assert "some/nothing: no Medusa heads in the repository, nor in the cache" in messages[0]
-        assert "some/cut: its heads cannot be fetched, run again to retry" in messages[1]
+        assert "some/nothing: has no Medusa heads, in the repository or the cache" in messages[0]
+        assert "some/cut: the heads cannot be fetched, run again to retry" in messages[1]
         assert "nor such a repository" in messages[2] and "./nowhere: no such folder" in messages[3]
     # Without a hub the cache will do.
     assert ask(Hub("http://127.0.0.1:9", {}), *wanted) == found[:3]

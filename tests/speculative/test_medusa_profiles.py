@@ -369,9 +369,9 @@ def test_overwriting_leaves_one_format(base: lm.CausalLM, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lm_head", "layers", "profile", "options", "message"),
     [
-        ("own", 1, "vllm-shared", {}, r"own; .*separate lm_heads are vllm, tgi, tensorrt-llm"),
+        ("own", 1, "vllm-shared", {}, r"own; .*separate lm_heads: vllm, tgi, tensorrt-llm"),
         ("own", 1, "tgi-v2", {"base_model": NAME}, "own"),
-        ("shared", 2, "tgi-v2", {"base_model": NAME}, "1 ResBlock a head, these have 2"),
+        ("shared", 2, "tgi-v2", {"base_model": NAME}, "1 ResBlock per head, but these heads have 2"),
         ("own", 1, "tgi", {}, "give base_model"),
         ("own", 1, "nope", {}, r"unknown.*vllm, vllm-shared, tgi, tgi-v2, tensorrt-llm, fasterdecoding, full-hf"),
         ("own", 1, "full-hf", {"max_shard_size": "big"}, "max_shard_size"),

@@ -20,7 +20,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import Documents
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
-from ligermodels.speculative.evaluation import evaluate
+from ligermodels.evaluation import evaluate
 from ligermodels.speculative.joint import frozen_copy
 from ligermodels.training import Console, MedusaRecipe, Outcome, medusa, read_recipe, run_job, train_heads
 from ligermodels.training.checkpoints import Checkpoints

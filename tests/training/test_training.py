@@ -17,7 +17,8 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
-from ligermodels.speculative.evaluation import evaluate, evaluate_heads
+from ligermodels.evaluation import evaluate
+from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
@@ -450,10 +451,10 @@ def test_scores_of_heads_are_those_of_their_logits() -> None:
         hits = (x.topk(10).indices == y[:, None]).double().mean(0)
         torch.testing.assert_close(scores.hits[head], hits, rtol=1e-12, atol=0)
         torch.testing.assert_close(scores.accuracy(5)[head], hits[:5].sum(), rtol=1e-12, atol=0)
-    with pytest.raises(InputError, match="not for 11"):
+    with pytest.raises(InputError, match="got 11"):
         scores.accuracy(11)
     for measure, model in ((evaluate, medusa.base), (evaluate_heads, medusa)):
-        with pytest.raises(InputError, match="not a single batch"):
+        with pytest.raises(InputError, match="give at least one batch"):
             measure(model, [])
 
 

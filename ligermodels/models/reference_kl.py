@@ -33,21 +33,21 @@ def divergence(
     memory_budget: int = 2**30,
     num_targets: int | None = None,
 ) -> Tensor:
-    """KL(reference || model) = sum_v q_v (log q_v - log p_v) of the next token, over the tokens that have a target.
+    """KL(reference || model) = sum_v q_v (log q_v - log p_v) of the next token, over the tokens with a target.
 
-    Logits exist for a chunk of tokens at a time. Gradients are computed along with them, exactly: the gradient of the
-    logits is p - q.
+    Logits are materialised for one chunk of tokens at a time. The forward pass also computes the exact gradients; the
+    gradient of the logits is p - q.
 
     Args:
-        hidden: (..., H), the model's states after the final norm.
+        hidden: (..., H), the model's hidden states after the final norm.
         head: (..., H) -> logits (..., vocab_size); its parameters get gradients.
-        reference_hidden: (..., H'), the reference's states after the final norm.
+        reference_hidden: (..., H'), the reference's hidden states after the final norm.
         reference_head: (..., H') -> logits (..., vocab_size); it gets no gradient.
-        targets: long (...); only whether a token is ignored (-100) matters.
+        targets: long (...), -100 for tokens without a target; the other values are not used.
         vocab_size: V.
-        reduction: "sum", or "mean" over the tokens that have a target; 0 without any.
-        memory_budget: bytes for a chunk's logits and their temporaries; a chunk has at least one row.
-        num_targets: number of tokens that have a target, if the caller knows it: this saves a wait for the GPU.
+        reduction: "sum", or "mean" over the tokens with a target, 0 if there are none.
+        memory_budget: bytes for the logits of a chunk and their temporaries; a chunk has at least one token.
+        num_targets: number of tokens with a target. If it is given, the host does not wait for the GPU to count them.
 
     Returns:
         A scalar, in float32 or wider.
@@ -57,16 +57,16 @@ def divergence(
     """
     if is_tensor_parallel(head):
         raise InputError(
-            "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or by FSDP2"
+            "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or with FSDP2"
         )
     if is_sharded(head):
         raise InputError("KL to the reference: the head is sharded; call divergence by call_gathered(head, ...)")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunks = _chunks(targets, vocab_size, wide, memory_budget, num_targets)
-    # Asked here: inside an autograd.Function's forward gradients are off.
+    # Inside the forward of an autograd.Function, is_grad_enabled() is False.
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
-        # The hooks of a head that is gathered for this call would release it after the first chunk.
+        # FSDP2's hooks would release the head's gathered parameters after the first chunk.
         head.forward if callable(getattr(head, "unshard", None)) else head,
         reference_head,
         chunks,
@@ -92,19 +92,20 @@ def divergence_and_losses(
 ) -> Tensor:
     """KL(reference || model) and the cross entropies of the model and of the reference, from logits computed once.
 
-    Logits exist for a chunk of tokens at a time, and nothing gets a gradient.
+    Logits are materialised for one chunk of tokens at a time. There are no gradients.
 
     Args:
-        hidden: (..., H), the model's states after the final norm.
+        hidden: (..., H), the model's hidden states after the final norm.
         head: (..., H) -> logits (..., vocab_size).
-        reference_hidden: (..., H'), the reference's states after the final norm.
+        reference_hidden: (..., H'), the reference's hidden states after the final norm.
         reference_head: (..., H') -> logits (..., vocab_size).
         targets: long (...), the next tokens, -100 where ignored.
         vocab_size: V.
-        memory_budget: bytes for a chunk's logits and their temporaries; a chunk has at least one row.
+        memory_budget: bytes for the logits of a chunk and their temporaries; a chunk has at least one token.
 
     Returns:
-        (3,), in float32 or wider: sums over the tokens that have a target.
+        (3,), in float32 or wider: the KL, the model's and the reference's cross entropy, summed over the tokens with a
+        target.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     hidden, reference_hidden = hidden.flatten(0, -2), reference_hidden.flatten(0, -2)
@@ -126,17 +127,17 @@ def divergence_and_losses(
 def _chunks(
     targets: Tensor, vocab_size: int, wide: torch.dtype, memory_budget: int, num_targets: int | None = None
 ) -> tuple[Tensor, ...]:
-    """Indices of the tokens that have a target, in chunks that fit the budget."""
+    """Indices of the tokens with a target, in chunks that fit the memory budget."""
     valid = targets.flatten() != IGNORE_INDEX
     if num_targets is not None:
-        torch._assert_async(valid.sum() == num_targets, "num_targets is not the number of targets not ignored")
+        torch._assert_async(valid.sum() == num_targets, "num_targets: differs from the number of targets")
     count = int(valid.sum()) if num_targets is None else num_targets
     rows = valid.argsort(descending=True, stable=True)[:count]
     return rows.split(max(1, memory_budget // (WIDE_COPIES * wide.itemsize * vocab_size)))
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum over all chunks of rows; gradients of `hidden` and of the `parameters` of `head`."""
+    """The sum over all chunks, with gradients for `hidden` and for the `parameters` of `head`."""
 
     @staticmethod
     @torch.no_grad()
@@ -146,17 +147,17 @@ class _Divergence(torch.autograd.Function):
         reference: Head,
         chunks: Sequence[Tensor],
         wide: torch.dtype,
-        of_hidden: bool,
+        hidden_needs_grad: bool,
         hidden: Tensor,
         reference_hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=wide)
-        gradients = [torch.zeros_like(p, dtype=wide) for p in parameters]  # One sum of all chunks, rounded once.
-        of_rows = torch.zeros_like(hidden) if of_hidden else None
+        gradients = [torch.zeros_like(p, dtype=wide) for p in parameters]  # rounded once, after all chunks
+        hidden_grad = torch.zeros_like(hidden) if hidden_needs_grad else None
         for rows in chunks:
-            x = hidden[rows].requires_grad_(of_hidden)
-            operands = [*([x] if of_hidden else []), *parameters]
+            x = hidden[rows].requires_grad_(hidden_needs_grad)
+            operands = [*([x] if hidden_needs_grad else []), *parameters]
             with torch.set_grad_enabled(bool(operands)):
                 logits = head(x)
             log_p = logits.detach().to(wide).log_softmax(-1)
@@ -173,18 +174,18 @@ class _Divergence(torch.autograd.Function):
                         materialize_grads=True,
                     )
                 )
-                if of_rows is not None:
-                    of_rows[rows] = grads.pop(0)
-                for gradient, part in zip(gradients, grads, strict=True):
-                    gradient += part
-        ctx.of_hidden = of_hidden
+                if hidden_grad is not None:
+                    hidden_grad[rows] = grads.pop(0)
+                for gradient, chunk_gradient in zip(gradients, grads, strict=True):
+                    gradient += chunk_gradient
+        ctx.hidden_needs_grad = hidden_needs_grad
         rounded = [gradient.to(p.dtype) for gradient, p in zip(gradients, parameters, strict=True)]
-        ctx.save_for_backward(*([] if of_rows is None else [of_rows]), *rounded)
+        ctx.save_for_backward(*([] if hidden_grad is None else [hidden_grad]), *rounded)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = [(tensor * grad).to(tensor.dtype) for tensor in ctx.saved_tensors]
-        of_hidden = grads.pop(0) if ctx.of_hidden else None
-        return None, None, None, None, None, of_hidden, None, *grads
+        grad_of_hidden = grads.pop(0) if ctx.hidden_needs_grad else None
+        return None, None, None, None, None, grad_of_hidden, None, *grads

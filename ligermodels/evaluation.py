@@ -1,0 +1,120 @@
+"""Evaluation of a language model on given text: loss, perplexity, and KL divergence from a reference model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ligermodels.data.batches import Batch, count_targets, on_device
+from ligermodels.errors import InputError
+from ligermodels.generation.generate import evaluating
+from ligermodels.layers import Targets
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.prepared_batch import prepare_batch
+from ligermodels.models.reference_kl import divergence_and_losses
+from ligermodels.parallel.ranks import DataRanks
+
+NO_BATCH = "batches: there is no text to evaluate on; give at least one batch"
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
+    """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
+
+    If FSDP2 shards the model, each rank gives its own batches, and the result is the mean over the batches of all
+    ranks. Every rank needs the same number of batches; a batch may be without targets.
+
+    Args:
+        model: the model.
+        batches: arguments of the model's forward, with labels.
+
+    Returns:
+        The loss, 0 without any target.
+
+    Raises:
+        InputError: there is no batch.
+
+    Example:
+        >>> ids = torch.arange(3, 40)[None]
+        >>> perplexity(evaluate(model, [Batch({"input_ids": ids, "labels": ids})]))
+    """
+    losses, counts = [], []
+    with evaluating(model):
+        ranks = DataRanks.of(model)
+        for batch in batches:
+            inputs: dict[str, Any] = on_device(batch, model.device)
+            count = int(count_targets(model, [batch]))
+            loss = model(**inputs, reduction="sum")["loss"].double()
+            losses.append(loss if count else torch.zeros_like(loss))  # an auxiliary loss does not depend on targets
+            counts.append(count)
+    if not losses:
+        raise InputError(NO_BATCH)
+    sums = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(sum(counts))])
+    loss, count = ranks.sum(sums).tolist()
+    return loss / max(1, count)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss) of a loss in nats; infinity where the result exceeds the range of a float."""
+    return math.inf if loss > 700 else math.exp(loss)
+
+
+@dataclass(frozen=True)
+class KLToReference:
+    """KL(reference || model) over some text, and the losses of both models, all in nats per target."""
+
+    kl: float
+    loss: float
+    reference_loss: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative change of the perplexity: 0.01 is one percent above the reference's perplexity."""
+        return perplexity(self.loss - self.reference_loss) - 1
+
+
+@torch.no_grad()
+def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) -> KLToReference:
+    """KL divergence of a model's next-token predictions from the predictions of a reference model.
+
+    If FSDP2 shards the models, each rank gives its own batches: see `evaluate`.
+
+    Args:
+        model: the model.
+        reference: a model with the same vocabulary, on the same device.
+        batches: arguments of the models' forward, with labels.
+
+    Returns:
+        The KL divergence and the losses of both models, means over all targets.
+
+    Raises:
+        InputError: there is no batch.
+
+    Example:
+        >>> model = lm.from_pretrained(name, dtype=torch.bfloat16, quantize="int4")
+        >>> reference = lm.from_pretrained(name, dtype=torch.bfloat16)
+        >>> ids = torch.arange(3, 40)[None]
+        >>> evaluate_kl(model, reference, [Batch({"input_ids": ids, "labels": ids})]).perplexity_change
+    """
+    sums, counts = [], []
+    with evaluating(model), evaluating(reference):
+        ranks = DataRanks.of(model)
+        for batch in batches:
+            counts.append(int(count_targets(model, [batch])))
+            inputs: dict[str, Any] = on_device(batch, model.device)
+            prepared = prepare_batch(model, (1,), **inputs)
+            hidden, reference_hidden = (m(**prepared.inputs)["last_hidden_state"] for m in (model, reference))
+            targets = cast(Targets, prepared.targets)
+            needed, labels = targets.wait_for_needed(), targets.values[0]
+            labels = labels if needed is None else needed.take(labels)
+            heads = hidden, model.logits, reference_hidden, reference.logits
+            sums.append(divergence_and_losses(*heads, labels, vocab_size=model.config.vocab_size).double())
+    if not sums:
+        raise InputError(NO_BATCH)
+    total = torch.stack(sums).sum(0)
+    *totals, count = ranks.sum(torch.cat([total, total.new_tensor([sum(counts)])])).tolist()
+    return KLToReference(*(x / max(1, count) for x in totals))
