@@ -17,7 +17,7 @@ from ligermodels.integrations.padding import Inputs, Padding, shape_of
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import head_loss
-from ligermodels.layers.tokens import packed_layout
+from ligermodels.layers.tokens import layout_without_padding
 
 
 def causal_lm_forward(
@@ -115,7 +115,7 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
     layout = None if every_token else padding.layout
     if layout is None:
         # transformers lets the last token of a packed document predict the first label of the next document.
-        layout = packed_layout(shape_of(inputs), None)
+        layout = layout_without_padding(shape_of(inputs), None)
     vocab_size = text_config(model).vocab_size
     targets = Targets(labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token)
     if not has_pixels:

@@ -84,7 +84,7 @@ class ForwardContext:
 
     def of_parts(self, parts: Tokens) -> ForwardContext:
         """The context of blocks that compute a part of the tokens under sequence parallelism: only the per-layer inputs
-        are divided."""
+        are divided. Tables and positions stay whole, because the projections of a mixer gather all tokens."""
         per_layer = self.per_layer_inputs
         return self if per_layer is None else replace(self, per_layer_inputs=parts.take(per_layer))
 

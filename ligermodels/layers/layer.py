@@ -22,11 +22,14 @@ class Layer(nn.Module):
 
     token_wise: bool = False
     """Whether the result for a token depends on no other token of `x`. The layer may then be given only the tokens
-    whose states are needed, (1, n, H), or a part of the tokens under context and sequence parallelism."""
+    whose states are needed, (1, n, H), or a part of the tokens under sequence parallelism; a feed-forward layer also
+    under context parallelism."""
 
     context_parallel: ClassVar[bool] = False
-    """Whether a layer that is not `token_wise` supports context parallelism: if `context.shard` is not None, `x` holds
-    only this rank's tokens, and the layer exchanges with the other ranks through that `SequenceShard`."""
+    """Whether a token mixer supports context parallelism: if `context.shard` is not None, `x` holds only this rank's
+    tokens, and the layer exchanges with the other ranks through that `SequenceShard`. Tokens beyond the end of a row
+    are padding, which must not influence other tokens; in a causal mixer it does not. A `token_wise` mixer declares
+    it too, because it may read keys of other tokens from the context."""
 
     sequence_parallel: ClassVar[bool] = False
     """Whether a layer that is not `token_wise` supports sequence parallelism: under tensor parallelism `x` is then this

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.errors import InputError, short
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.float8 import Float8, float8_lora, float8_lora_form
 from ligermodels.layers.linear_parts import WHOLE, Compute, Update, WholeShare
@@ -47,7 +48,7 @@ class Linear(nn.Linear):
 
     Example:
         >>> layer = Linear(32, 64)
-        >>> layer.store(Quantized.of(layer.weight, "int4"))   # frozen, 4 bits
+        >>> layer.store(QuantizedWeight.of(layer.weight, "int4"))   # frozen, 4 bits
         >>> layer.update = LoRA(layer, [part])                # trained
     """
 
@@ -60,7 +61,9 @@ class Linear(nn.Linear):
 
     @compute.setter
     def compute(self, compute: Compute | None) -> None:
-        self._modules.pop("compute", None)  # called for None alone: nn.Module registers modules itself
+        # nn.Module assigns modules, and None in place of a module, without this setter.
+        if compute is not None:
+            raise InputError(f"compute: must be a Compute, got {short(compute)}")
 
     @property
     def update(self) -> Update | None:
@@ -69,7 +72,8 @@ class Linear(nn.Linear):
 
     @update.setter
     def update(self, update: Update | None) -> None:
-        self._modules.pop("update", None)
+        if update is not None:  # as for `compute`
+            raise InputError(f"update: must be an Update, got {short(update)}")
 
     def forward(
         self, input: Tensor, *, activation: Callable[..., Tensor] | None = None, form: Float8Form | None = None
@@ -78,7 +82,8 @@ class Linear(nn.Linear):
 
         Args:
             input: (..., in_features), or a `Float8Tensor` in the `input_form` of this layer.
-            activation: called with the result; a `GatedActivation` is computed in the kernel of a decoding step.
+            activation: called with the result; a `GatedActivation` is passed to the op of the product, which may
+                compute it in its kernel, unless there is an update, a `split` or a `form`.
             form: the activation writes a `Float8Tensor` in this form, for the layer after it.
 
         Returns (..., out_features) of the dtype of `input`, or the result of the activation.
@@ -86,14 +91,11 @@ class Linear(nn.Linear):
         gated = activation.options if type(activation) is GatedActivation and form is None else None
         if self.split is None and self.update is None and (activation is None or gated is not None):
             return self._product(input, self.weight, self.bias, WHOLE, activation=gated)
-        y = self._sum(input, self.weight, self.bias, WHOLE) if self.split is None else self.split.call(self, input)
+        y = self.local_sum(input, self.weight, self.bias, WHOLE) if self.split is None else self.split.call(self, input)
         return activate(y, activation, form)
 
     def local_sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, share: WholeShare) -> Tensor:
-        """Product and update of a rank's `share`, for `TensorShare.call`; weight and bias are this rank's."""
-        return self._sum(x, weight, bias, share)
-
-    def _sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, share: WholeShare) -> Tensor:
+        """Product and update of this rank's `share`; weight and bias are this rank's. `TensorShare.call` calls it."""
         if self.update is None:
             return self._product(x, weight, bias, share)
         fused = FUSED.get((type(self.compute), type(self.update)))
@@ -124,28 +126,18 @@ class Linear(nn.Linear):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def store(self, compute: Compute | None) -> None:
-        """Set `compute`. One that holds the weight takes the place of the parameter `weight`."""
+        """Set `compute`. One that holds the weight replaces the parameter `weight`; `make_dense` removes it."""
         self._modules.pop("compute", None)
         if compute is not None:
             self.compute = compute.train(self.training)
             if compute.holds_weight:
                 self.weight = None  # type: ignore[assignment]
 
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight (out_features, in_features) as numbers, without the update. It may share memory with `weight`.
-
-        Args:
-            dtype: by default the dtype of `weight`; to be given where `compute` holds the weight.
-        """
-        if self.compute is None or dtype is None:
-            return self.weight.detach() if dtype is None else self.weight.detach().to(dtype)
-        return self.compute.dense(self.weight, dtype)
-
     @torch.no_grad()
     def make_dense(self, dtype: torch.dtype) -> None:
         """Keep the weight as a frozen parameter of `dtype` again, and remove a `compute` that holds it."""
         if self.compute is not None and self.compute.holds_weight:
-            self.weight = nn.Parameter(self.compute.dense(None, dtype), requires_grad=False)
+            self.weight = nn.Parameter(self.compute.dense(dtype), requires_grad=False)
             self.store(None)
 
     @torch.no_grad()
@@ -158,14 +150,14 @@ class Linear(nn.Linear):
         if self.update is None:
             return
         held = self.compute if self.compute is not None and self.compute.holds_weight else None
-        weight = self.weight.detach() if held is None else held.dense(None, dtype)
+        weight = self.weight.detach() if held is None else held.dense(dtype)
         self.update.add_to(weight)
         if held is not None:
             held.fill(weight)
         del self._modules["update"]
 
     def init_weights(self, std: float) -> None:
-        """The weight normal(0, std), rounded where it is quantised, and the bias zero."""
+        """Weight normal(0, std) and bias zero. A weight that `compute` holds is drawn by `compute.init_weights`."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=std)
         if self.bias is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +79,9 @@ class Compute(nn.Module):
         """The form in which the product takes x as a `Float8Tensor` now; None if it takes numbers."""
         return None
 
-    def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The weight (out_features, in_features) as numbers of `dtype`; it may share memory with the parameter."""
-        return cast(Tensor, weight).detach().to(dtype)
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight (out_features, in_features) in `dtype`, for a class that `holds_weight`."""
+        raise NotImplementedError(f"{type(self).__name__} holds no weight")
 
     def fill(self, weight: Tensor) -> None:
         """Keep `weight` (out_features, in_features), for a class that `holds_weight`."""

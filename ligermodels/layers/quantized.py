@@ -93,7 +93,7 @@ class QuantizedWeight(Compute, FullPrecision):
                 return False
         return True
 
-    def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def dense(self, dtype: torch.dtype) -> Tensor:
         """The rounded weight (out_features, in_features) in `dtype`; a few rows at a time are float32."""
         dense = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
         codes, scales = self._coded(gathered(self.codes.detach())), gathered(self.scales.detach())
@@ -170,7 +170,7 @@ def dense_state(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     if codes is None:
         return module.state_dict()
     bias = cast("Tensor | None", module.bias)
-    return {"weight": codes.dense(None, dtype), **({} if bias is None else {"bias": bias.detach()})}
+    return {"weight": codes.dense(dtype), **({} if bias is None else {"bias": bias.detach()})}
 
 
 def check_unquantized(module: nn.Module, what: str, advice: str) -> None:

@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, packed_layout, token_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 
 IGNORE_INDEX = -100
@@ -69,7 +69,7 @@ def count_targets(
         check_same_tokens(labels, attention_mask=attention_mask)
     shape = (labels.shape[0], labels.shape[1])
     layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
-    rows = layout.rows.take(labels)
+    rows = layout.packing.take(labels)
     return torch.stack([(shift_labels(rows, each, layout.cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
 
 
@@ -110,7 +110,7 @@ class Targets:
             f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
         )
         self.ahead, self._every_token = tuple(ahead), every_token
-        self.layout = packed_layout((labels.shape[0], labels.shape[1]), None) if layout is None else layout
+        self.layout = layout_without_padding((labels.shape[0], labels.shape[1]), None) if layout is None else layout
         self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
         self._host_counts: AsyncHostCopy | None = None
         self._needed: SelectedTokens | None = None
@@ -247,7 +247,7 @@ class Targets:
     def _shifted(self, x: Tensor, ahead: int, fill: int) -> Tensor:
         """x (B, T) of labels -> of the tokens that predict them, in the layout."""
         layout = self.layout
-        shifted = shift_labels(layout.rows.take(x), ahead, layout.cu_seqlens, fill=fill)
+        shifted = shift_labels(layout.packing.take(x), ahead, layout.cu_seqlens, fill=fill)
         return shifted if layout.shard is None else layout.shard.take(shifted, fill)
 
     def _selected(self, x: Tensor) -> Tensor:

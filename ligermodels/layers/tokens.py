@@ -10,12 +10,11 @@ the tokens out anew, always in this order:
    after the last block that mixes tokens.
 
 A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence parallelism takes parts of these tokens
-(`layers.token_parts.TokenParts`), by the same interface.
+(`layers.token_parts.TokenParts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +50,8 @@ class Tokens:
             fill: value for tokens that this step leaves out.
 
         Returns:
-            The tokens before this step, (rows, length, ...); where ranks share them, the tokens of all ranks.
+            The tokens before this step, (rows, length, ...); where ranks share them, the tokens of all ranks. Each rank
+            may then use the result in its own way: in the backward pass gradients are summed over the ranks.
         """
         return x
 
@@ -214,33 +214,29 @@ class TokenLayout(Tokens):
 
     Args:
         shape: (B, T) of the caller's tensors.
-        rows: how tokens (B, T) lie in the rows of the pass.
+        packing: step 1, which lays tokens (B, T) out in the rows of the pass: `Unpadding`, `PackedRows`, or `Tokens`,
+            which keeps the B rows.
         shard: this rank's part of the rows under context parallelism, or None.
         cu_seqlens: int32 (n + 1,), bounds of the documents packed into a single row; None for one document in each row.
     """
 
     shape: tuple[int, int]
-    rows: Tokens
+    packing: Tokens
     shard: SequenceShard | None = None
     cu_seqlens: Tensor | None = None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (B, T, ...) -> this rank's tokens of the pass."""
-        x = self.rows.take(x, fill)
+        x = self.packing.take(x, fill)
         return x if self.shard is None else self.shard.take(x, fill)
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """This rank's tokens of the pass -> x (B, T, ...), with `fill` on padding."""
-        return self.rows.restore(x if self.shard is None else self.shard.restore(x, fill), fill)
+        return self.packing.restore(x if self.shard is None else self.shard.restore(x, fill), fill)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks that share each sequence."""
         return x if self.shard is None else self.shard.sum(x)
-
-    def take_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Loss options, with the `token_weights` (B, T) laid out in rows."""
-        weights = options.get("token_weights")
-        return dict(options) if weights is None else {**options, "token_weights": self.rows.take(weights)}
 
 
 def token_layout(
@@ -251,7 +247,7 @@ def token_layout(
     cu_seqlens: Tensor | None = None,
     mesh: Any = None,
 ) -> TokenLayout:
-    """Prepare the layout of a batch.
+    """The layout of a batch, with an `Unpadding` if it has padding.
 
     Args:
         shape: (B, T) of the batch.
@@ -270,25 +266,26 @@ def token_layout(
         raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
     unpad = None if attention_mask is None else Unpadding(attention_mask)
     if unpad is None or unpad.trivial:
-        return packed_layout(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
+        return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)
     return TokenLayout(shape, unpad, shard, unpad.cu_seqlens)
 
 
-def packed_layout(shape: tuple[int, int], cu_seqlens: Tensor | None, mesh: Any = None) -> TokenLayout:
+def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, mesh: Any = None) -> TokenLayout:
     """The layout of a batch without padding.
 
     Args:
         shape: (B, T) of the batch.
-        cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens, or None.
+        cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens; None for rows of one
+            document, which stay as they are.
         mesh: DeviceMesh of the ranks that share each sequence under context parallelism, or None.
 
     Returns:
         The layout of the pass.
     """
-    rows = Tokens() if cu_seqlens is None else PackedRows(*shape)
+    packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
-    return TokenLayout(shape, rows, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
+    return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
 
 
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:

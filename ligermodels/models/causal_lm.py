@@ -324,7 +324,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             cu_seqlens=cu_seqlens,
             mesh=self.decoder._context_mesh if sharded else None,
         )
-        if isinstance(layout.rows, Unpadding) and rope_thresholds(self):
+        if isinstance(layout.packing, Unpadding) and rope_thresholds(self):
             raise InputError(
                 "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
                 "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"

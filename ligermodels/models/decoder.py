@@ -32,7 +32,7 @@ from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, packed_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class Decoder(nn.Module):
         tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
         rows = shape if tokens.cu_seqlens is None else (1, shape[0] * shape[1])
         needed = SelectedTokens(token_indices, *rows) if isinstance(token_indices, Tensor) else token_indices
-        # A caller without a layout knows only the tokens before they are divided over ranks.
+        # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
+        # tokens are taken at the end.
         early = needed if layout is not None or tokens.shard is None else None
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
         context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
@@ -201,19 +202,19 @@ class Decoder(nn.Module):
             return x
         x = x if tokens.shard is None else tokens.shard.restore(x)
         late = None if needed is early or needed is None else needed.wait_for_needed()
-        return tokens.rows.restore(x) if late is None else late.take(x)
+        return tokens.packing.restore(x) if late is None else late.take(x)
 
     def layout(
         self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None
     ) -> TokenLayout:
-        """The layout of a pass.
+        """The layout of a pass without padding. For a batch with an attention mask see `CausalLM.layout`.
 
         Args:
             shape: (B, T) of the inputs.
             cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens, or None.
             state: a decoding state, whose passes each rank computes whole, or None.
         """
-        return packed_layout(shape, cu_seqlens, None if state is not None else self._context_mesh)
+        return layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
 
     def _embed(
         self, tokens: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
@@ -247,7 +248,7 @@ class Decoder(nn.Module):
             length = x.shape[1] if shard is None else shard.length
             positions = _positions(length, x.device, tokens.cu_seqlens, cache_seqlens, seq_lens, tree)
         else:
-            positions = tokens.rows.take(position_ids)
+            positions = tokens.packing.take(position_ids)
         # Scalings may depend on the highest position of a row, which another rank may hold.
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
         if shard is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ligermodels.layers import RouterOutput, Targets, load_balancing_loss
-from ligermodels.layers.tokens import TokenLayout, packed_layout
+from ligermodels.layers.tokens import TokenLayout, layout_without_padding
 from ligermodels.models.inputs import ModelInputs, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
 
@@ -51,7 +51,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
             shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
         )
     else:
-        layout = packed_layout(shape, None)
+        layout = layout_without_padding(shape, None)
     needed, targets = inputs.token_indices, None
     if inputs.labels is not None:
         vocab_size = model.config.vocab_size
@@ -62,7 +62,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         inputs.input_ids,
         inputs_embeds=inputs.inputs_embeds,
         position_ids=inputs.position_ids,
-        cu_seqlens=layout.cu_seqlens,
+        cu_seqlens=layout.cu_seqlens if selects else None,
         state=inputs.state,
         seq_lens=prefill_lengths(inputs.attention_mask, inputs.state),
         tree=inputs.tree,
@@ -73,7 +73,9 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     aux_loss = None
     if router_outputs and isinstance(needed, Targets):
         aux_loss = load_balancing_loss(router_outputs, shard=layout.shard)
-    return Decoded(hidden, packed_layout(shape, None) if selects else layout, targets, aux_loss)
+    if selects:  # the states (1, n, H) of the tokens that the caller asked for need no restoring
+        layout = layout_without_padding(shape, None)
+    return Decoded(hidden, layout, targets, aux_loss)
 
 
 def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:
@@ -92,7 +94,7 @@ def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hi
     if layout.shard is not None and (with_logits or with_last_hidden_state):
         hidden = layout.shard.restore(hidden)
     if with_last_hidden_state:
-        output.last_hidden_state = layout.rows.restore(hidden)
+        output.last_hidden_state = layout.packing.restore(hidden)
     if with_logits:
-        output.logits = layout.rows.restore(model.head(hidden))
+        output.logits = layout.packing.restore(model.head(hidden))
     return output

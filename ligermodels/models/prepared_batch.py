@@ -76,7 +76,7 @@ def prepare_batch(
     if labels is not None:
         targets = Targets(labels, ahead, vocab_size=model.config.vocab_size, layout=layout)
     by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-    inputs: dict[str, Any] = {key: None if x is None else layout.rows.take(x) for key, x in by_token.items()}
+    inputs: dict[str, Any] = {key: None if x is None else layout.packing.take(x) for key, x in by_token.items()}
     needed = None if every_token else targets
     inputs |= {"cu_seqlens": layout.cu_seqlens, "token_indices": needed, "return_last_hidden_state": True}
     return PreparedBatch(inputs, targets, layout)

@@ -12,7 +12,7 @@ from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
-from ligermodels.layers.tokens import packed_layout
+from ligermodels.layers.tokens import layout_without_padding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.mtp_format import mtp_block
 
@@ -95,7 +95,7 @@ class MTPHead(nn.Module):
                 cache_seqlens=cache_seqlens, state=state, activation_checkpointing=activation_checkpointing,
             ))  # fmt: skip
         block = self.later[layer - 1] if layer else self.block
-        tokens = packed_layout((embeds.shape[0], embeds.shape[1]), cu_seqlens)
+        tokens = layout_without_padding((embeds.shape[0], embeds.shape[1]), cu_seqlens)
         # The head's dtype may differ from the model's; its results go to the model's lm_head.
         dtype = next(self.parameters()).dtype
         e, h = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))

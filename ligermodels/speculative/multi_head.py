@@ -150,7 +150,7 @@ class MultiHeadModel(nn.Module):
         )
         states = self._head_states(self.base(**batch.inputs)["last_hidden_state"], batch)
         if batch.targets is None:
-            logits = [batch.layout.rows.restore(self._head(i, each)) for i, each in enumerate(states)]
+            logits = [batch.layout.packing.restore(self._head(i, each)) for i, each in enumerate(states)]
             return MultiHeadOutput(logits=torch.stack(logits))
         return self._heads_loss(states, batch.targets, num_items_in_batch=num_items_in_batch, **loss_options)
 

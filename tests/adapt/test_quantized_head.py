@@ -99,8 +99,8 @@ def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))
     made, compute = [], QuantizedWeight.dense
 
-    def rounded(self: QuantizedWeight, weight: None, dtype: torch.dtype) -> Tensor:
-        weight = compute(self, None, dtype)
+    def rounded(self: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        weight = compute(self, dtype)
         made.append(weakref.ref(weight))
         return weight
 

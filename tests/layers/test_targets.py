@@ -16,7 +16,7 @@ from ligermodels.layers import ForwardContext, Targets, shift_labels, targets
 from ligermodels.layers.lm_head import HeadLoss
 from ligermodels.layers.packing import document_bounds
 from ligermodels.layers.targets import SKIP_BELOW
-from ligermodels.layers.tokens import packed_layout, take_tokens
+from ligermodels.layers.tokens import layout_without_padding, take_tokens
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
 BOUNDS = torch.tensor([0, 9, 11, 32, 38], dtype=torch.int32)
@@ -82,7 +82,7 @@ def test_targets_of_several_losses(device: str, packed: bool) -> None:
         torch.cuda.set_sync_debug_mode("error")
     try:
         shape = (labels.shape[0], labels.shape[1])
-        found = Targets(given, ahead, vocab_size=9, layout=packed_layout(shape, ends))
+        found = Targets(given, ahead, vocab_size=9, layout=layout_without_padding(shape, ends))
         indices, counts = found.wait_for_needed().indices, found.wait_for_counts()
         states = torch.arange(1.0, 36.0, device=device)[indices].view(1, -1, 1)
         results = [
