@@ -251,7 +251,7 @@ class CausalConv(nn.Module):
         Returns:
             (B, T, channels).
         """
-        weight = gather_last(self, local(self, self.weight).t(), self.weight, partial=True).t()
+        weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
         weight = own_part_of_each(self, weight, self.parts, dim=0)
         if step and earlier is not None:
             return ops.causal_conv_step(x, weight, earlier)

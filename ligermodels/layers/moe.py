@@ -32,10 +32,10 @@ from ligermodels.layers.sharding import (
     TensorSharding,
     local,
     of_all_tokens,
-    on_all_ranks,
     on_first_rank,
     split_evenly,
     sum_over_ranks,
+    used_in_parts,
 )
 from ligermodels.layers.tokens import SequenceShard
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
@@ -207,7 +207,7 @@ class MoE(Layer):
         goes by `routed_by` (..., H), by default x."""
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
-        rows, weights, experts = (on_all_ranks(self, each, self.down) for each in (tokens, weights, experts))
+        rows, weights, experts = (used_in_parts(self, each) for each in (tokens, weights, experts))
         if self._expert_mesh is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
             down_bias = on_first_rank(self, self.down_bias)
@@ -218,7 +218,7 @@ class MoE(Layer):
             )
         biases = gate_up_bias, down_bias
         out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
-        out = sum_over_ranks(self, out, self.down)
+        out = sum_over_ranks(self, out)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
