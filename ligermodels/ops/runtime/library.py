@@ -62,8 +62,8 @@ def custom_op(
         mutated = [parameters.index(parameter) for parameter in mutates_args]
 
         def on_device(*args: Any) -> Any:
-            if mutated:  # so that autograd refuses what it saved of their old values
-                torch.autograd.graph.increment_version([args[place] for place in mutated])
+            if mutated:  # autograd then raises an error if it saved these tensors before the change
+                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             device = args[0].device
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
