@@ -20,6 +20,7 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, check_tensor, empty_gradient, under_autocast
 
 
+@torch.compiler.disable  # selective activation checkpointing cannot trace ops that overwrite operands
 def float8_lora_linear(
     x: Tensor,
     weight: Float8Tensor,
