@@ -163,27 +163,28 @@ def _ranks(module: nn.Module, x: Tensor) -> Ranks | None:
 
 
 def reshard(module: ModuleLike) -> None:
-    """Give back the parameters that FSDP2 gathered for a forward pass without a backward pass.
+    """Shard the parameters again that FSDP2 gathered for a forward pass without a backward pass.
 
-    It keeps those of the root until then, and meanwhile `module.parameters()` are the gathered ones.
+    FSDP2 keeps the root's parameters gathered until the backward pass; until then `module.parameters()` returns the
+    gathered parameters.
     """
-    for each in module.modules():
-        if callable(shard := getattr(type(each), "reshard", None)):  # FSDP2 gives its modules a class of their own
-            shard(each)
+    for submodule in module.modules():
+        if callable(shard := getattr(type(submodule), "reshard", None)):  # a method of FSDP2's modules
+            shard(submodule)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, of a DTensor by a collective call of all ranks."""
+    """The whole tensor. For a DTensor this is a collective call of all ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_sharded(module: ModuleLike) -> bool:
     """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
-    return any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in module.parameters())
+    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def check_not_partitioned(name: str, parameter: Tensor) -> None:
-    """InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty while nobody gathers it."""
+    """Raise InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty until it is gathered."""
     if parameter.shape != getattr(parameter, "ds_shape", parameter.shape):
         raise InputError(
             f"{name}: is partitioned by DeepSpeed's ZeRO-3, and empty outside of forward passes; save the model within "
@@ -192,8 +193,17 @@ def check_not_partitioned(name: str, parameter: Tensor) -> None:
 
 
 def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """`function(*args, **options)`; if FSDP2 shards `module`, its parameters are gathered for the call, as they are for
-    its `forward`."""
+    """Call a function that uses a module's parameters. FSDP2 gathers them for the call, as for the module's forward.
+
+    Args:
+        module: the module, sharded by FSDP2 or not.
+        function: the function.
+        args: its arguments.
+        options: its keyword arguments.
+
+    Returns:
+        The function's result.
+    """
     if not callable(getattr(module, "unshard", None)):
         return function(*args, **options)
     if "_call" not in vars(module):
@@ -205,10 +215,17 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
 
 
 def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
-    draws random numbers of its own."""
-    found = (vars(module).get("_tensor_mesh") for module in model.modules())
-    if (mesh := next((each for each in found if each is not None), None)) is None:
+    """A function that samples the same tokens on all tensor-parallel ranks.
+
+    Args:
+        model: the model.
+        choose: logits (B, V) -> tokens, long (B,). Each rank would draw random numbers of its own.
+
+    Returns:
+        `choose`; under tensor parallelism a function that calls it and broadcasts the result of rank 0.
+    """
+    meshes = (vars(module).get("_tensor_mesh") for module in model.modules())
+    if (mesh := next((mesh for mesh in meshes if mesh is not None), None)) is None:
         return choose
     group = mesh.get_group()
 
@@ -221,7 +238,14 @@ def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Ca
 
 
 def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str) -> None:
-    """Of a sharded model, InputError on all ranks unless all have the same `value`: they would wait for one another."""
+    """Raise InputError on all ranks of a sharded model unless all pass the same value; collectives would hang.
+
+    Args:
+        model: the model.
+        name: name of the value, for the message.
+        value: this rank's value.
+        advice: end of the message.
+    """
     if dist.is_initialized() and is_sharded(model):
         most = torch.tensor([value, -value], device=next(model.parameters()).device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -231,9 +255,9 @@ def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str)
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:
-    """A function of `done`, bool (B,): whether all sequences are; of a sharded model, those of all ranks.
+    """A function of `done`, bool (B,), that tells whether all sequences are done.
 
-    Until then every rank has to take part in each forward pass.
+    For a sharded model it counts the sequences of all ranks, because all ranks must take part in each forward pass.
     """
 
     def all_ranks(done: Tensor) -> Tensor:

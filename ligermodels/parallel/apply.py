@@ -75,6 +75,16 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         _set_modes(decoders, plan)
         return model
     meshes = before.meshes if before else Meshes.of(plan, _device_type(model))
+    _distribute(model, decoders, plan, meshes, before)
+    for module in (model, *decoders):
+        vars(module)["_parallelism"] = Parallelism(plan, meshes)
+    return model
+
+
+def _distribute(
+    model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, meshes: Meshes, before: Parallelism | None
+) -> None:
+    """Distribute the parts of a model that are not distributed yet. `before`: the parallelism of its other parts."""
     if plan.tensor > 1 and (before is None or not any(map(is_tensor_parallel, model.modules()))):
         tensor_parallel(model, meshes.parameters["tensor"])
     if meshes.experts is not None:
@@ -85,9 +95,6 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     _set_modes(decoders, plan)
     fsdp(model, _sharding(meshes.parameters), plan, None if meshes.experts is None else _sharding(meshes.experts))
     _same_replicas(model, meshes.parameters)
-    for module in (model, *decoders):
-        vars(module)["_parallelism"] = Parallelism(plan, meshes)
-    return model
 
 
 def parallel_copy(model: CausalLM) -> CausalLM:
@@ -152,7 +159,7 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
 
 
 def _sharding(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of a mesh over which FSDP2 shards and replicates."""
+    """The submesh for FSDP2: the dimensions "shard" and, if there are replicas, "replicate"."""
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 

@@ -40,11 +40,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     models = [module for module in model.modules() if isinstance(module, CausalLM)]
     for decoder in decoders:
-        if isinstance(decoder.blocks[0], FSDPModule):
-            continue
-        blocks = [sharder.shard(block) for block in decoder.blocks]
-        for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
-            before.set_modules_to_forward_prefetch(after)
+        _shard_blocks(decoder, sharder)
     heads = [module for module in model.modules() if isinstance(module, LMHead)]
     inputs = [
         module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
@@ -72,10 +68,10 @@ class _Sharder(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None) -> _Sharder:
-        dtypes = [name and getattr(torch, name) for name in (plan.param_dtype, plan.reduce_dtype)]
+        param_dtype, reduce_dtype = (name and getattr(torch, name) for name in (plan.param_dtype, plan.reduce_dtype))
         # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
-        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
-        full_precision = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+        full_precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         return cls(mesh, experts, policy, full_precision)
 
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
@@ -83,7 +79,8 @@ class _Sharder(NamedTuple):
         if isinstance(module, FSDPModule):
             return [module]
         unsharded = [submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule)]
-        if kept := [submodule for submodule in unsharded if isinstance(submodule, FullPrecision)]:
+        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, FullPrecision)]
+        if kept:
             fully_shard(kept, mesh=self.mesh, mp_policy=self.full_precision)
         mixtures: list[nn.Module] = []
         for mixture in unsharded if self.experts is not None else ():
@@ -94,6 +91,14 @@ class _Sharder(NamedTuple):
                 mixtures += [mixture, others[0]]
         fully_shard(module, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=reshard_after_forward)
         return [module, *mixtures, *kept[:1]]  # type: ignore[list-item]
+
+
+def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
+    if isinstance(decoder.blocks[0], FSDPModule):
+        return
+    blocks = [sharder.shard(block) for block in decoder.blocks]
+    for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
+        before.set_modules_to_forward_prefetch(after)
 
 
 def _no_deepcopy(_: Any) -> None:

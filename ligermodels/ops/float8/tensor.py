@@ -1,4 +1,4 @@
-"""A tensor whose values are float8 and a scale."""
+"""A tensor that is stored as float8 and a scale."""
 
 from typing import Any
 
@@ -12,16 +12,23 @@ _aten = torch.ops.aten
 
 
 class Float8Tensor(Tensor):
-    """A tensor (..., N) that is kept as float8, between the layer that computes it and the linear layer that takes it.
+    """A tensor (..., N) that is stored as float8 between the layer that computes it and the linear layer that takes it.
 
-    Its shape and dtype are those of the tensor that it stands for. A linear layer in float8 takes its bytes; any other
-    operation gets `dequantize()`, so that hooks and foreign modules see numbers.
+    It has the shape and dtype of the unquantised tensor. Linear layers in float8 read its bytes. Any other operation
+    gets `dequantize()`, so that hooks and other modules see numbers.
 
-    rows: float8 (M, N), row-major, with M the product of the other dimensions; None if it was not asked for. Given with
-        more columns, (M, N + tail), those beyond N are a tail, which belongs to no number: see `ops.float8.tail`.
-    wide: the rows with their tail, as they were given.
-    columns: float8 (N, M'), the transposed one, M' being M rounded up to a multiple of 16, zeros beyond M; or None.
-    scale: float32, by which float8 is multiplied: of shape (), or (M,), one for each row, without columns.
+    Args:
+        rows: float8 (M, N), row-major, where M is the product of the other dimensions; or None. With more columns, (M,
+            N + tail), the columns from N on are scratch memory: see `ops.float8.tail`. The attribute `wide` includes
+            the tail, `rows` does not.
+        columns: float8 (N, M'), transposed, where M' is M rounded up to a multiple of 16, with zeros from M on; or
+            None.
+        scale: float32 factor of the float8 numbers: (), or without columns also (M,), one per row.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+
+    Raises:
+        InputError: there are neither rows nor columns, or columns with a scale per row.
     """
 
     wide: Tensor | None
@@ -42,7 +49,7 @@ class Float8Tensor(Tensor):
 
     @property
     def rows(self) -> Tensor | None:
-        """Without their tail."""
+        """The rows without their tail."""
         return self.wide[:, : self.shape[-1]] if self.wide is not None and self.tail else self.wide
 
     @property
@@ -57,7 +64,7 @@ class Float8Tensor(Tensor):
         return f"Float8Tensor({tuple(self.shape)}, {self.dtype}, {' and '.join(layouts)})"
 
     def dequantize(self) -> Tensor:
-        """float8 * scale, (..., N) in the dtype that this tensor stands for."""
+        """The plain tensor float8 * scale, of this tensor's shape and dtype."""
         if self.rows is not None:
             q = self.rows
         else:
@@ -67,7 +74,7 @@ class Float8Tensor(Tensor):
         return (q.float() * scale).to(self.dtype).reshape(self.shape)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
-        """What torch.compile, which has planned with plain gradients, gets for one."""
+        """The plain tensor, for torch.compile where it was traced with plain gradients."""
         return self.dequantize() if expected_type is Tensor else None
 
     @classmethod
