@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ligermodels.adapt.exclusion import Exclusion
+from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, Float8Warning, InputError
 from ligermodels.layers import Linear
 from ligermodels.layers.float8 import Float8, float8_slots
@@ -66,8 +67,7 @@ def float8(
     recipe = _checked(model, recipe)
     blocks = list(model.decoder.blocks)
     for name, value in (("exclude_first", exclude_first), ("exclude_last", exclude_last)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= len(blocks):
-            raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
+        check_count(name, value, least=0, most=len(blocks))
     excluded = Exclusion(exclude)
     layers: dict[str, Any] = {}
     unsupported: list[tuple[nn.Module, str]] = []

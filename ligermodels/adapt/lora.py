@@ -194,7 +194,7 @@ def new_updates(
     Raises:
         InputError: `dropout` is out of range.
     """
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if check_number("lora_dropout", dropout) >= 1:
         raise InputError(f"lora_dropout: must lie in [0, 1), got {short(dropout)}")
     resolved = resolve_dtype(dtype, None)
     by_module: dict[str, list[LoRAPart]] = {}
@@ -295,7 +295,7 @@ def _unknown(name: Any, known: Mapping[str, Target], model: CausalLM) -> str:
     weight_map = transformers_layout(model)
     leaves = list(dict.fromkeys(map(leaf, known)))
     if name in leaves:
-        reason = f"is a regular expression, and matches no whole path; for layers of this name give [{name!r}]"
+        reason = f"is a regular expression that matches no whole path; for layers of this name give [{name!r}]"
     elif any(name in source.split(".") for source in (*weight_map.sources(), *weight_map.aliases)):
         reason = "is not a linear layer that native LoRA adapts: no embeddings, heads, norms, routers or experts"
     else:

@@ -96,10 +96,10 @@ def _all_gather_linear_backward(
 
 @custom_op(keep=lambda x, weight, ranks, _: weight.shape[0] >= weight.shape[1] * ranks)
 def _linear_reduce_scatter_forward(x: Tensor, weight: Tensor, ranks: int, group: str) -> Tensor:
-    found = x.new_empty(-(-x.shape[0] // ranks), weight.shape[0])
+    output = x.new_empty(-(-x.shape[0] // ranks), weight.shape[0])
     if not is_fake(x):
-        start_reduce_scatter(found, _padded_product(x, weight.t(), ranks * found.shape[0]), group)()
-    return found
+        start_reduce_scatter(output, _padded_product(x, weight.t(), ranks * output.shape[0]), group)()
+    return output
 
 
 class _AllGatherLinear(torch.autograd.Function):
