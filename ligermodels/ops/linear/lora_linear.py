@@ -24,8 +24,8 @@ def lora_linear(
 ) -> Tensor:
     """x weight^T + bias + scaling * x a^T b^T.
 
-    Gradients are computed only for operands that require one; a frozen weight costs nothing. DTensors are computed by
-    torch's own ops, which support them.
+    Gradients are computed only for operands that require one; a frozen weight costs nothing. Torch's own ops
+    compute DTensors.
 
     Args:
         x: (..., K), any floating dtype. Under autocast all operands are cast to autocast's dtype.
@@ -116,10 +116,8 @@ def _lora_linear_backward(
     gradients = dx, d_dropped, dw, d_bias, da, db
     if is_fake(dy):
         return gradients
-    if dropped is None:
-        _update_gradients(dy, x, a, b, down, scaling, dx if need_x else None, da if need_a else None)
-    else:
-        _update_gradients(dy, dropped, a, b, down, scaling, d_dropped if need_dropped else None, da if need_a else None)
+    source, d_source, need_source = (x, dx, need_x) if dropped is None else (dropped, d_dropped, need_dropped)
+    _update_gradients(dy, source, a, b, down, scaling, d_source if need_source else None, da if need_a else None)
     if need_x:
         torch.addmm(dx, dy, weight, beta=0 if dropped is not None else 1, out=dx)
     if need_weight and x is not None:
