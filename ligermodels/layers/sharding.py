@@ -109,8 +109,9 @@ def gather_last(module: nn.Module, x: Tensor, size: int, *, partial: bool = Fals
     if (ranks := _ranks(module, x)) is None:  # on the meta device `size` is of one rank too
         return torch.cat([x] * cast(Any, module._tensor_mesh).size(), -1)
     most = -(-size // ranks.size)
-    padded = F.pad(x, (0, most - x.shape[-1]))[None]
-    shards = ranks.gather(padded) if partial else ranks.whole(padded)
+    if padding := most - x.shape[-1]:
+        x = F.pad(x, (0, padding))
+    shards = ranks.gather(x[None]) if partial else ranks.whole(x[None])
     return torch.cat([shard[..., : size - i * most] for i, shard in enumerate(shards)], -1)
 
 

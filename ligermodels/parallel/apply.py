@@ -138,7 +138,7 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
     `before` is the parallelism of a part that is already distributed.
     """
     if before is not None and before.plan != plan:
-        raise InputError("plan: a part of the model has been spread by another one; give the same")
+        raise InputError("plan: a part of the model is distributed by another plan; pass that plan")
     if before is not None and plan.tensor > 1 and vars(model).get("_parallelism") is None:
         raise InputError(
             "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
