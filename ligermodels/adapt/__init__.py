@@ -1,1 +1,1 @@
-"""What changes a model in place: LoRA and adapters in PEFT's format, float8 training, quantised weights."""
+"""Changes of a model in place: LoRA and adapters in PEFT's format, float8 training, quantised weights."""

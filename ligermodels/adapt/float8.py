@@ -1,4 +1,4 @@
-"""Float8 training of a model: which of its linear layers compute in float8."""
+"""Float8 training: the linear layers of a model compute in float8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ligermodels.adapt.exclusion import Exclusion
+from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, Float8Warning, InputError
 from ligermodels.layers import Linear
 from ligermodels.layers.float8 import Float8, float8_slots
@@ -21,7 +22,7 @@ from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
 Model = TypeVar("Model", bound=CausalLM)
 
 LEAST = 0.1
-"""A larger part of the blocks' weights than this is not left out of float8 without a word."""
+"""If more than this fraction of the blocks' weights stays in the model's dtype, `float8` warns."""
 
 
 def float8(
@@ -34,80 +35,82 @@ def float8(
 ) -> Model:
     """Let the linear layers of the blocks compute in float8, forward and backward, in place.
 
-    Weights keep their dtype in the model, its checkpoints and the optimizer. Each forward pass casts them; weights that
-    need no gradient are cast once (in a process by itself), and again when they are changed (except by changes in place
-    through `.data`, which PyTorch does not count). Embeddings, head, norms, routers, routed experts, attention and the
-    residual stay in the model's dtype. Layers compute in float8 in training mode, and wherever gradients are recorded;
-    in eval mode under `torch.no_grad`, as in generation, they compute in their own dtype.
+    Weights keep their dtype in the model, in checkpoints and in the optimizer. Each forward pass casts them. In one
+    process, frozen weights are cast once, and again after changes that PyTorch counts (in-place changes through `.data`
+    are not counted). Embeddings, head, norms, routers, routed experts, attention and the residual stay in the model's
+    dtype. Layers compute in float8 in training mode, and wherever gradients are recorded. In eval mode under
+    `torch.no_grad`, as in generation, they compute in the model's dtype.
 
-    Called before or after `add_lora`, and before the model is sharded. A second call is for other layers.
+    Call it before the model is sharded; `add_lora` can come before or after. A second call can convert other layers.
 
     Args:
-        model: stays the same object.
-        recipe: formats and scales; by default `Float8Recipe()`.
-        exclude_first, exclude_last: number of blocks at either end that are left as they are.
-        exclude: patterns (`fnmatch`) of names of layers and weights that are left as they are: whole names
-            ("decoder.blocks.3.mlp.down") or names within a block ("mlp.*"); "mlp" is everything in that module.
+        model: the model, not sharded.
+        recipe: formats and accumulation. Default: `Float8Recipe()`.
+        exclude_first: number of first blocks that stay in the model's dtype. Default: 0.
+        exclude_last: number of last blocks that stay in the model's dtype. Default: 0.
+        exclude: `fnmatch` patterns for names of layers and weights that stay in the model's dtype. A name is whole
+            ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"); "mlp" excludes all of that module.
 
-    Returns `model`. Warns with a `Float8Warning` where more than a tenth of the blocks' weights have no rule for
-    float8, as routed experts, and are not excluded: they stay in the model's dtype.
+    Returns:
+        `model`. If more than a tenth of the blocks' weights do not support float8, such as routed experts, and are not
+        excluded, a `Float8Warning` names them.
 
     Raises:
-        InputError: an argument out of range, a pattern that matches nothing, or nothing left; sizes that are no
-            multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or is no `Linear`.
+        InputError: an argument out of range; a pattern that matches nothing; no layer left; sizes that are not
+            multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or not a `Linear`.
         BackendError: the model is on a GPU without float8.
 
     Example:
-        >>> model = lm.float8(lm.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16, device="cuda"))
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, device="cuda")  # doctest: +SKIP
+        >>> lm.float8(model, exclude=["mlp.down"])  # doctest: +SKIP
     """
     recipe = _checked(model, recipe)
     blocks = list(model.decoder.blocks)
     for name, value in (("exclude_first", exclude_first), ("exclude_last", exclude_last)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= len(blocks):
-            raise InputError(f"{name}: must be a number of blocks, 0 to {len(blocks)}, got {value!r}")
+        check_count(name, value, least=0, most=len(blocks))
     excluded = Exclusion(exclude)
-    chosen: dict[str, Any] = {}
-    without_rule: list[tuple[nn.Module, str]] = []
+    layers: dict[str, Any] = {}
+    unsupported: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
-        prefix, found = f"decoder.blocks.{i}", dict(float8_slots(block))
-        kept = {f"{prefix}.{name}": linear for name, linear in found.items() if not excluded(prefix, name)}
-        others = [name for name in _other_weights(block, found) if not excluded(prefix, name)]
+        prefix, supported = f"decoder.blocks.{i}", dict(float8_slots(block))
+        kept = {f"{prefix}.{name}": linear for name, linear in supported.items() if not excluded(prefix, name)}
+        others = [name for name in _other_weights(block, supported) if not excluded(prefix, name)]
         if exclude_first <= i < len(blocks) - exclude_last:
-            chosen |= kept
-            without_rule += [(block, name) for name in others]
+            layers |= kept
+            unsupported += [(block, name) for name in others]
     excluded.check_used()
-    if not chosen:
+    if not layers:
         raise InputError("float8: there is no linear layer that could compute in float8, and is not excluded")
-    for name, linear in chosen.items():
+    for name, linear in layers.items():
         _check_linear(name, linear)
-    for linear in chosen.values():
+    for linear in layers.values():
         linear.store(Float8(recipe))
-    _warn(blocks, without_rule)
+    _warn(blocks, unsupported)
     return model
 
 
-def _other_weights(block: nn.Module, found: Iterable[str]) -> list[str]:
-    """The names of the parameters of two dimensions or more that are not of the linear layers `found`."""
+def _other_weights(block: nn.Module, linears: Iterable[str]) -> list[str]:
+    """Names of a block's parameters with two or more dimensions that belong to none of the linear layers."""
     return [
         name
         for name, parameter in block.named_parameters()
-        if parameter.dim() > 1 and not any(name.startswith(f"{linear}.") for linear in found)
+        if parameter.dim() > 1 and not any(name.startswith(f"{linear}.") for linear in linears)
     ]
 
 
-def _warn(blocks: Sequence[nn.Module], without_rule: Sequence[tuple[nn.Module, str]]) -> None:
-    """Float8Warning if these weights are more than a tenth of all."""
+def _warn(blocks: Sequence[nn.Module], unsupported: Sequence[tuple[nn.Module, str]]) -> None:
+    """Float8Warning if the unsupported weights (block, name) are more than a tenth of the blocks' weights."""
     sizes: dict[str, int] = {}
-    for block, name in without_rule:
+    for block, name in unsupported:
         owner, _, _ = name.rpartition(".")
-        kind = f"{name} ({type(block.get_submodule(owner)).__name__})"
-        sizes[kind] = sizes.get(kind, 0) + block.get_parameter(name).numel()
-    whole = sum(p.numel() for block in blocks for p in block.parameters())
-    if sum(sizes.values()) <= LEAST * whole:
+        label = f"{name} ({type(block.get_submodule(owner)).__name__})"
+        sizes[label] = sizes.get(label, 0) + block.get_parameter(name).numel()
+    total = sum(p.numel() for block in blocks for p in block.parameters())
+    if sum(sizes.values()) <= LEAST * total:
         return
-    named = [kind for kind, size in sizes.items() if size > LEAST / 10 * whole]
+    named = [label for label, size in sizes.items() if size > LEAST / 10 * total]
     warnings.warn(
-        f"float8: {sum(sizes.values()) / whole:.0%} of the weights of the blocks stay in the model's dtype, for they "
+        f"float8: {sum(sizes.values()) / total:.0%} of the weights of the blocks stay in the model's dtype, for they "
         f"have no rule for float8: {', '.join(named)}; exclude them to say that this is wanted",
         Float8Warning,
         stacklevel=3,
@@ -115,7 +118,7 @@ def _warn(blocks: Sequence[nn.Module], without_rule: Sequence[tuple[nn.Module, s
 
 
 def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
-    """The recipe; errors where the model cannot be had in float8."""
+    """The recipe, or its default; raises the errors of `float8` that concern the whole model."""
     check_native(model, "float8")
     if not isinstance(recipe, Float8Recipe | None):
         raise InputError(f"recipe: must be a Float8Recipe, got {recipe!r}")
@@ -127,9 +130,9 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
     return recipe or Float8Recipe()
 
 
-def _check_linear(name: str, linear: nn.Module) -> None:
-    """InputError unless the layer can be had in float8."""
-    if not isinstance(linear, Linear) or type(linear).forward is not Linear.forward:
+def _check_linear(name: str, linear: Any) -> None:
+    """Raise InputError unless the layer can compute in float8."""
+    if type(linear).forward is not Linear.forward:
         raise InputError(
             f"{name}: is a {type(linear).__name__}, which has no float8; leave it as it is by exclude={[name]!r}"
         )

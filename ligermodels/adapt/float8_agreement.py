@@ -1,7 +1,8 @@
-"""How far the gradients of a model in float8 are from those that it has without."""
+"""Compare the gradients of a model in float8 with its gradients in the model's dtype."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,13 @@ from ligermodels.ops import Float8Recipe
 
 @dataclass(frozen=True)
 class Agreement:
-    """A parameter's gradient in float8 beside that without: the cosine between them, and the ratio of their norms.
+    """A parameter's gradient in float8, compared with its gradient in the model's dtype.
 
-    Both are nan where one of the two gradients is zero, or not finite."""
+    Args:
+        name: native name of the parameter.
+        cosine: cosine between the two gradients; nan if one of them is zero or not finite.
+        norm_ratio: norm of the float8 gradient, divided by the norm of the other; nan likewise.
+    """
 
     name: str
     cosine: float
@@ -26,13 +31,19 @@ class Agreement:
 
     @property
     def error(self) -> float:
-        """The larger one of 1 - cosine and |norm_ratio - 1|."""
+        """The maximum of 1 - cosine and |norm_ratio - 1|."""
         return max(1 - self.cosine, abs(self.norm_ratio - 1))
 
 
 @dataclass(frozen=True)
 class Float8Report:
-    """The losses, and the agreement of each parameter's gradient, in the order of the model."""
+    """Result of `float8_agreement`.
+
+    Args:
+        loss: loss in the model's dtype.
+        float8_loss: loss in float8.
+        gradients: comparison of each parameter's gradients, in the order of the model.
+    """
 
     loss: float
     float8_loss: float
@@ -40,31 +51,38 @@ class Float8Report:
 
     @property
     def worst(self) -> Agreement:
-        """That of the largest error; one of nan before all."""
-        return max(self.gradients, key=lambda each: float("inf") if each.error != each.error else each.error)
+        """The comparison with the largest error; nan counts as the largest."""
+        return max(self.gradients, key=lambda agreement: math.inf if math.isnan(agreement.error) else agreement.error)
 
 
 def float8_agreement(
     model: CausalLM, input_ids: Tensor, recipe: Float8Recipe | None = None, *, exclude: Sequence[str] = ()
 ) -> Float8Report:
-    """Gradients of the loss of predicting `input_ids`, in the model's dtype and in float8.
+    """Compare gradients of the language-modelling loss on `input_ids` in float8 and in the model's dtype.
 
-    The model needs memory for its gradients twice. It is in float8 afterwards, in training mode, without gradients.
+    Needs memory for two copies of the gradients. Afterwards the model is in float8, in training mode and without
+    gradients.
 
     Args:
-        model: whose trainable parameters are compared.
+        model: the gradients of its trainable parameters are compared.
         input_ids: long (B, T).
-        recipe, exclude: as of `float8`.
+        recipe: formats and accumulation. Default: `Float8Recipe()`.
+        exclude: `fnmatch` patterns for names of layers that stay in the model's dtype, see `float8`. Default: none.
 
-    Raises InputError when no parameter gets a gradient, and as `float8`.
+    Returns:
+        A `Float8Report`.
+
+    Raises:
+        InputError: no parameter gets a gradient, or `float8` refuses the model or an argument.
+        BackendError: the model is on a GPU without float8.
     """
     model.train()
-    loss, wanted = _gradients(model, input_ids)
+    loss, gradients = _gradients(model, input_ids)
     float8(model, recipe, exclude=exclude)
-    float8_loss, found = _gradients(model, input_ids)
-    if not wanted:
+    float8_loss, float8_gradients = _gradients(model, input_ids)
+    if not gradients:
         raise InputError("model: no parameter requires a gradient, so that there are none to compare")
-    pairs = ((name, found[name], gradient) for name, gradient in wanted.items())
+    pairs = ((name, float8_gradients[name], gradient) for name, gradient in gradients.items())
     return Float8Report(loss, float8_loss, [Agreement(name, *_compared(a, b)) for name, a, b in pairs])
 
 
@@ -73,14 +91,14 @@ def _gradients(model: CausalLM, input_ids: Tensor) -> tuple[float, dict[str, Ten
     loss = model(input_ids, labels=input_ids).loss
     assert loss is not None
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return float(loss.detach()), found
+    return float(loss.detach()), gradients
 
 
-def _compared(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Cosine and ratio of norms. Scaled first: squares of small gradients vanish in float32."""
-    a, b = (each.flatten().float() for each in (found, wanted))
+def _compared(float8_gradient: Tensor, gradient: Tensor) -> tuple[float, float]:
+    """Cosine and ratio of norms. Both gradients are scaled first: squares of small numbers are zero in float32."""
+    a, b = float8_gradient.flatten().float(), gradient.flatten().float()
     largest = b.abs().max()
     a, b = a / largest, b / largest
     norms = a.norm(), b.norm()

@@ -1,4 +1,4 @@
-"""LoRA on a model: which of its linear layers are adapted, under their names in transformers; merging."""
+"""Add LoRA to linear layers of a model, by their names in transformers, and merge it."""
 
 from __future__ import annotations
 
@@ -42,34 +42,35 @@ def add_lora(
 ) -> Model:
     """Freeze a model and add LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685) to its linear layers, in place.
 
-    A layer W (out, in) with an A (r, in) and a B (out, r) computes W x + scaling * B A dropout(x). Only A and B are
-    trained. W may be quantised (QLoRA; Dettmers et al., 2023, https://arxiv.org/abs/2305.14314) or compute in float8.
-    Add LoRA before the model is sharded, and make optimizers after it. `save_adapter` writes it, `merge_lora` adds it
-    to W. Arguments have PEFT's names.
+    A layer with weight W (out, in) then computes W x + scaling * B A dropout(x), with A (r, in) and B (out, r). Only A
+    and B are trained. W may be quantised (QLoRA; Dettmers et al., 2023, https://arxiv.org/abs/2305.14314) or compute in
+    float8. Add LoRA before the model is sharded and before an optimizer is created. `save_adapter` writes A and B,
+    `merge_lora` adds them to W. Arguments have PEFT's names.
 
     Args:
-        model: stays the same object.
-        r: rank of the updates.
-        lora_alpha: the scaling is lora_alpha / r, or with `use_rslora` lora_alpha / sqrt(r) (Kalajdzievski, 2023).
-        lora_dropout: probability that an element of x is zero, in training mode. q, k and v share a mask, as do gate
-            and up; in PEFT each has its own.
-        target_modules: names of linear layers in transformers ("q_proj", or longer: "layers.0.self_attn.q_proj"), a
-            regular expression that whole paths match, or "all-linear": all linear layers of the blocks; in a mixture of
-            experts neither routers and experts, nor dense MLPs and shared experts of the experts' names.
-        use_rslora: see `lora_alpha`.
-        dtype: of A and B, by default the dtype of W, or of the model where W is quantised. They compute in the dtype
-            of x.
+        model: the model, without LoRA and not sharded.
+        r: rank of the updates. Default: 16.
+        lora_alpha: numerator of the scaling lora_alpha / r. Default: 32.
+        lora_dropout: probability of zeroing an element of x, in training mode. q, k and v share a mask, and so do gate
+            and up; in PEFT each has its own. Default: 0.
+        target_modules: names of linear layers in transformers ("q_proj" or "layers.0.self_attn.q_proj"), a regular
+            expression that matches whole paths, or "all-linear". Default: "all-linear", all linear layers of the
+            blocks, except routers, experts, and dense MLPs or shared experts with the experts' names.
+        use_rslora: the scaling is lora_alpha / sqrt(r) instead (Kalajdzievski, 2023). Default: False.
+        dtype: dtype of A and B, which compute in the dtype of x. Default: the dtype of W, or the model's dtype if W is
+            quantised.
 
-    Returns `model`.
+    Returns:
+        `model`.
 
     Raises:
-        InputError: an argument out of range; a name in `target_modules` that no such layer has (known ones are listed);
-            a model that has LoRA already, or is sharded.
-        ConfigError: the model was composed by hand and has no `export_spec`, which has the names.
+        InputError: an argument is out of range; a name in `target_modules` matches no layer (the message lists the
+            known names); or the model has LoRA already, or is sharded.
+        ConfigError: the model was composed by hand, and has no `export_spec` with the names.
 
     Example:
-        >>> model = lm.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16, quantize="int4")
-        >>> lm.add_lora(model, r=16, target_modules=["q_proj", "v_proj"])
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantize="int4")  # doctest: +SKIP
+        >>> lm.add_lora(model, r=16, target_modules=["q_proj", "v_proj"])  # doctest: +SKIP
     """
     check_adaptable(model, "add_lora")
     check_flag("use_rslora", use_rslora)
@@ -82,16 +83,24 @@ def add_lora(
 
 
 def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
-    """Add the LoRA updates to the weights of the model, in place, and remove them; returns `model`.
+    """Add the LoRA updates to the weights of the model, in place, and remove LoRA.
 
-    The weights are those of PEFT's `merge_and_unload`, and stay frozen: `model.requires_grad_()` makes them trainable.
+    The weights are the same as after PEFT's `merge_and_unload`. They stay frozen; `model.requires_grad_()` makes them
+    trainable.
 
     Args:
-        model: one with LoRA, not sharded; stays the same object.
-        dequantize: how quantised weights are kept. False: rounded anew to their format, which rounds small updates
-            away. True: in the model's dtype, so that the model can be written by `save_pretrained`.
+        model: a model with LoRA, not sharded.
+        dequantize: keep merged weights in the model's dtype, so that `save_pretrained` can write the model. Default:
+            False, quantised weights are rounded to their format again, and small updates are lost in the rounding.
 
-    Raises InputError when there is no LoRA, or the model is sharded.
+    Returns:
+        `model`.
+
+    Raises:
+        InputError: the model has no LoRA, or is sharded.
+
+    Example:
+        >>> lm.merge_lora(model).save_pretrained("merged/")  # doctest: +SKIP
     """
     check_flag("dequantize", dequantize)
     updates = require_lora(model, "merge_lora")
@@ -110,39 +119,45 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
 
 @dataclass(frozen=True)
 class Target:
-    """The native linear layer `module`, in which the `views` of its weight are a linear layer of transformers."""
+    """A linear layer of transformers, as views of the weight of the native linear layer called `module`."""
 
     module: str
     views: tuple[TensorView, ...]
 
 
 def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
-    """Path in transformers -> the linear layer of a block: all layers that LoRA can adapt.
+    """Path in transformers -> linear layer of a block, for all layers that LoRA can adapt.
 
-    PEFT takes names of experts, once linear layers of their own, for the experts wherever they are: dense MLPs of the
-    same names beside them (Qwen 3 MoE), and shared experts, are left out, for no adapter of theirs could be loaded.
+    Excluded are dense MLPs and shared experts with the names of experts (Qwen 3 MoE). PEFT takes such names for the
+    experts, which were linear layers in earlier versions of transformers, and could not load an adapter.
     """
     modules = dict(model.named_modules())
     mixtures = tuple(f"{name}." for name, module in modules.items() if isinstance(module, MoE))
-    of_experts = _names_of_experts(model, mixtures) if mixtures else set()
-    uses = Counter(source for mapping in weight_map.mappings for source in {view.source for view in mapping.views})
-    known: dict[str, Target] = {}
+    expert_names = _names_of_experts(model, mixtures) if mixtures else set()
+    uses = Counter(source for mapping in weight_map.mappings for source in _sources(mapping))
+    adaptable: dict[str, Target] = {}
     for mapping in weight_map.mappings:
         name, _, parameter = mapping.target.rpartition(".")
-        sources = dict.fromkeys(view.source for view in mapping.views)
-        alone = all(source.endswith(".weight") and uses[source] == 1 for source in sources)
-        taken = any(leaf(source.removesuffix(".weight")) in of_experts for source in sources)
-        if parameter != "weight" or not alone or taken or not _is_adaptable(name, modules.get(name), mapping):
+        sources = {source.removesuffix(".weight"): source for source in _sources(mapping)}
+        # A name without ".weight" maps to itself; a source in several mappings is shared by several layers.
+        shared = any(path == source or uses[source] > 1 for path, source in sources.items())
+        if parameter != "weight" or shared or not expert_names.isdisjoint(map(leaf, sources)):
             continue
-        for source in sources:
-            views = sorted((view for view in mapping.views if view.source == source), key=lambda view: view.start)
-            known[source.removesuffix(".weight")] = Target(name, tuple(views))
-    return known
+        if _is_adaptable(name, modules.get(name), mapping):
+            for path, source in sources.items():
+                views = sorted((view for view in mapping.views if view.source == source), key=lambda view: view.start)
+                adaptable[path] = Target(name, tuple(views))
+    return adaptable
+
+
+def _sources(mapping: WeightMapping) -> list[str]:
+    """The names of the checkpoint's tensors that make up a tensor, in order."""
+    return list(dict.fromkeys(view.source for view in mapping.views))
 
 
 def _is_adaptable(name: str, module: nn.Module | None, mapping: WeightMapping) -> bool:
     """Whether the module is a linear layer of a block with the forward of `Linear`, and its parts are rows."""
-    if not name.startswith("decoder.blocks.") or not isinstance(module, Linear):
+    if not (name.startswith("decoder.blocks.") and isinstance(module, Linear)):
         return False
     if type(module).forward is not Linear.forward:  # a user's class
         return False
@@ -154,7 +169,7 @@ def _is_adaptable(name: str, module: nn.Module | None, mapping: WeightMapping) -
 
 
 def transformers_layout(model: CausalLM) -> WeightMap:
-    """The weight map of transformers' model of the same checkpoint: with its vision tower, if it has one."""
+    """The weight map of transformers' model for the same checkpoint, including a vision tower."""
     spec = model.require_export_spec()
     if spec.source is not None and spec.source.nested:
         return family_of(spec.source.hf_config).weight_maps(model.config)[0]
@@ -168,14 +183,18 @@ def new_updates(
 
     Args:
         model: the model to adapt.
-        known: path in transformers -> linear layer, see `targets`.
-        parts: path in transformers -> its part.
-        dropout: probability in [0, 1); InputError for another value.
-        dtype: of A and B; None for the dtype of the weight.
+        known: path in transformers -> linear layer, from `targets`.
+        parts: path in transformers -> its part of an update.
+        dropout: probability in [0, 1).
+        dtype: dtype of A and B; None for the dtype of the weight.
 
-    Returns native name of the linear layer -> its update.
+    Returns:
+        Native name of the linear layer -> its update.
+
+    Raises:
+        InputError: `dropout` is out of range.
     """
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if check_number("lora_dropout", dropout) >= 1:
         raise InputError(f"lora_dropout: must lie in [0, 1), got {short(dropout)}")
     resolved = resolve_dtype(dtype, None)
     by_module: dict[str, list[LoRAPart]] = {}
@@ -187,7 +206,16 @@ def new_updates(
 
 
 def insert(model: Model, updates: Mapping[str, LoRA], *, trainable: bool = True) -> Model:
-    """Freeze `model`, and give its linear layers, by native name, these updates; `trainable`: whether they train."""
+    """Freeze a model and set the LoRA updates of its linear layers.
+
+    Args:
+        model: the model, changed in place.
+        updates: native name of the linear layer -> its update.
+        trainable: whether A and B require gradients. Default: True.
+
+    Returns:
+        `model`.
+    """
     model.requires_grad_(False)
     for name, update in updates.items():
         layer: Any = model.get_submodule(name)
@@ -207,21 +235,21 @@ def without_lora(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in persistent_tensors(model).items() if name not in updates}
 
 
-def require_lora(model: CausalLM, what: str) -> dict[str, LoRA]:
-    """`lora_layers`; InputError, naming the function `what`, when there are none, or the model is no native one."""
-    check_native(model, what)
+def require_lora(model: CausalLM, function: str) -> dict[str, LoRA]:
+    """`lora_layers` of a native model with LoRA; InputError, naming the `function`, for other models."""
+    check_native(model, function)
     if not (updates := lora_layers(model)):
-        raise InputError(f"{what}: the model has no LoRA; add_lora or load_adapter adds one")
+        raise InputError(f"{function}: the model has no LoRA; add_lora or load_adapter adds one")
     return updates
 
 
-def check_adaptable(model: Any, what: str) -> None:
-    """InputError, naming the function `what`, unless LoRA can be added to the model."""
-    check_native(model, what)
+def check_adaptable(model: Any, function: str) -> None:
+    """Raise InputError, naming the `function`, unless LoRA can be added to the model."""
+    check_native(model, function)
     if lora_layers(model):
-        raise InputError(f"{what}: the model has LoRA already; merge_lora it, or start from a model without")
+        raise InputError(f"{function}: the model has LoRA already; merge_lora it, or start from a model without")
     if is_sharded(model):
-        raise InputError(f"{what}: the model is sharded already; add LoRA first, then shard")
+        raise InputError(f"{function}: the model is sharded already; add LoRA first, then shard")
 
 
 def leaf(path: str) -> str:
@@ -230,43 +258,46 @@ def leaf(path: str) -> str:
 
 
 def _names_of_experts(model: CausalLM, mixtures: tuple[str, ...]) -> set[str]:
-    """The last components of the paths that checkpoints of the family have for routers and experts of `mixtures`."""
+    """The last components of the names of routers and experts of `mixtures` in checkpoints of the family."""
     layouts = family_of(model.hf_config).weight_maps(model.config)
-    targets = {f"{mixture}{part}" for mixture in mixtures for part in ("router.weight", "gate_up", "down")}
-    mappings = (each for layout in layouts for each in layout.mappings if each.target in targets)
-    return {leaf(view.source.removesuffix(".weight")) for each in mappings for view in each.views}
+    parameters = {f"{mixture}{part}" for mixture in mixtures for part in ("router.weight", "gate_up", "down")}
+    mappings = (mapping for layout in layouts for mapping in layout.mappings if mapping.target in parameters)
+    return {leaf(source.removesuffix(".weight")) for mapping in mappings for source in _sources(mapping)}
 
 
-def _chosen(found: Mapping[str, Target], wanted: str | Sequence[str], model: CausalLM) -> list[str]:
-    """The paths that `target_modules` names; InputError for a name that names none."""
-    if wanted == "all-linear":
-        names = list(found)
-    elif isinstance(wanted, str):
+def _chosen(known: Mapping[str, Target], target_modules: str | Sequence[str], model: CausalLM) -> list[str]:
+    """The paths that `target_modules` names; InputError for a name that matches no path."""
+    if target_modules == "all-linear":
+        paths = list(known)
+    elif isinstance(target_modules, str):
         try:
-            names = list(compress(found, full_matches(wanted, list(found))))
+            paths = list(compress(known, full_matches(target_modules, list(known))))
         except ValueError as error:
-            raise InputError(f"target_modules: {short(wanted)} {error}") from None
-    elif not isinstance(wanted, Iterable) or not all(isinstance(name, str) for name in wanted):
-        raise InputError(f"target_modules: must be names, a regular expression or 'all-linear', got {wanted!r}")
+            raise InputError(f"target_modules: {short(target_modules)} {error}") from None
+    elif not isinstance(target_modules, Iterable) or not all(isinstance(name, str) for name in target_modules):
+        raise InputError(f"target_modules: must be names, a regular expression or 'all-linear', got {target_modules!r}")
     else:
-        names = []
-        for name in wanted:
-            matching = [path for path in found if f".{path}".endswith(f".{name}")]
+        paths = []
+        for name in target_modules:
+            matching = [path for path in known if f".{path}".endswith(f".{name}")]
             if not matching:
-                raise InputError(_unknown(name, found, model))
-            names += matching
-    if not names:
-        raise InputError(_unknown(wanted, found, model) if wanted else "target_modules: is empty; name a linear layer")
-    return names
+                raise InputError(_unknown(name, known, model))
+            paths += matching
+    if not target_modules:
+        raise InputError("target_modules: is empty; name a linear layer")
+    if not paths:
+        raise InputError(_unknown(target_modules, known, model))
+    return paths
 
 
-def _unknown(name: Any, found: Mapping[str, Target], model: CausalLM) -> str:
+def _unknown(name: Any, known: Mapping[str, Target], model: CausalLM) -> str:
+    """The message for a name that matches no linear layer."""
     weight_map = transformers_layout(model)
-    leaves = list(dict.fromkeys(map(leaf, found)))
+    leaves = list(dict.fromkeys(map(leaf, known)))
     if name in leaves:
-        what = f"is a regular expression that whole paths match, and none does; for layers of this name give [{name!r}]"
+        reason = f"is a regular expression that matches no whole path; for layers of this name give [{name!r}]"
     elif any(name in source.split(".") for source in (*weight_map.sources(), *weight_map.aliases)):
-        what = "is not a linear layer that native LoRA adapts: no embeddings, heads, norms, routers or experts"
+        reason = "is not a linear layer that native LoRA adapts: no embeddings, heads, norms, routers or experts"
     else:
-        what = "names no linear layer"
-    return f"target_modules: {name!r} {what}; known: {', '.join(leaves)}"
+        reason = "names no linear layer"
+    return f"target_modules: {name!r} {reason}; known: {', '.join(leaves)}"

@@ -1,5 +1,8 @@
-"""Regular expressions that come with files and recipes, over names of layers. Python's may take longer than anybody
-waits, exponentially long in a name; such ones are matched in a process of their own, with a limit of time."""
+"""Match names of layers with regular expressions from files and recipes.
+
+Python's matching time can be exponential in the length of a name. Such expressions are matched in a separate process
+with a time limit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 SECONDS = 10
-"""Limit of the time that an expression takes for all names."""
+"""Time limit for matching an expression with all names."""
 _PROGRAM = """
 import json, re, sys
 pattern, texts = json.load(sys.stdin)
@@ -19,10 +22,10 @@ json.dump([re.fullmatch(pattern, text) is not None for text in texts], sys.stdou
 
 
 def full_matches(pattern: str, texts: Sequence[str]) -> list[bool]:
-    """Whether `re.fullmatch` finds `pattern` in each of the texts.
+    """For each text, whether `re.fullmatch` matches it with `pattern`.
 
-    Raises ValueError, which says so in words that follow the expression, if it is no regular expression, or takes more
-    than SECONDS.
+    Raises ValueError if `pattern` is not a regular expression, or takes more than SECONDS. Its message continues a
+    sentence that begins with the expression.
     """
     try:
         expression = re.compile(pattern)
@@ -31,7 +34,7 @@ def full_matches(pattern: str, texts: Sequence[str]) -> list[bool]:
     if _is_quick(pattern):
         return [expression.fullmatch(text) is not None for text in texts]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-c", _PROGRAM],
             input=json.dumps([pattern, list(texts)]),
             capture_output=True,
@@ -41,10 +44,10 @@ def full_matches(pattern: str, texts: Sequence[str]) -> list[bool]:
         )
     except subprocess.TimeoutExpired:
         raise ValueError(f"takes more than {SECONDS} seconds as a regular expression; give a simpler one") from None
-    found: list[bool] = json.loads(done.stdout)
-    return found
+    matches: list[bool] = json.loads(process.stdout)
+    return matches
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether it has at most three repetitions, and none of a group: its time is at most cubic in the text."""
+    """Whether the pattern has at most three repetitions and repeats no group, so that its time is at most cubic."""
     return len(re.findall(r"[*+{]|(?<!\()\?", pattern)) <= 3 and re.search(r"\)[*+{]", pattern) is None

@@ -1,4 +1,4 @@
-"""Weights quantised for decoding: which of a model's linear layers, in place and back."""
+"""Quantise the weights of a model's linear layers in place, and dequantise them."""
 
 from __future__ import annotations
 
@@ -23,55 +23,48 @@ Model = TypeVar("Model", bound=CausalLM)
 
 
 def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head: Quantized | None = None) -> Model:
-    """Quantise the weights of the linear layers of the blocks, in place, layer by layer, and freeze the model.
+    """Quantise the weights of the linear layers of the blocks, in place and layer by layer, and freeze the model.
 
-    "float8" is E4M3 with a scale for each output channel, half of bfloat16's bytes; "int4" has a scale for each 128
-    inputs of an output channel, and 4.25 bits a weight. Weights are dequantised as they are used; activations, the
-    decoding state, embeddings, norms, routers and biases stay in the model's dtype. The projections of attention
-    of any kind, of Gated DeltaNet (with those of its decay and step size) and of dense feed-forward layers are
-    quantised, of mixtures the shared expert's, and of Gemma 4 those of inputs per layer ("after.*"). Linear layers of
-    one output, as the gate of a shared expert, are not.
+    "float8" is E4M3 with a scale for each output channel, half of the bytes of bfloat16. "int4" has a scale for each
+    group of 128 inputs of an output channel, 4.25 bits per weight. Weights are dequantised when they are used.
+    Activations, the decoding state, embeddings, norms, routers and biases keep the model's dtype.
 
-    Gradients pass through the quantised layers, so that LoRA (`add_lora`), heads on the model, embeddings given as
-    `inputs_embeds` and the like can be trained; quantised weights cannot.
+    Quantised are the projections of attention layers, Gated DeltaNet (with its decay and step size), dense feed-forward
+    layers, shared experts, and Gemma 4's inputs per layer ("after.*"). Linear layers with one output, such as the gate
+    of a shared expert, are not quantised.
+
+    Quantised weights are frozen, but gradients pass through the layers. So LoRA (`add_lora`), draft heads or
+    `inputs_embeds` can be trained.
 
     Args:
-        model: stays the same object; also on the meta device, as in `prepare` of `from_pretrained`.
-        kind: "float8" or "int4".
-        exclude: patterns (`fnmatch`) of names, whole ("decoder.blocks.3.mlp.down") or within a block ("mlp.*"), of
-            linear layers and of modules around them ("mlp"), which are left as they are; "mlp.experts" are the experts
-            of a mixture, which have no quantised form.
-        head: "float8" or "int4": quantise the head too. One that is tied to the embedding gets a weight of its own, and
-            the model's config says so; the embedding stays as it is.
+        model: the model, also on the meta device, as in `prepare` of `from_pretrained`.
+        kind: format of the weights, "float8" or "int4".
+        exclude: `fnmatch` patterns for names of linear layers, or of modules that contain them ("mlp"), that are not
+            quantised. A name is whole ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"). The experts of
+            a mixture cannot be quantised; exclude them as "mlp.experts". Default: none.
+        head: format of the head, "float8" or "int4". A tied head then gets a weight of its own, also in the model's
+            config; the embedding is not changed. Default: None, the head is not quantised.
 
-    Returns `model`. `dequantize` is the way back, to the rounded weights.
+    Returns:
+        `model`. `dequantize` turns the rounded weights into plain ones.
 
-    Raises InputError, and leaves the model as it is: an unknown `kind` or `head`; a pattern that matches nothing, or
-    nothing left; experts that are not excluded; a head that is no `LMHead`; a model that is quantised or in float8
-    already, is sharded, or computes by the modules of another one; weights that are not finite in float32.
+    Raises (before the model is changed):
+        InputError: an unknown format; a pattern that matches nothing; no layer to quantise; experts that are not
+            excluded; a head that is not an `LMHead`; a model that is quantised, in float8 training or sharded, or
+            that computes with the modules of a transformers model; weights that are not finite in float32.
+
+    Example:
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)  # doctest: +SKIP
+        >>> lm.quantize(model, "int4", exclude=["*.down"])  # doctest: +SKIP
     """
     _check(model, kind, head)
-    excluded = Exclusion(exclude)
-    chosen: dict[str, nn.Linear] = {}
-    for i, block in enumerate(model.decoder.blocks):
-        prefix = f"decoder.blocks.{i}"
-        for name, module in block.named_modules():
-            if isinstance(module, MoE) and not excluded(prefix, experts := f"{name}.experts"):
-                raise InputError(f"{prefix}.{name}: weights of experts have no quantised form; {_left_by(experts)}")
-            # A gate of one channel decides more than it weighs.
-            if isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name):
-                chosen[f"{prefix}.{name}"] = module
-    excluded.check_used()
-    if not chosen and head is None:
+    layers = _layers_to_quantize(model, exclude)
+    if not layers and head is None:
         raise InputError("exclude: leaves no linear layer to quantise")
-    for name, linear in chosen.items():
-        if not isinstance(linear, Linear) or type(linear).forward is not Linear.forward:
-            raise InputError(f"{name}: is a {type(linear).__name__}, which has no quantised form; {_left_by(name)}")
-        _check_finite(name, linear.weight, _left_by(name))
     if head is not None:
         _check_head(model.head)
-    for name in list(chosen):
-        layer: Any = chosen.pop(name)
+    for name in list(layers):
+        layer = layers.pop(name)
         layer.store(QuantizedWeight.of(layer.weight, kind))
     if head is not None:
         model.head.store(QuantizedWeight.of(model.head.weight, head))
@@ -84,12 +77,33 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
     return model
 
 
-def dequantize(model: Model) -> Model:
-    """Give the quantised layers of a model plain weights again, the rounded ones, in the model's dtype and in place.
+def _layers_to_quantize(model: CausalLM, exclude: Sequence[str]) -> dict[str, Any]:
+    """Name -> linear layer, for all layers of the blocks that are not excluded. Raises the errors of `quantize`."""
+    excluded = Exclusion(exclude)
+    layers: dict[str, Any] = {}
+    for i, block in enumerate(model.decoder.blocks):
+        prefix = f"decoder.blocks.{i}"
+        for name, module in block.named_modules():
+            if isinstance(module, MoE) and not excluded(prefix, experts := f"{name}.experts"):
+                raise InputError(f"{prefix}.{name}: weights of experts have no quantised form; {_advice(experts)}")
+            # A gate with one output is small, and rounding it would change the output the most.
+            if isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name):
+                layers[f"{prefix}.{name}"] = module
+    excluded.check_used()
+    for name, linear in layers.items():
+        if type(linear).forward is not Linear.forward:
+            raise InputError(f"{name}: is a {type(linear).__name__}, which has no quantised form; {_advice(name)}")
+        _check_finite(name, linear.weight, _advice(name))
+    return layers
 
-    They are frozen, as `quantize` has left the model; `model.requires_grad_()` makes them trainable, and
-    `save_pretrained` writes them. LoRA stays. A quantised head that was tied to the embedding stays apart from it, and
-    is written with it. Returns `model`. Raises InputError, and leaves the model as it is, where nothing is quantised.
+
+def dequantize(model: Model) -> Model:
+    """Give the quantised layers of a model plain weights with the rounded values, in the model's dtype and in place.
+
+    The weights stay frozen; `model.requires_grad_()` makes them trainable, and `save_pretrained` writes them. LoRA is
+    not changed. A quantised head that was tied to the embedding keeps a weight of its own. Returns `model`.
+
+    Raises InputError if no layer is quantised.
     """
     check_native(model, "dequantize")
     layers = quantized_layers(model)
@@ -100,8 +114,8 @@ def dequantize(model: Model) -> Model:
     return model
 
 
-def _left_by(name: str) -> str:
-    """How a layer is not quantised."""
+def _advice(name: str) -> str:
+    """How to exclude a layer, for error messages."""
     return (
         f"leave it in the model's dtype by exclude={[name]!r} of lm.quantize, quantize_exclude={[name]!r} of "
         f"from_pretrained, or --quantize-exclude {name}"
@@ -115,11 +129,11 @@ def _check_finite(name: str, weight: Tensor, advice: str) -> None:
 
 def _check_head(head: nn.Module) -> None:
     if type(head) is not LMHead:
-        raise InputError(f"head: is a {type(head).__name__}, which has no quantised form; {_HEAD_LEFT_BY}")
-    _check_finite("head", head.weight, _HEAD_LEFT_BY)
+        raise InputError(f"head: is a {type(head).__name__}, which has no quantised form; {_HEAD_ADVICE}")
+    _check_finite("head", head.weight, _HEAD_ADVICE)
 
 
-_HEAD_LEFT_BY = "leave it in the model's dtype: quantise the model without a format of its head"
+_HEAD_ADVICE = "leave it in the model's dtype: quantise the model without a format of its head"
 
 
 def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
@@ -133,7 +147,7 @@ def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
         raise InputError(
             "quantize: this model computes by the modules of a transformers model; load another one to quantise"
         )
-    if any(isinstance(each, Linear) and each.compute is not None for each in model.modules()):
+    if any(isinstance(module, Linear) and module.compute is not None for module in model.modules()):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
         raise InputError("quantize: the model is sharded, and quantised weights cannot be")

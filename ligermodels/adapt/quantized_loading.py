@@ -1,4 +1,4 @@
-"""Weights of a checkpoint read into a model, some of whose layers are quantised: those are rounded as they are read."""
+"""Load a checkpoint into a model with quantised layers: their weights are rounded while the checkpoint is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
 from ligermodels.models.untie import EMBEDDING, HEAD
 
 AT_A_TIME = 2**30
-"""Bytes of weights in the model's dtype, those of one layer at least, that are read before they are rounded."""
+"""Bytes of weights, in the model's dtype, that are read before they are rounded; at least one layer's weights."""
 
 Progress = Callable[[int, int], None]
 
@@ -32,39 +32,56 @@ def load_weights(
     *,
     mapped: bool = False,
 ) -> None:
-    """Fill the model, but for LoRA's tensors, as `WeightMap.load` does.
+    """Fill all tensors of a model from a checkpoint, except LoRA's, as `WeightMap.load` does.
 
-    A layer whose weight is quantised gets what `dtype` makes of the checkpoint's, rounded. Raises CheckpointError as
-    `WeightMap.load`, and for weights to be rounded that are not finite.
+    Quantised weights are cast to `dtype` and then rounded.
+
+    Args:
+        model: the model, with memory on its device.
+        weight_map: maps the model's names to the checkpoint's.
+        reader: the checkpoint.
+        dtype: dtype of weights before they are rounded.
+        progress: called with the bytes read so far and the bytes in all. Default: None.
+        mapped: whether plain tensors may stay mapped from the file, see `WeightMap.load`. Default: False.
+
+    Raises:
+        CheckpointError: `WeightMap.load` raises it, or weights to be rounded are not finite.
     """
-    targets = {mapping.target for mapping in weight_map.mappings}
     layers = {f"{name}.weight": layer.compute for name, layer in quantized_layers(model).items()}
-    rounded = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
-    state = {name: tensor for name, tensor in without_lora(model).items() if name not in rounded}
-    # Of a checkpoint that ties the two, a head that has been untied is the rounded embedding.
-    tied = layers.pop(HEAD) if HEAD in layers.keys() - targets and weight_map.aliases else None
+    state = _without_codes(model, layers)
+    # In a checkpoint with tied embeddings there is no head. Its weight in the model, now untied, is the embedding.
+    no_head = all(mapping.target != HEAD for mapping in weight_map.mappings)
+    tied = layers.pop(HEAD, None) if no_head and weight_map.aliases else None
     if not layers and tied is None:
         return weight_map.load(reader, state, progress, mapped=mapped)
     weights = {name: _weight(layer, dtype, "meta") for name, layer in layers.items()}
     weight_map.plan(reader.headers, {**state, **weights})
-    later = [mapping for mapping in weight_map.mappings if mapping.target in layers]
-    rest = [mapping for mapping in weight_map.mappings if mapping.target not in layers]
-    count = _Counting(progress, sum(_stored_bytes(each, weights, reader) for each in later))
-    replace(weight_map, mappings=rest, ignored=[""]).load(reader, state, count, mapped=mapped)
-    for group in _groups(later, weights):
+    quantized = [mapping for mapping in weight_map.mappings if mapping.target in layers]
+    plain = [mapping for mapping in weight_map.mappings if mapping.target not in layers]
+    count = _Counting(progress, sum(_stored_bytes(mapping, weights, reader) for mapping in quantized))
+    replace(weight_map, mappings=plain, ignored=[""]).load(reader, state, count, mapped=mapped)
+    for group in _groups(quantized, weights):
         count.next_part()
-        read = {each.target: _weight(layers[each.target], dtype, layers[each.target].codes.device) for each in group}
+        read = {m.target: _weight(layers[m.target], dtype, layers[m.target].codes.device) for m in group}
         replace(weight_map, mappings=group, ignored=[""], aliases={}).load(reader, read, count, mapped=mapped)
         for name in list(read):
-            try:
-                layers[name].fill(read.pop(name))
-            except InputError as error:
-                raise CheckpointError(f"{name}: {error}") from None
+            _fill(layers[name], name, read.pop(name))
     if tied is not None:
-        try:
-            tied.fill(state[EMBEDDING])
-        except InputError as error:
-            raise CheckpointError(f"{EMBEDDING}: {error}") from None
+        _fill(tied, EMBEDDING, state[EMBEDDING])
+
+
+def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+    """The tensors of the model's checkpoint, without LoRA and without codes and scales of the quantised layers."""
+    codes = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
+    return {name: tensor for name, tensor in without_lora(model).items() if name not in codes}
+
+
+def _fill(layer: QuantizedWeight, name: str, weight: Tensor) -> None:
+    """Round a weight of the checkpoint, called `name` in the model."""
+    try:
+        layer.fill(weight)
+    except InputError as error:
+        raise CheckpointError(f"{name}: {error}") from None
 
 
 def _weight(layer: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -73,23 +90,23 @@ def _weight(layer: QuantizedWeight, dtype: torch.dtype, device: torch.device | s
 
 def _stored_bytes(mapping: WeightMapping, weights: Mapping[str, Tensor], reader: Reader) -> int:
     parts = mapping.split(weights[mapping.target])
-    return sum(math.prod(view.shape) * reader.headers[each.source].dtype.itemsize for each, view in parts)
+    return sum(math.prod(view.shape) * reader.headers[source.source].dtype.itemsize for source, view in parts)
 
 
 def _groups(mappings: list[WeightMapping], weights: Mapping[str, Tensor]) -> Iterator[list[WeightMapping]]:
-    """The mappings, in order, in lists of targets of at most AT_A_TIME bytes together, or one."""
+    """Divide the mappings, in order, into groups with targets of at most AT_A_TIME bytes, or with one target."""
     group, size = list[WeightMapping](), 0
-    for each in mappings:
-        nbytes = weights[each.target].nbytes
+    for mapping in mappings:
+        nbytes = weights[mapping.target].nbytes
         if group and size + nbytes > AT_A_TIME:
             yield group
             group, size = [], 0
-        group, size = [*group, each], size + nbytes
+        group, size = [*group, mapping], size + nbytes
     yield group
 
 
 class _Counting:
-    """The progress of several loads as that of one, of which `later` bytes follow the first load."""
+    """Reports several loads as one. `later`: bytes of all loads after the first one."""
 
     def __init__(self, progress: Progress | None, later: int) -> None:
         self._progress, self._later = progress, later

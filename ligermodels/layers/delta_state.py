@@ -34,7 +34,7 @@ class DeltaState:
         wide = torch.promote_types(dtype, torch.float32)
         self._inputs = torch.zeros(num_layers, batch_size, *conv_inputs, dtype=dtype, device=device)
         self._matrices = torch.zeros(num_layers, batch_size, *matrix, dtype=wide, device=device)
-        self._layers = [LayerDelta(*each) for each in zip(self._inputs, self._matrices, strict=True)]
+        self._layers = [LayerDelta(*state) for state in zip(self._inputs, self._matrices, strict=True)]
 
     def layer(self, index: int) -> LayerDelta:
         """The state of layer number `index`."""
@@ -74,8 +74,8 @@ class LayerDelta:
         if seq_lens is None:
             self.inputs.copy_(whole[:, inputs.shape[1] :])
         else:
-            places = seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device)
-            self.inputs.copy_(whole[torch.arange(len(whole), device=whole.device)[:, None], places])
+            positions = seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device)
+            self.inputs.copy_(whole[torch.arange(len(whole), device=whole.device)[:, None], positions])
         self.matrix.copy_(matrix)
 
     def branch(self, inputs: Tensor, updates: ops.TreeUpdates, tree: TreeTokens) -> None:

@@ -21,9 +21,15 @@ from ligermodels.layers.sharding import TensorSharding
 
 @dataclass(frozen=True)
 class DenseMoEConfig(LayerConfig):
-    """A `dense` layer and `experts`; `norm` is that of the input and output of each.
+    """Config of a gated feed-forward layer beside a mixture of experts.
 
-    Raises ConfigError where `experts` have a load-balancing loss, which is not implemented.
+    Args:
+        dense: config of the feed-forward layer.
+        experts: config of the mixture.
+        norm: config of the norms at the input and output of both.
+
+    Raises:
+        ConfigError: `experts` has an `aux_loss`; it is not implemented here.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -48,12 +54,12 @@ class DenseMoEConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        there = {**self.NAMES, **names}
+        sources = {**self.NAMES, **names}
         norms = (name.removeprefix("norm.") for name in self.NAMES)
         return [
             *self.dense.weight_mappings(hidden_size, f"{native}.dense", checkpoint, names),
             *self.experts.weight_mappings(hidden_size, f"{native}.experts", checkpoint, names),
-            *(rename(f"{native}.{norm}.weight", f"{checkpoint}.{there[f'norm.{norm}']}.weight") for norm in norms),
+            *(rename(f"{native}.{norm}.weight", f"{checkpoint}.{sources[f'norm.{norm}']}.weight") for norm in norms),
         ]
 
     def tensor_shard(self, ranks: int) -> DenseMoEConfig:
@@ -82,7 +88,7 @@ class DenseMoE(Layer):
         )
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """x (..., H), the residual -> (..., H)."""
+        """x (..., H), the residual stream -> (..., H)."""
         y = self.dense_post_norm(self.dense(self.dense_norm(x)))
         experts = self.experts(self.experts_norm(x), routed_by=x)
         return cast(Tensor, y + self.experts_post_norm(experts))

@@ -48,5 +48,4 @@ class Embedding(nn.Embedding):
         inside = (rows >= 0) & (rows < shard.size)
         padding = padding if padding is not None and 0 <= padding < shard.size else None
         x = F.embedding(rows.where(inside, 0), weight, padding)
-        # Copied, because the sum is a view of a DTensor, and FSDP2 warns of modules that return views.
-        return sum_over_ranks(self, x.masked_fill(~inside[..., None], 0.0), self.weight).clone()
+        return sum_over_ranks(self, x.masked_fill(~inside[..., None], 0.0))

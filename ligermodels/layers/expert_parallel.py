@@ -1,14 +1,14 @@
-"""Expert parallelism: each rank of a group has some of a mixture's experts, and tokens travel to theirs and back.
+"""Expert parallelism: each rank has some of a mixture's experts. Tokens are sent to their experts and back.
 
-The ranks have tokens of their own. Each sorts its rows (a token and one of its choices) by expert, sends them to the
-ranks that have the experts, and gets the results back in the same order. No expert has a capacity, so that the numbers
-of rows that ranks exchange are known only when the routers have chosen: each layer waits for the device once.
+Each rank has its own tokens. It sorts its rows (a token and one of its choices) by expert, sends them to the ranks that
+have the experts, and receives the results in the same order. Experts have no capacity limit, so the numbers of rows are
+known only after routing: each layer synchronises with the device once.
 
-The gradient of an expert's weights comes of the tokens of all ranks, each of which has a loss of its own; that of other
-parameters is averaged over ranks. So that both are means, gradients are divided by the number of ranks on their way to
-the experts, and multiplied by it on their way back to the tokens.
+Each rank has its own loss. The tokens of all ranks contribute to the gradient of an expert's weights, while gradients
+of other parameters are averaged over ranks. To make both a mean, gradients are divided by the number of ranks on their
+way to the experts, and multiplied by it on their way back to the tokens.
 
-A module that has such experts names the parameters of which each rank has some rows, by `expert_parallel`.
+A class with such experts declares `expert_parallel`, the names of the parameters with a row per expert.
 """
 
 from __future__ import annotations
@@ -25,31 +25,35 @@ from ligermodels import ops
 from ligermodels.ops.runtime.library import once_differentiable
 
 Experts = Callable[[Tensor, Tensor], Tensor]
-"""Rows (R, H), sorted by expert, and the offsets (E,) at which those of each expert end -> (R, H)."""
+"""Rows (R, H), sorted by expert, and the offsets (E,) where the rows of each expert end -> (R, H)."""
 
 
 def on_ranks(rows: Tensor, offsets: Tensor, experts: Experts, mesh: Any) -> Tensor:
-    """`experts(rows, offsets)` where this rank has a part of the experts: its `experts` take those of its own alone.
+    """Compute the outputs of experts that are divided evenly over ranks.
 
     Args:
-        rows: (R, H), sorted by expert, on each rank its own.
-        offsets: int32 (E,), of all experts, of which the ranks have equal parts.
+        rows: (R, H), this rank's rows, sorted by expert.
+        offsets: int32 (E,), the offsets where the rows of each of the E experts of all ranks end.
+        experts: computes the experts of this rank.
         mesh: a DeviceMesh of one dimension.
+
+    Returns:
+        (R, H), in the order of `rows`.
     """
     ranks, group = mesh.size(), mesh.get_group()
     counts = offsets.diff(prepend=offsets.new_zeros(1))
-    theirs = torch.empty_like(counts)  # from each rank in turn, how many rows come for each expert of this one
-    if rows.is_meta:  # there are no counts; a mesh may say which `load`, relative to an equal part, comes to a rank
+    theirs = torch.empty_like(counts)  # for each rank in turn, the number of its rows for each expert of this rank
+    if rows.is_meta:  # no counts; `mesh.load` is the number of rows that a rank receives, relative to an equal share
         sent, received = [len(rows)], [round(len(rows) * getattr(mesh, "load", 1.0))]
     else:
         dist.all_to_all_single(theirs, counts, group=group)
         sent, received = torch.stack([counts, theirs]).view(2, ranks, -1).sum(2).tolist()  # waits for the device
     rows = _exchange(rows, sent, received, group, gradient_scale=float(ranks))
     own = torch.arange(len(offsets), device=rows.device) % (len(offsets) // ranks)
-    which = own.repeat_interleave(theirs, output_size=sum(received))
-    order, inverse, ends = ops.sort_by_expert(which[:, None], len(offsets) // ranks)
+    expert = own.repeat_interleave(theirs, output_size=sum(received))
+    order, inverse, ends = ops.sort_by_expert(expert[:, None], len(offsets) // ranks)
     rows = ops.gather_rows(rows, order, inverse)
-    # Kernels take no empty tensor, and weights need a gradient: where no row comes, one of zeros, which is dropped.
+    # Kernels reject empty tensors, and weights need a gradient. So a rank without rows computes a row of zeros.
     missing = int(sum(received) == 0)
     rows = experts(F.pad(rows, (0, 0, 0, missing)), ends + missing)[: sum(received)]
     rows = ops.gather_rows(rows, inverse, order)
@@ -57,7 +61,9 @@ def on_ranks(rows: Tensor, offsets: Tensor, experts: Experts, mesh: Any) -> Tens
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, gradient_scale: float) -> Tensor:
-    """Of rows (sum(sent), H) the first to the first rank, and so on -> (sum(received), H), from each rank in turn."""
+    """Send rows (sum(sent), H), `sent[i]` of them to rank i, and return the received rows (sum(received), H).
+
+    Rows of rank 0 come first. Gradients go back the same way, multiplied by `gradient_scale`."""
     return cast(Tensor, _Exchange.apply(rows, sent, received, group, gradient_scale))
 
 
@@ -74,7 +80,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
+    output = rows.new_empty(sum(received), rows.shape[1])
     if not rows.is_meta:
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output

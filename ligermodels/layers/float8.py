@@ -127,6 +127,7 @@ class _FrozenCast:
         return self._weight() is weight and self._key == self._key_of(weight, recipe, tail)
 
 
+@torch.compiler.disable  # as `ops.float8_lora_linear`: one break of the graph for each layer
 def float8_lora(
     compute: Float8, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, share: WholeShare
 ) -> Tensor | None:

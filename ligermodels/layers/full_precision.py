@@ -1,4 +1,4 @@
-"""Modules whose parameters are too sensitive for bfloat16."""
+"""Modules with parameters that are too sensitive for bfloat16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What a module's `_apply` gives its tensors, such as a cast or a move, but no float dtype below float32."""
+    """Change the function of a module's `_apply`, such as a cast, so that floating tensors are at least float32."""
 
     def widened(tensor: Tensor) -> Tensor:
         new = fn(tensor)
@@ -19,17 +19,17 @@ def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
             return new
         if tensor.is_meta:
             return torch.empty_like(new, dtype=dtype)
-        return tensor.to(new.device, dtype)  # of the tensor itself: `new` has been rounded
+        return tensor.to(new.device, dtype)  # not `new.to(dtype)`: `new` has been rounded
 
     return widened
 
 
 class FullPrecision(nn.Module):
-    """Base of modules whose tensors stay float32 where the model is loaded in, or cast to, a narrower dtype.
+    """Base class of modules that stay float32 when the model is loaded in, or cast to, a narrower dtype.
 
-    FSDP2 wants one dtype for all trainable parameters of a group: `parallelize` makes these modules a group of their
-    own; by hand, `fully_shard([m for m in block.modules() if isinstance(m, FullPrecision)])` before the block's.
-    A checkpoint goes out with their tensors in the dtypes that it came in with (`WeightMap.dtypes`).
+    FSDP2 requires one dtype for all trainable parameters of a group. `parallelize` makes these modules a group of their
+    own. Without it, call `fully_shard([m for m in block.modules() if isinstance(m, FullPrecision)])` before the block's
+    `fully_shard`. Checkpoints are written with the dtypes of the checkpoint that was loaded (`WeightMap.dtypes`).
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

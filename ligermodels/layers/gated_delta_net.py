@@ -99,16 +99,18 @@ class GatedDeltaNetConfig(LayerConfig):
             checkpoint: prefix of the checkpoint tensors.
             names: part -> name in this family.
         """
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        each = self._packed_rows() if "delta.qkvz" in names else self._rows()
-        pieces = ((f"{there[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in each)
+        sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        parts = self._packed_rows() if "delta.qkvz" in names else self._rows()
+        pieces = ((f"{sources[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in parts)
         return [
             rows(f"{native}.in_proj.weight", pieces),
-            WeightMapping(f"{native}.conv.weight", (TensorView(f"{there['delta.conv']}.weight", _with_input_channel),)),
-            rename(f"{native}.decay.log_rate", there["delta.A_log"]),
-            rename(f"{native}.decay.bias", there["delta.dt_bias"]),
-            rename(f"{native}.norm.weight", f"{there['delta.norm']}.weight"),
-            rename(f"{native}.out.weight", f"{there['delta.out']}.weight"),
+            WeightMapping(
+                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", _with_input_channel),)
+            ),
+            rename(f"{native}.decay.log_rate", sources["delta.A_log"]),
+            rename(f"{native}.decay.bias", sources["delta.dt_bias"]),
+            rename(f"{native}.norm.weight", f"{sources['delta.norm']}.weight"),
+            rename(f"{native}.out.weight", f"{sources['delta.out']}.weight"),
         ]
 
     def _rows(self) -> Iterator[tuple[str, int, int, int]]:
@@ -200,7 +202,7 @@ class GatedDeltaNet(Layer):
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
         convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one)
         q, k, v = convolved.split([keys, keys, config.value_size // ranks], dim=-1)
-        q, k = (each.unflatten(-1, (-1, config.key_head_dim)) for each in (q, k))
+        q, k = (tensor.unflatten(-1, (-1, config.key_head_dim)) for tensor in (q, k))
         operands = q, k, v.unflatten(-1, (heads, -1)), g, beta
         if state is None:
             bounds = context.cu_seqlens
@@ -251,7 +253,7 @@ class CausalConv(nn.Module):
         Returns:
             (B, T, channels).
         """
-        weight = gather_last(self, local(self, self.weight).t(), self.weight, partial=True).t()
+        weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
         weight = own_part_of_each(self, weight, self.parts, dim=0)
         if step and earlier is not None:
             return ops.causal_conv_step(x, weight, earlier)

@@ -16,7 +16,7 @@ from ligermodels.layers.sharding import check_not_partitioned
 
 
 class skip_init(TorchFunctionMode):
-    """Within it `torch.nn.init` leaves parameters as they are: on the meta device there is nothing to fill."""
+    """Context manager that disables `torch.nn.init`, for models on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,11 +38,11 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     InputError if DeepSpeed has partitioned a parameter.
     """
-    found: dict[str, Tensor] = dict(module.named_parameters())
-    for name, parameter in found.items():
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    for name, parameter in tensors.items():
         check_not_partitioned(name, parameter)
-    kept = module.state_dict(keep_vars=True).keys()
-    return found | {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    persistent = module.state_dict(keep_vars=True).keys()
+    return tensors | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
 def initialize(module: nn.Module, std: float, name: str = "") -> None:
@@ -89,8 +89,13 @@ def whole_parameters(module: nn.Module, names: Collection[str]) -> Iterator[None
 
 @torch.no_grad()
 def initialize_own(module: nn.Module, std: float, name: str) -> None:
-    """Fill the tensors of `module` itself: see `initialize`. `std` is the standard deviation of weights, and `name` the
-    module's name for messages."""
+    """Fill the tensors of a module itself, without its submodules: see `initialize`.
+
+    Args:
+        module: the module.
+        std: standard deviation of the weights.
+        name: name of the module, for the message.
+    """
     for key, parameter in module.named_parameters(recurse=False):
         check_not_partitioned(f"{name}.{key}", parameter)
     with whole_parameters(module, module._parameters):
@@ -117,10 +122,15 @@ def _initialize_own(module: nn.Module, std: float, name: str) -> None:
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a model on the meta device memory: floating tensors that checkpoints hold in `dtype`, but for those that
-    their module keeps wider (`FullPrecision`), all else in its own.
+    """Allocate memory for a model on the meta device.
 
-    Buffers of a module that loading does not fill (see `owned_tensors`) are filled by `initialize_buffers`.
+    Floating tensors of checkpoints get `dtype`, or a wider dtype if their module requires it (`FullPrecision`). Other
+    tensors keep their dtype. `initialize_buffers` fills the buffers that checkpoints do not contain.
+
+    Args:
+        module: the model, changed in place.
+        dtype: dtype of the floating tensors of checkpoints.
+        device: device of all tensors.
     """
     stored = {id(tensor) for tensor in persistent_tensors(module).values()}
 
@@ -132,27 +142,30 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) 
 
 
 def fill_meta_buffers(module: nn.Module, std: float) -> None:
-    """Allocate and fill the buffers that `load_state_dict(assign=True)` leaves on the meta device: states lack those
-    with `persistent=False`. They go to the device of the first parameter; tensors beside them keep their values."""
+    """Allocate and fill the buffers that `load_state_dict(assign=True)` leaves on the meta device.
+
+    These are the buffers with `persistent=False`, which state dicts lack. They go to the device of the first parameter;
+    other tensors keep their values. `std` is the standard deviation of weights.
+    """
     device = next(module.parameters()).device
-    for name, each in module.named_modules():
-        left = [key for key, buffer in each.named_buffers(recurse=False) if buffer.is_meta]
-        left = [key for key in left if key in each._non_persistent_buffers_set]
-        others = [tensor for key, tensor in owned_tensors(each) if key not in left]
-        if device.type == "meta" or not left or any(tensor.is_meta for tensor in others):
+    for name, owner in module.named_modules():
+        missing = [key for key, buffer in owner.named_buffers(recurse=False) if buffer.is_meta]
+        missing = [key for key in missing if key in owner._non_persistent_buffers_set]
+        others = [tensor for key, tensor in owned_tensors(owner) if key not in missing]
+        if device.type == "meta" or not missing or any(tensor.is_meta for tensor in others):
             continue
-        kept = [tensor.detach().clone() for tensor in others]
-        for key in left:
-            each._buffers[key] = torch.empty_like(each._buffers[key], device=device)
-        initialize_own(each, std, name)
+        values = [tensor.detach().clone() for tensor in others]
+        for key in missing:
+            owner._buffers[key] = torch.empty_like(owner._buffers[key], device=device)
+        initialize_own(owner, std, name)
         with torch.no_grad():
-            for tensor, value in zip(others, kept, strict=True):
+            for tensor, value in zip(others, values, strict=True):
                 tensor.copy_(value)
 
 
 def initialize_buffers(module: nn.Module, std: float) -> None:
-    """Fill modules that own buffers with `persistent=False`: a checkpoint does not hold them."""
-    for name, each in module.named_modules():
-        kept = any(each._buffers[key] is not None for key in each._non_persistent_buffers_set)
-        if kept and not any(tensor.is_meta for _, tensor in owned_tensors(each)):
-            initialize_own(each, std, name)
+    """Fill modules that own buffers with `persistent=False`, because checkpoints do not contain these buffers."""
+    for name, owner in module.named_modules():
+        has_buffers = any(owner._buffers[key] is not None for key in owner._non_persistent_buffers_set)
+        if has_buffers and not any(tensor.is_meta for _, tensor in owned_tensors(owner)):
+            initialize_own(owner, std, name)

@@ -119,26 +119,26 @@ class LatentAttentionConfig(LayerConfig):
             checkpoint: prefix of the checkpoint tensors.
             names: part -> name in this family.
         """
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        kinds = ("weight", "bias") if self.bias else ("weight",)
-        reordered = [("kv_a", 1, self.latent_dim, kinds)]
-        renamed = [("kv_b", ("weight",)), ("kv_a_norm", ("weight",)), ("o", kinds)]
+        sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        biased = ("weight", "bias") if self.bias else ("weight",)
+        reordered = [("kv_a", 1, self.latent_dim, biased)]
+        renamed = [("kv_b", ("weight",)), ("kv_a_norm", ("weight",)), ("o", biased)]
         if self.q_rank is None:
             reordered.append(("q", self.num_heads, self.key_dim, ("weight",)))
         else:
-            renamed += [("q_a", kinds), ("q_a_norm", ("weight",))]
+            renamed += [("q_a", biased), ("q_a_norm", ("weight",))]
             reordered.append(("q_b", self.num_heads, self.key_dim, ("weight",)))
-        found = [
-            rename(f"{native}.{part}.{kind}", f"{there[f'latent.{part}']}.{kind}")
-            for part, kinds_ in renamed
-            for kind in kinds_
+        mappings = [
+            rename(f"{native}.{part}.{kind}", f"{sources[f'latent.{part}']}.{kind}")
+            for part, kinds in renamed
+            for kind in kinds
         ]
-        for part, heads, dim, kinds_ in reordered:
-            for kind in kinds_:
-                source = f"{there[f'latent.{part}']}.{kind}"
+        for part, heads, dim, kinds in reordered:
+            for kind in kinds:
+                source = f"{sources[f'latent.{part}']}.{kind}"
                 order = (heads, dim, self.rotated_dim, self.stored_as_pairs)
-                found.append(rotated_first(f"{native}.{part}.{kind}", source, *order))
-        return found
+                mappings.append(rotated_first(f"{native}.{part}.{kind}", source, *order))
+        return mappings
 
     def tensor_shard(self, ranks: int) -> LatentAttentionConfig:
         """Divide the heads over ranks; latents are the same on all ranks."""
@@ -209,7 +209,7 @@ class LatentAttention(Layer):
         config = self.config
         q = self._queries(x, context)
         rotated, latent = self.kv_a(x).split([config.rotated_dim, config.kv_rank], dim=-1)
-        rotated, latent = (used_in_parts(self, each) for each in (rotated, self.kv_a_norm(latent)))
+        rotated, latent = (used_in_parts(self, tensor) for tensor in (rotated, self.kv_a_norm(latent)))
         rotated = self._rotate(rotated[:, :, None], context)
         if state is not None and context.cache_seqlens is not None:
             state.append(torch.cat([rotated[:, :, 0], latent], dim=-1), context.cache_seqlens)

@@ -17,7 +17,7 @@ from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import check_plain
-from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, on_all_ranks
+from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, used_in_parts
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,8 @@ class LMHead(Linear):
                 return head_loss(self.config, hidden, weight, targets, self.bias, **loss_options)
         if self.weight is None:
             return scaled_logits(self.config, super().forward(hidden))
-        x = on_all_ranks(self, hidden, self.weight)
-        logits = ops.linear(x, local(self, self.weight), local(self, self.bias))
-        return gather_last(self, scaled_logits(self.config, logits), self.weight)
+        logits = ops.linear(used_in_parts(self, hidden), local(self, self.weight), local(self, self.bias))
+        return gather_last(self, scaled_logits(self.config, logits), self.out_features)
 
     @contextmanager
     def _loss_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -235,7 +234,7 @@ class LMHead(Linear):
         if self.weight is not None or compute is None:
             yield self.weight
             return
-        weight: Tensor = call_gathered(compute, compute.dense, None, dtype)
+        weight: Tensor = call_gathered(compute, compute.dense, dtype)
         if torch.compiler.is_compiling():
             yield weight
             return
@@ -245,7 +244,7 @@ class LMHead(Linear):
             return None if saved is kept() else saved
 
         def unpack(saved: Tensor | None) -> Tensor:
-            return call_gathered(compute, compute.dense, None, dtype) if saved is None else saved
+            return call_gathered(compute, compute.dense, dtype) if saved is None else saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield weight

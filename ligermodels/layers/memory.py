@@ -20,11 +20,11 @@ def total_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
         return None
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(found, int(CGROUP.read_text()))
+        return min(size, int(CGROUP.read_text()))
     except (OSError, ValueError):  # no cgroup, or "max"
-        return found
+        return size
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from ligermodels.layers.sharding import (
     TensorSharding,
     local,
     of_all_tokens,
-    on_all_ranks,
     on_first_rank,
     split_evenly,
     sum_over_ranks,
+    used_in_parts,
 )
 from ligermodels.layers.tokens import SequenceShard
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
@@ -43,17 +43,23 @@ from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 @dataclass(frozen=True)
 class MoEConfig(LayerConfig):
-    """Gated feed-forward layers of `size` intermediate channels, of which the `router` chooses some for each token.
+    """Config of a mixture of experts: gated feed-forward layers, some of them chosen for each token.
 
-    activation: a key of ACTIVATIONS.
-    alpha, limit, up_offset: gate is at most `limit` and up within [-limit, limit]; then up + up_offset is multiplied by
-        activation(alpha * gate) / alpha (gpt-oss).
-    bias: whether the experts' projections have biases.
-    shared: a feed-forward layer that every token meets too; with `shared_gate` its output is multiplied by the sigmoid
-        of a linear layer to one channel (Qwen1.5-MoE).
-    aux_loss: whether training may add a load-balancing loss, for which the layer gives its router's logits.
+    Args:
+        router: config of the router, which chooses the experts.
+        size: intermediate channels of an expert.
+        activation: a key of ACTIVATIONS.
+        alpha: factor of the gate: up + up_offset is multiplied by activation(alpha * gate) / alpha (gpt-oss). Default:
+            1.
+        limit: gate is clamped to at most `limit`, and up to [-limit, limit]. Default: None, no clamping.
+        up_offset: is added to up. Default: 0.
+        bias: whether the experts' projections have biases.
+        shared: a feed-forward layer for all tokens. Default: None.
+        shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
+        aux_loss: whether training may add a load-balancing loss; the layer then also returns its router's logits.
 
-    Raises ConfigError, naming the field, when they do not fit together.
+    Raises:
+        ConfigError: a field is out of range, or fields do not fit together; the message names the field.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -106,63 +112,72 @@ class MoEConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Each expert's tensors by themselves, or one for all experts, where `names` has an "experts.gate_up", or, of
-        the transposed matrices, an "experts.gate_up_transposed", or, if their gate and up alternate, an
-        "experts.gate_up_pairs". Biases are one tensor for all experts, and alternate."""
+        """The mappings of the layer; see `LayerConfig.weight_mappings`. Biases are one tensor for all experts.
+
+        A checkpoint has tensors for each expert, or one tensor for all experts: `names` contains "experts.gate_up",
+        for transposed matrices "experts.gate_up_transposed", or if gate and up alternate "experts.gate_up_pairs".
+
+        Args:
+            hidden_size: channels of the layer's input.
+            native: name of the layer in the native model.
+            checkpoint: name of the block in the checkpoint.
+            names: names of parts in the checkpoint, in place of NAMES.
+        """
         names = {**self.NAMES, **names}
-        there = {part: f"{checkpoint}.{name}" for part, name in names.items()}
-        found = [rename(f"{native}.router.weight", there["experts.router"])]
-        if self.router.bias:
-            found.append(rename(f"{native}.router.bias", there["experts.router_bias"]))
-        for part in ("gate_up", "down") if self.bias else ():
-            found.append(rename(f"{native}.{part}_bias", there[f"experts.{part}_bias"]))
-        if self.router.selection_bias:
-            found.append(rename(f"{native}.router.selection_bias", there["experts.selection_bias"]))
-        if self.router.norm is not None:
-            found.append(rename(f"{native}.router.norm.weight", there["experts.router_norm"]))
-        if self.router.expert_scales:
-            found.append(rename(f"{native}.router.expert_scales", there["experts.scales"]))
+        sources = {part: f"{checkpoint}.{name}" for part, name in names.items()}
+        parameters = [
+            ("router.weight", "router", True),
+            ("router.bias", "router_bias", self.router.bias),
+            ("gate_up_bias", "gate_up_bias", self.bias),
+            ("down_bias", "down_bias", self.bias),
+            ("router.selection_bias", "selection_bias", self.router.selection_bias),
+            ("router.norm.weight", "router_norm", self.router.norm is not None),
+            ("router.expert_scales", "scales", self.router.expert_scales),
+        ]
+        mappings = [
+            rename(f"{native}.{name}", sources[f"experts.{part}"]) for name, part, exists in parameters if exists
+        ]
         if self.shared is not None:
             parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
-            found += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)
+            mappings += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)
         if self.shared_gate:
-            found.append(rename(f"{native}.shared_gate.weight", there["experts.shared_gate"]))
-        gate_up, down = f"{native}.gate_up", f"{native}.down"
-        if "experts.gate_up" in names:
-            return [
-                *found,
-                experts_gate_up_in_one(gate_up, there["experts.gate_up"]),
-                rename(down, there["experts.down"]),
-            ]
-        if "experts.gate_up_transposed" in names:
-            joined = experts_gate_up_transposed(gate_up, there["experts.gate_up_transposed"])
-            return [*found, joined, transposed(down, there["experts.down_transposed"])]
-        if "experts.gate_up_pairs" in names:
-            pairs = transposed(gate_up, there["experts.gate_up_pairs"])
-            return [*found, pairs, transposed(down, there["experts.down_transposed"])]
-        each = {
-            part: [there[f"experts.{part}"].format(expert=expert) for expert in range(self.router.num_experts)]
+            mappings.append(rename(f"{native}.shared_gate.weight", sources["experts.shared_gate"]))
+        return [*mappings, *self._expert_mappings(f"{native}.gate_up", f"{native}.down", sources)]
+
+    def _expert_mappings(self, gate_up: str, down: str, sources: Mapping[str, str]) -> tuple[WeightMapping, ...]:
+        """The mappings of the experts' weights `gate_up` and `down`; sources: name of a part -> its tensor."""
+        if "experts.gate_up" in sources:
+            joined = experts_gate_up_in_one(gate_up, sources["experts.gate_up"])
+            return joined, rename(down, sources["experts.down"])
+        if "experts.gate_up_transposed" in sources:
+            joined = experts_gate_up_transposed(gate_up, sources["experts.gate_up_transposed"])
+            return joined, transposed(down, sources["experts.down_transposed"])
+        if "experts.gate_up_pairs" in sources:
+            pairs = transposed(gate_up, sources["experts.gate_up_pairs"])
+            return pairs, transposed(down, sources["experts.down_transposed"])
+        gates, ups, downs = (
+            [sources[f"experts.{part}"].format(expert=expert) for expert in range(self.router.num_experts)]
             for part in ("gate", "up", "down")
-        }
-        return [*found, experts_gate_up(gate_up, each["gate"], each["up"]), stack(down, each["down"])]
+        )
+        return experts_gate_up(gate_up, gates, ups), stack(down, downs)
 
     def tensor_shard(self, ranks: int) -> MoEConfig:
-        """By the channels of each expert."""
+        """Divides the channels of each expert."""
         shared = None if self.shared is None else self.shared.tensor_shard(ranks)
         return replace(self, size=split_evenly("size (moe_intermediate_size)", self.size, ranks), shared=shared)
 
     def info(self) -> dict[str, Any]:
-        found = {"mlp_size": self.size, "experts": self.router.num_experts, "experts_per_token": self.router.top_k}
-        return found if self.shared is None else {**found, "shared_expert_size": self.shared.size}
+        sizes = {"mlp_size": self.size, "experts": self.router.num_experts, "experts_per_token": self.router.top_k}
+        return sizes if self.shared is None else {**sizes, "shared_expert_size": self.shared.size}
 
 
 class MoE(Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
 
-    Modules `router` (see `Router`), `shared` (a `GatedMLP`) and `shared_gate` (a linear layer to one channel), the last
-    two None where there are none; parameters `gate_up` (E, 2 * size, H) with each expert's gate and up rows in pairs,
-    as in `GatedMLP`, and `down` (E, H, size); `gate_up_bias` (E, 2 * size) and `down_bias` (E, H), None where there are
-    none. No expert has a capacity, so no token is dropped.
+    Modules: `router` (a `Router`), `shared` (a `GatedMLP`, or None) and `shared_gate` (a linear layer with one output
+    or None). Parameters: `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`; `down` (E, H,
+    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Experts have no capacity limit, so no token
+    is dropped.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
@@ -175,7 +190,7 @@ class MoE(Layer):
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
     sequence_parallel: ClassVar[bool] = True
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias")
-    _expert_mesh: Any = None  # of the ranks that `parallel.expert` spreads these over
+    _expert_mesh: Any = None  # the DeviceMesh over which `parallel.expert` divides the experts
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -203,11 +218,19 @@ class MoE(Layer):
     def forward(
         self, x: Tensor, context: ForwardContext | None = None, *, routed_by: Tensor | None = None
     ) -> Tensor | tuple[Tensor, RouterOutput]:
-        """x (..., H) -> (..., H), same dtype; with the router's output where the config has an `aux_loss`. The router
-        goes by `routed_by` (..., H), by default x."""
+        """Mix the experts' outputs.
+
+        Args:
+            x: (..., H).
+            context: context of the forward pass, not used.
+            routed_by: (..., H), input of the router. Default: x.
+
+        Returns:
+            (..., H), dtype of x; if the config has an `aux_loss`, also the router's output.
+        """
         tokens = x.flatten(0, -2)
         logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
-        rows, weights, experts = (on_all_ranks(self, each, self.down) for each in (tokens, weights, experts))
+        rows, weights, experts = (used_in_parts(self, tensor) for tensor in (tokens, weights, experts))
         if self._expert_mesh is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
             down_bias = on_first_rank(self, self.down_bias)
@@ -218,7 +241,7 @@ class MoE(Layer):
             )
         biases = gate_up_bias, down_bias
         out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
-        out = sum_over_ranks(self, out, self.down)
+        out = sum_over_ranks(self, out)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
@@ -243,22 +266,26 @@ def mix_experts(
 
     Args:
         tokens: (N, H).
-        weights, experts: (N, top_k), `experts` long in [0, E).
-        gate_up, down: (E, 2 * size, H) and (E, H, size).
+        weights: (N, top_k), weights of the chosen experts.
+        experts: long (N, top_k) in [0, E), the chosen experts.
+        gate_up: (E, 2 * size, H).
+        down: (E, H, size).
         activation: (R, 2 * size) -> (R, size).
-        biases: of gate_up, (E, 2 * size), and of down, (E, H).
-        mesh: each rank of this DeviceMesh has an equal part of the experts, and its own alone are given.
+        biases: biases (E, 2 * size) of gate_up and (E, H) of down. Default: none.
+        mesh: a DeviceMesh over which experts are divided evenly; weights and biases are then of this rank's experts.
+            Default: None.
 
-    Returns (N, H) of the dtype that the experts compute in.
+    Returns:
+        (N, H), in the dtype of the experts' computation.
     """
 
-    def each(rows: Tensor, offsets: Tensor) -> Tensor:
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
         return ops.grouped_mm(rows, down, offsets, biases[1])
 
     order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up) * (1 if mesh is None else mesh.size()))
     rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
-    rows = each(rows, offsets) if mesh is None else on_ranks(rows, offsets, each, mesh)
+    rows = compute(rows, offsets) if mesh is None else on_ranks(rows, offsets, compute, mesh)
     rows = ops.gather_rows(rows, inverse, order)
     # In float32 the products and their sum are rounded once, at the end.
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -268,19 +295,23 @@ def mix_experts(
 def load_balancing_loss(
     router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
 ) -> Tensor:
-    """Auxiliary loss that is least, top_k, when all experts are chosen alike (Fedus et al., 2021, equations 4 to 6).
+    """Load-balancing loss (Fedus et al., 2021, equations 4 to 6). Its minimum, for a uniform choice, is top_k.
 
-    num_experts * sum over experts of (choices a token) * (mean probability), both over the tokens of all layers. The
-    probabilities are the softmax of the logits, and the choices their highest, however the router scores and chooses:
-    as in transformers.
+    num_experts * sum over experts of (choices per token) * (mean probability), both over the tokens of all layers. As
+    in transformers, probabilities are the softmax of the logits and choices are the largest probabilities, however the
+    router itself scores and chooses. Gradients flow through the probabilities only.
 
     Args:
-        router_outputs: those of each layer, as `Decoder.forward` gives them.
-        mask: bool, as many elements as tokens, in any shape; False for tokens that do not count, such as padding.
-        shard: the tokens are a part of those that the loss is of: see `layers.tokens`.
+        router_outputs: the router's output for each layer, from `Decoder.forward`.
+        mask: bool, one element per token, any shape; False for tokens that do not count, such as padding. Default: all
+            tokens count.
+        shard: this rank's part of the tokens, see `layers.tokens`. Default: None, the rank has all tokens.
 
-    Returns a float32 scalar; it is zero when the mask lets no token through. The gradient is that of the probabilities.
-    Raises InputError when there are no layers, or shapes do not fit.
+    Returns:
+        A float32 scalar; zero if no token counts.
+
+    Raises:
+        InputError: there are no layers, or shapes do not fit.
     """
     if not router_outputs:
         raise InputError("router_outputs: empty; the load-balancing loss needs a layer with experts")
@@ -296,11 +327,11 @@ def load_balancing_loss(
     counts = counts.to(torch.promote_types(first.dtype, torch.float32))
     over_ranks: Callable[[Tensor], Tensor] = (lambda x: x) if shard is None else shard.sum
     total = (over_ranks(counts.sum()) * len(router_outputs)).clamp(min=1)
-    choices, chances = [], []
+    choices, probability_sums = [], []
     for logits, _ in router_outputs:
         probabilities = softmax(logits)
         chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1)
         choices.append((chosen * counts).sum(0))
-        chances.append((probabilities * counts).sum(0))
-    chosen, probable = over_ranks(torch.stack([sum(choices), sum(chances)])).unbind()  # type: ignore[list-item]
+        probability_sums.append((probabilities * counts).sum(0))
+    chosen, probable = over_ranks(torch.stack([sum(choices), sum(probability_sums)])).unbind()  # type: ignore[list-item]
     return num_experts * (chosen / total * (probable / total)).sum()

@@ -47,7 +47,7 @@ class PerLayerInputsConfig:
 
     def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
         """Mappings of the tensors: `native` and `checkpoint` are the prefixes of their names."""
-        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
+        return [rename(f"{native}.{part}.weight", f"{checkpoint}.{name}.weight") for part, name in self.NAMES.items()]
 
 
 class PerLayerInputs(nn.Module):
@@ -121,7 +121,7 @@ class PerLayerInputConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        return [rename(f"{native}.{ours}.weight", f"{checkpoint}.{name}.weight") for ours, name in self.NAMES.items()]
+        return [rename(f"{native}.{part}.weight", f"{checkpoint}.{name}.weight") for part, name in self.NAMES.items()]
 
     def tensor_shard(self, ranks: int) -> PerLayerInputConfig:
         """The whole config, because there are few channels."""

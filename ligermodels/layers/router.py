@@ -127,10 +127,10 @@ class Router(nn.Module):
             nn.init.zeros_(self.selection_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        given = self.selection_bias
+        selection_bias = self.selection_bias  # before it is cast
         super()._apply(fn, recurse)
-        if given is not None:
-            self.selection_bias = at_least_float32(fn)(given)
+        if selection_bias is not None:
+            self.selection_bias = at_least_float32(fn)(selection_bias)
         return self
 
     def extra_repr(self) -> str:

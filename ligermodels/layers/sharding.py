@@ -1,10 +1,11 @@
-"""Models whose parameters are sharded over ranks, by FSDP2 or tensor parallelism.
+"""How modules compute with parameters that are sharded over ranks, by FSDP2 or tensor parallelism.
 
-Under tensor parallelism every parameter is a DTensor, and modules compute with plain tensors: hidden states, the same
-on all ranks or a part of the tokens on each (`layers.token_parts`), and this rank's channels of whatever lies between a
-projection by columns and one by rows. A class of modules that can do so has a `tensor_parallel`, a mapping that says
-how its parameters, and the linear layers within it, are distributed (`TensorSharding`); what else is within it has one
-of its own. Its forward takes its own parameters by `local`.
+Under tensor parallelism all parameters are DTensors, but modules compute with plain tensors. Hidden states are the same
+on all ranks, or each rank has some of the tokens (`layers.token_parts`). Between a projection by columns and a
+projection by rows, each rank has some of the channels. A class of modules that supports this declares
+`tensor_parallel`: it maps the names of the class's own parameters, and of the linear layers in it, to a
+`TensorSharding`; other submodules have a `tensor_parallel` of their own. The module's forward reads its own parameters
+through `local`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import token_parts
+from ligermodels.ops.runtime.collectives import Ranks
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "columns_to_all", "rows"]
-"""A parameter is sharded in this dimension, or replicated. Of a linear layer "columns" shards the output channels and
-"rows" the input channels, whose products are summed over ranks; "replicated" does neither. "gathered_columns" is
-"columns" for an input that is a result of `used_in_parts`, and "columns_to_all" is "columns" whose outputs all ranks
-are given, to use some of them: see `own_part_of_each`."""
+"""How a parameter or a linear layer is distributed.
+
+A parameter is sharded in this dimension, or "replicated". In a linear layer, "columns" shards the output channels;
+"rows" shards the input channels, and the products are summed over ranks; "replicated" shards neither.
+"gathered_columns" is "columns" for an input that is already a result of `used_in_parts`. "columns_to_all" is "columns"
+with the outputs of all ranks gathered on each rank, as `own_part_of_each` takes them.
+"""
 
 Result = TypeVar("Result")
 
 
 class ModuleLike(Protocol):
-    """What these functions need of a module; every nn.Module is one."""
+    """The methods of nn.Module that these functions call."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -41,98 +46,97 @@ class ModuleLike(Protocol):
 
 
 def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
-    """What `module` computes with of its own `parameter`: itself, or under tensor parallelism this rank's part.
+    """This rank's shard of a parameter of `module`; without tensor parallelism the parameter itself.
 
-    partial: the parameter is replicated, but used for this rank's channels alone, so that the ranks' gradients are to
-    be summed; so they are where it is used for a part of the tokens."""
+    Args:
+        module: the module that computes with the parameter.
+        parameter: a parameter of its own, or None.
+        partial: a replicated parameter is used with this rank's channels only, so that its gradient is summed over
+            ranks. It is also summed where each rank has some of the tokens. Default: False.
+    """
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
-    return _local_tensors().local(parameter, partial=partial or token_parts.current() is not None)
+    from ligermodels.ops.runtime.local_tensors import local as local_tensor  # imports DTensors, which takes long
 
-
-def on_all_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """x as an operand of what `local` gives of a sharded `parameter`: all tokens. Its gradient is summed over ranks."""
-    if not is_tensor_parallel(module):
-        return x
-    if (parts := token_parts.current()) is not None:
-        return parts.gather(x)
-    if x.is_meta:  # where no ranks are
-        return x
-    return cast(Tensor, _local_tensors().on_all_ranks(x, parameter))
+    return local_tensor(parameter, partial=partial or token_parts.current() is not None)
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
-    """x of all tokens, which each rank uses for its part of `module`: its gradient is summed over ranks."""
-    if not is_tensor_parallel(module):
-        return x
-    if (parts := token_parts.current()) is not None:
+    """x with all tokens, for ranks that each use it with their shard of `module`. The gradient is summed over ranks."""
+    if (parts := _token_parts(module)) is not None:
         return parts.gather(x)
-    if x.is_meta:  # where no ranks are
-        return x
-    return cast(Tensor, _local_tensors().with_gradients_summed(x, module._tensor_mesh))
+    ranks = _ranks(module, x)
+    return x if ranks is None else ranks.sum_gradients(x)
 
 
-def sum_over_ranks(module: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of x, computed with what `local` gives of a sharded `parameter`, over ranks: of this rank's tokens."""
-    if not is_tensor_parallel(module):
-        return x
-    if (parts := token_parts.current()) is not None:
+def sum_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
+    """The sum over ranks of x, which each rank computed with its shard of `module`: all tokens, or this rank's."""
+    if (parts := _token_parts(module)) is not None:
         return parts.sum(x)
-    if x.is_meta:  # where no ranks are
-        return x
-    return cast(Tensor, _local_tensors().sum_over_ranks(x, parameter))
+    ranks = _ranks(module, x)
+    return x if ranks is None else ranks.total(x)
 
 
 def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
-    """The mean over ranks of x, of all tokens and this rank's channels, which each uses for its part of `module`: its
-    gradient is summed over ranks."""
-    if not is_tensor_parallel(module) or x.is_meta:
-        return x
-    return cast(Tensor, _local_tensors().mean_over_ranks(x, module._tensor_mesh))
+    """The mean of x over ranks, for ranks that each use it with their shard of `module`; x has all tokens.
+
+    The gradient is summed over ranks.
+    """
+    ranks = _ranks(module, x)
+    return x if ranks is None else ranks.all_reduce(x) / ranks.size
 
 
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
-    """x of all tokens, for what all ranks compute alike."""
-    parts = token_parts.current() if is_tensor_parallel(module) else None
+    """x with all tokens, for computations that are the same on all ranks."""
+    parts = _token_parts(module)
     return x if parts is None else parts.whole(x)
 
 
-def gather_last(module: nn.Module, x: Tensor, parameter: Tensor, *, partial: bool = False) -> Tensor:
-    """x (..., n) of all ranks, (..., len(parameter)), where `parameter` is sharded in its first dimension.
+def gather_last(module: nn.Module, x: Tensor, size: int, *, partial: bool = False) -> Tensor:
+    """Concatenate the last dimension of x over ranks.
 
-    partial: each rank uses it in its own way, so that the ranks' gradients are to be summed."""
+    Args:
+        module: the module whose shards computed x.
+        x: (..., n), of this rank. Sizes n are as `torch.chunk` divides `size`.
+        size: size of the whole dimension.
+        partial: each rank uses the result differently, so that its gradient is summed over ranks. Default: False.
+
+    Returns:
+        (..., size), contiguous; x itself without tensor parallelism.
+    """
     if not is_tensor_parallel(module):
         return x
-    if x.is_meta:  # where no ranks are: `parameter` is a rank's part
+    if (ranks := _ranks(module, x)) is None:  # on the meta device `size` is of one rank too
         return torch.cat([x] * cast(Any, module._tensor_mesh).size(), -1)
-    return cast(Tensor, _local_tensors().gather_last(x, parameter, partial=partial))
+    most = -(-size // ranks.size)
+    if padding := most - x.shape[-1]:
+        x = F.pad(x, (0, padding))
+    shards = ranks.gather(x[None]) if partial else ranks.whole(x[None])
+    return torch.cat([shard[..., : size - i * most] for i, shard in enumerate(shards)], -1)
 
 
 def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: int = -1) -> Tensor:
-    """This rank's share of each of the parts that follow one another in a dimension of x, which all ranks have; x
-    itself where the module is not tensor-parallel. Gradients of the others' are zero.
+    """This rank's share of each of several consecutive parts of x; x itself without tensor parallelism.
 
-    parts: their sizes, or relative ones."""
+    Args:
+        module: the module that computes with the shares.
+        x: any shape, the same on all ranks. Elements of other ranks get a gradient of zero.
+        parts: sizes of the parts, or sizes relative to one another.
+        dim: the dimension that consists of the parts. Default: the last one.
+    """
     if not is_tensor_parallel(module):
         return x
     mesh, unit = cast(Any, module._tensor_mesh), x.shape[dim] // sum(parts)
-    shares = [each.chunk(mesh.size(), dim)[mesh.get_local_rank()] for each in x.split([unit * n for n in parts], dim)]
+    shares = [part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in x.split([unit * n for n in parts], dim)]
     return torch.cat(shares, dim)
 
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
-    """`local` of a replicated parameter that is added to what is then summed over ranks: zeros on all but the first."""
+    """`local` of a replicated parameter that is added to a summand of `sum_over_ranks`: zeros except on rank 0."""
     if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
         return parameter
-    return local(module, parameter, partial=True) * float(_local_tensors().is_first_rank(parameter))
-
-
-def dropout(module: nn.Module, x: Tensor, p: float, dim: int | None) -> Tensor:
-    """x after dropout with probability p. dim: that in which x is this rank's part; None where all ranks have the same,
-    and are to drop the same."""
-    if not is_tensor_parallel(module) or x.is_meta:
-        return F.dropout(x, p)
-    return cast(Tensor, _local_tensors().dropout(x, p, module._tensor_mesh, dim))
+    first = cast(Any, module._tensor_mesh).get_local_rank() == 0
+    return local(module, parameter, partial=True) * float(first)
 
 
 def is_tensor_parallel(module: nn.Module) -> bool:
@@ -148,34 +152,40 @@ def split_evenly(field: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def _local_tensors() -> Any:
-    from ligermodels.ops.runtime import local_tensors  # imports DTensors, which takes long
+def _token_parts(module: nn.Module) -> token_parts.TokenParts | None:
+    """How the tokens are divided over the ranks that compute `module`; None if each rank has all tokens."""
+    return token_parts.current() if is_tensor_parallel(module) else None
 
-    return local_tensors
+
+def _ranks(module: nn.Module, x: Tensor) -> Ranks | None:
+    """The tensor-parallel ranks that exchange x; None without tensor parallelism, or if x is on the meta device."""
+    mesh = vars(module).get("_tensor_mesh")
+    return None if mesh is None or x.is_meta else Ranks.of(mesh)
 
 
 def reshard(module: ModuleLike) -> None:
-    """Give back the parameters that FSDP2 gathered for a forward pass without a backward pass.
+    """Shard the parameters again that FSDP2 gathered for a forward pass without a backward pass.
 
-    It keeps those of the root until then, and meanwhile `module.parameters()` are the gathered ones.
+    FSDP2 keeps the root's parameters gathered until the backward pass; until then `module.parameters()` returns the
+    gathered parameters.
     """
-    for each in module.modules():
-        if callable(shard := getattr(type(each), "reshard", None)):  # FSDP2 gives its modules a class of their own
-            shard(each)
+    for submodule in module.modules():
+        if callable(shard := getattr(type(submodule), "reshard", None)):  # a method of FSDP2's modules
+            shard(submodule)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, of a DTensor by a collective call of all ranks."""
+    """The whole tensor. For a DTensor this is a collective call of all ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_sharded(module: ModuleLike) -> bool:
     """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
-    return any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in module.parameters())
+    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def check_not_partitioned(name: str, parameter: Tensor) -> None:
-    """InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty while nobody gathers it."""
+    """Raise InputError for a parameter that DeepSpeed's ZeRO-3 has partitioned: it is empty until it is gathered."""
     if parameter.shape != getattr(parameter, "ds_shape", parameter.shape):
         raise InputError(
             f"{name}: is partitioned by DeepSpeed's ZeRO-3, and empty outside of forward passes; save the model within "
@@ -184,8 +194,17 @@ def check_not_partitioned(name: str, parameter: Tensor) -> None:
 
 
 def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """`function(*args, **options)`; if FSDP2 shards `module`, its parameters are gathered for the call, as they are for
-    its `forward`."""
+    """Call a function that uses a module's parameters. FSDP2 gathers them for the call, as for the module's forward.
+
+    Args:
+        module: the module, sharded by FSDP2 or not.
+        function: the function.
+        args: its arguments.
+        options: its keyword arguments.
+
+    Returns:
+        The function's result.
+    """
     if not callable(getattr(module, "unshard", None)):
         return function(*args, **options)
     if "_call" not in vars(module):
@@ -197,10 +216,17 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
 
 
 def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`choose`, of logits (B, V) -> long (B,); under tensor parallelism the choice of the first rank, for all: each
-    draws random numbers of its own."""
-    found = (vars(module).get("_tensor_mesh") for module in model.modules())
-    if (mesh := next((each for each in found if each is not None), None)) is None:
+    """A function that samples the same tokens on all tensor-parallel ranks.
+
+    Args:
+        model: the model.
+        choose: logits (B, V) -> tokens, long (B,). Each rank would draw random numbers of its own.
+
+    Returns:
+        `choose`; under tensor parallelism a function that calls it and broadcasts the result of rank 0.
+    """
+    meshes = (vars(module).get("_tensor_mesh") for module in model.modules())
+    if (mesh := next((mesh for mesh in meshes if mesh is not None), None)) is None:
         return choose
     group = mesh.get_group()
 
@@ -213,7 +239,14 @@ def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Ca
 
 
 def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str) -> None:
-    """Of a sharded model, InputError on all ranks unless all have the same `value`: they would wait for one another."""
+    """Raise InputError on all ranks of a sharded model unless all pass the same value; collectives would hang.
+
+    Args:
+        model: the model.
+        name: name of the value, for the message.
+        value: this rank's value.
+        advice: end of the message.
+    """
     if dist.is_initialized() and is_sharded(model):
         most = torch.tensor([value, -value], device=next(model.parameters()).device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -223,9 +256,9 @@ def require_same_on_ranks(model: ModuleLike, name: str, value: int, advice: str)
 
 
 def end_of_decoding(model: ModuleLike) -> Callable[[Tensor], Tensor]:
-    """A function of `done`, bool (B,): whether all sequences are; of a sharded model, those of all ranks.
+    """A function of `done`, bool (B,), that tells whether all sequences are done.
 
-    Until then every rank has to take part in each forward pass.
+    For a sharded model it counts the sequences of all ranks, because all ranks must take part in each forward pass.
     """
 
     def all_ranks(done: Tensor) -> Tensor:

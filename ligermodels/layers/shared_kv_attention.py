@@ -67,23 +67,23 @@ class SharedKVAttentionConfig(AttentionConfig):
             checkpoint: prefix of the checkpoint tensors.
             names: part -> name in this family.
         """
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
-        found = [
-            heads(f"{native}.q.{kind}", f"{there['attention.q']}.{kind}", self.num_heads, self.head_dim, pairs)
+        mappings = [
+            heads(f"{native}.q.{kind}", f"{sources['attention.q']}.{kind}", self.num_heads, self.head_dim, pairs)
             for kind in (("weight", "bias") if self.bias else ("weight",))
         ]
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
-            found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+            mappings.append(rename(f"{native}.o.{kind}", f"{sources['attention.o']}.{kind}"))
         if self.qk_norm is not None:
-            source = f"{there['attention.q_norm']}.weight"
-            found.append(heads(f"{native}.q_norm.weight", source, 1, self.head_dim, pairs))
-        return found
+            source = f"{sources['attention.q_norm']}.weight"
+            mappings.append(heads(f"{native}.q_norm.weight", source, 1, self.head_dim, pairs))
+        return mappings
 
     def unused(self, checkpoint: str, names: Mapping[str, str]) -> list[str]:
-        there = {**self.NAMES, **names}
+        sources = {**self.NAMES, **names}
         parts = ("attention.k", "attention.v", "attention.k_norm")
-        return [rf"^{re.escape(f'{checkpoint}.{there[part]}')}\." for part in parts]
+        return [rf"^{re.escape(f'{checkpoint}.{sources[part]}')}\." for part in parts]
 
 
 class SharedKVAttention(Layer):
@@ -121,11 +121,11 @@ class SharedKVAttention(Layer):
         windowed = {**options, "window": config.window}
         q, needed = self._queries(x, context), context.needed
         if config.kv_from in context.keys_values and needed is not None and q.shape[1] * _FEW <= needed.length:
-            k, v = (each.flatten(0, 1)[None] for each in context.keys_values[config.kv_from])
+            k, v = (tensor.flatten(0, 1)[None] for tensor in context.keys_values[config.kv_from])
             visible = _visible(needed, config.window, context.cu_seqlens)
             return cast(Tensor, self.o(ops.attention(q, k, v, mask=visible, **options).flatten(2)))
         if needed is not None:
-            q = needed.restore(q)  # attention goes by places
+            q = needed.restore(q)  # attention needs the positions of all tokens
         if state is not None and context.cache_seqlens is not None:
             mask = None if context.tree is None else context.tree.mask
             keys, values = state

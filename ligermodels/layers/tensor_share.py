@@ -59,19 +59,20 @@ class TensorShare(WholeShare):
         parts = token_parts.current()
         fused = parts is not None and linear.compute is None and linear.update is None
         weight, bias = local(linear, linear.weight), local(linear, linear.bias)
-        sharded = next(linear.compute.parameters()) if linear.weight is None and linear.compute else linear.weight
         if self.kind == "rows":
             if fused and parts is not None:
                 y = parts.summed_linear(x, weight)
             else:
-                y = sum_over_ranks(linear, linear.local_sum(x, weight, None, self), sharded)
+                y = sum_over_ranks(linear, linear.local_sum(x, weight, None, self))
             return y if bias is None else y + bias.to(y.dtype)
         if self.kind in ("columns", "columns_to_all"):
             if fused and parts is not None:
                 y = parts.gathered_linear(x, weight, bias)
             else:
                 y = linear.local_sum(used_in_parts(linear, x), weight, bias, self)
-            return gather_last(linear, y, sharded, partial=True) if self.kind == "columns_to_all" else y
+            if self.kind == "columns_to_all":
+                return gather_last(linear, y, linear.out_features, partial=True)
+            return y
         return linear.local_sum(x, weight, bias, self)
 
     def local(self, parameter: Any) -> Any:

@@ -6,9 +6,9 @@ additions, routers and everything else that works on single tokens compute this 
 the backward pass. A projection by columns gathers its input. A projection by rows sums its output over ranks, and each
 rank gets its part of the sum. Together they send as many bytes as the all-reduce of all tokens that they replace.
 
-`Decoder.forward` decides in which blocks the tokens are divided. The modules of these blocks ask `current`, through
-`layers.sharding`: between projections they are given this rank's part, (1, n, H), instead of (B, T, H). A layer
-supports it if it declares `sequence_parallel` or `token_wise`: see `layers.layer.Layer`.
+`Decoder.forward` selects the blocks that divide the tokens. `layers.sharding` reads `current` for the modules of these
+blocks: between projections they receive this rank's part, (1, n, H), instead of (B, T, H). A layer supports this if
+it declares `sequence_parallel` or `token_wise`: see `layers.layer.Layer`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parts_of(decoder: Any, batch: int, length: int) -> TokenParts | None:
         length: T.
 
     Returns:
-        The parts; None where each rank has all tokens, as for fewer tokens than ranks.
+        The parts; None if each rank has all tokens: the decoder is not divided, or there are fewer tokens than ranks.
     """
     mesh = decoder._token_mesh
     if mesh is None or batch * length < mesh.size():
@@ -83,15 +83,15 @@ class TokenParts(Tokens):
         return -(-self.batch * self.length // self.ranks.size)
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
-        """The part of x, which all ranks have alike; its gradient is gathered. Padding is zero, whatever `fill`."""
+        """This rank's part of x, the same on all ranks. The gradient is gathered. Padding is zero, whatever `fill`."""
         return self._like(self.ranks.take(self._padded(x)), x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The part of the sum of x, of all tokens, over ranks; its gradient is gathered."""
+        """This rank's part of the sum over ranks of x, all tokens. The gradient is gathered."""
         return self._like(self.ranks.sum(self._padded(x)), x)
 
     def whole(self, part: Tensor) -> Tensor:
-        """All tokens, for what all ranks compute alike: the gradient is the same on all ranks."""
+        """All tokens, for computations that are the same on all ranks. So is the gradient."""
         return self._as_tokens(self.ranks.whole(_as_rows(part))[: self.batch * self.length], part)
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -99,7 +99,7 @@ class TokenParts(Tokens):
         return self.whole(x)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All tokens, which each rank uses in its own way: the gradient is summed over ranks."""
+        """All tokens, for computations that differ between ranks. The gradient is summed over ranks."""
         return self._as_tokens(self.ranks.gather(_as_rows(part))[: self.batch * self.length], part)
 
     def gathered_linear(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class TokenParts(Tokens):
         return self._like(linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks.size, group=self.ranks.group), x)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, whose modules compute parts of the tokens."""
+        """Call `function(*args)`. The modules that it calls compute parts of the tokens."""
         before, _current.parts = _current.parts, self
         try:
             return function(*args)

@@ -32,10 +32,10 @@ class UngatedMLPConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
+        sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         kinds = ("weight", "bias") if self.bias else ("weight",)
         return [
-            rename(f"{native}.{part}.{kind}", f"{there[f'mlp.{part}']}.{kind}")
+            rename(f"{native}.{part}.{kind}", f"{sources[f'mlp.{part}']}.{kind}")
             for kind in kinds
             for part in ("up", "down")
         ]

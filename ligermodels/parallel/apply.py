@@ -1,8 +1,8 @@
-"""A plan carried out on a model."""
+"""Distribute a model over ranks by a plan."""
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -26,50 +26,45 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
-    """Spread a model over all ranks by FSDP2, and by what else the plan has, in place; returns `model`.
+    """Distribute a model over all ranks with FSDP2 and the other forms of parallelism in `plan`, in place.
 
-    Each block, an embedding and a head of its own, and the rest are gathered one after another, the next one while one
-    computes. Modules that stay float32 (`FullPrecision`) are groups of their own. Gradients are averaged over the
-    ranks, as FSDP2 does it: `training.train` makes of them those of one process on the batches of all ranks. All ranks
-    then call `forward`, `generate` and `save_pretrained` together. Give all the same values: each has its part of its
-    own model's. Replicas take those of the first one.
+    FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters.
+    It prefetches the next group while one computes. Modules that stay float32 (`FullPrecision`) are groups of their
+    own. FSDP2 averages gradients over the ranks; `training.train` scales them to the gradients of one process on the
+    batches of all ranks. All ranks then call `forward`, `generate` and `save_pretrained` together.
 
-    Call it before an optimizer is made, and after `add_lora`. What has been spread already (the base of a
-    `MedusaModel`) stays as it is. On one process without a process group, nothing is sharded.
+    All ranks must pass the same values: each rank keeps its shard of its own copy. Replicas receive the values of the
+    first replica. Call `parallelize` after `add_lora` and before an optimizer is created. A part that is already
+    distributed, such as the base of a `MedusaModel`, is not changed. On one process without a process group, nothing is
+    sharded.
 
     Args:
-        model: a `CausalLM`, `MedusaModel` or any module with a `Decoder` in it, also on the meta device: then
-            `model.to_empty(device=...)` gives it memory afterwards.
-        plan: by default all ranks shard. On torchrun's processes the process group is started if need be.
+        model: a `CausalLM`, `MedusaModel` or any module that contains a `Decoder`, also on the meta device: then
+            `model.to_empty(device=...)` allocates it afterwards.
+        plan: the degrees of parallelism and other settings. Default: FSDP2 over all ranks. In processes of torchrun the
+            process group is started if there is none.
 
-    Raises, before the model is changed:
-        ConfigError: the degrees do not make up the number of ranks, or do not divide the model.
-        InputError: there is no native decoder in the model, or no process group; or another plan than the one by which
-            a part has been spread.
+    Returns:
+        `model`.
+
+    Raises (before the model is changed):
+        ConfigError: the product of the degrees differs from the number of ranks, or a degree does not divide the model.
+        InputError: the model contains no native decoder; there is no process group; or a part of the model is
+            distributed by a different plan.
+
+    Example:
+        >>> import ligermodels as lm
+        >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")  # under torchrun  # doctest: +SKIP
+        >>> model = lm.parallelize(model, lm.ParallelPlan(tensor=2))  # doctest: +SKIP
     """
     if not isinstance(plan, ParallelPlan | None):
         raise InputError(
             f"plan: must be a ParallelPlan, got a {type(plan).__name__}; ParallelPlan(tensor=2), say, makes one"
         )
-    if not isinstance(model, nn.Module):
-        raise InputError(f"parallelize: takes a model, got a {type(model).__name__}")
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
-    if before is not None and before.plan != plan:
-        raise InputError("plan: a part of the model has been spread by another one; give the same")
-    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
-    if not decoders:
-        raise InputError(
-            f"parallelize: takes a native CausalLM or a model around one, got a {type(model).__name__} without; "
-            "accelerate spreads models of transformers, and lm.from_transformers(model) makes a native one"
-        )
-    for decoder in decoders:
-        check_tensor_parallel(decoder.config, plan.tensor)
-        if plan.context > 1:
-            check_context_parallel(decoder)
-    if plan.expert > 1:
-        check_expert_parallel(model, plan.expert)
-    _check_compile(decoders, plan)
+    decoders = _decoders(model)
+    _check(model, decoders, plan, before)
     _join_for(model)
     plan.degrees(world_size())
     if world_size() == 1 and not torch.distributed.is_initialized():
@@ -80,57 +75,97 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         _set_modes(decoders, plan)
         return model
     meshes = before.meshes if before else Meshes.of(plan, _device_type(model))
-    if plan.tensor > 1:
-        if before is not None and vars(model).get("_parallelism") is None:
-            raise InputError(
-                "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
-                "spread them together"
-            )
-        if before is None or not any(map(is_tensor_parallel, model.modules())):
-            tensor_parallel(model, meshes.parameters["tensor"])
-    if plan.expert > 1:
-        expert_parallel(model, cast(DeviceMesh, meshes.experts)["expert"])
+    _distribute(model, decoders, plan, meshes, before)
+    for module in (model, *decoders):
+        vars(module)["_parallelism"] = Parallelism(plan, meshes)
+    return model
+
+
+def _distribute(
+    model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, meshes: Meshes, before: Parallelism | None
+) -> None:
+    """Distribute the parts of a model that are not distributed yet. `before`: the parallelism of its other parts."""
+    if plan.tensor > 1 and (before is None or not any(map(is_tensor_parallel, model.modules()))):
+        tensor_parallel(model, meshes.parameters["tensor"])
+    if meshes.experts is not None:
+        expert_parallel(model, meshes.experts["expert"])
     if plan.context > 1:
         for decoder in decoders:
             decoder._context_mesh = meshes.ranks["context"]
     _set_modes(decoders, plan)
     fsdp(model, _sharding(meshes.parameters), plan, None if meshes.experts is None else _sharding(meshes.experts))
     _same_replicas(model, meshes.parameters)
-    for module in (model, *decoders):
-        vars(module)["_parallelism"] = Parallelism(plan, meshes)
-    return model
 
 
 def parallel_copy(model: CausalLM) -> CausalLM:
-    """A copy of a model that `parallelize` has spread, spread alike and frozen, in evaluation mode.
+    """A frozen copy of a model in evaluation mode, distributed by the model's own plan.
 
-    Raises InputError for one that was sharded by other means.
+    Raises InputError for a model that was sharded without a plan.
     """
-    spread = parallelism_of(model)
-    if spread is None:
+    parallelism = parallelism_of(model)
+    if parallelism is None:
         raise InputError("the model was sharded without a plan, and cannot be copied; use lm.parallelize(model, plan)")
     with torch.device("meta"), skip_init():
-        found = CausalLM(model.config, model.export_spec)
-    allocate(found, model.dtype, "meta")
-    vars(found)["_parallelism"] = spread
-    parallelize(found)
-    found.to_empty(device=model.device)
-    initialize_buffers(found, model.config.initializer_range)
-    there = persistent_tensors(found)
+        copy = CausalLM(model.config, model.export_spec)
+    allocate(copy, model.dtype, "meta")
+    vars(copy)["_parallelism"] = parallelism
+    parallelize(copy)
+    copy.to_empty(device=model.device)
+    initialize_buffers(copy, model.config.initializer_range)
+    tensors = persistent_tensors(copy)
     with torch.no_grad():
         for name, tensor in persistent_tensors(model).items():
-            there[name].copy_(tensor)
-    return found.requires_grad_(False).eval()
+            tensors[name].copy_(tensor)
+    return copy.requires_grad_(False).eval()
+
+
+def _decoders(model: nn.Module) -> list[Decoder]:
+    """The native decoders in a model; InputError if there are none."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"parallelize: takes a model, got a {type(model).__name__}")
+    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    if not decoders:
+        raise InputError(
+            f"parallelize: takes a native CausalLM or a model around one, got a {type(model).__name__} without; "
+            "accelerate spreads models of transformers, and lm.from_transformers(model) makes a native one"
+        )
+    return decoders
+
+
+def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before: Parallelism | None) -> None:
+    """Raise the errors of `parallelize` that do not depend on the number of ranks.
+
+    `before` is the parallelism of a part that is already distributed.
+    """
+    if before is not None and before.plan != plan:
+        raise InputError("plan: a part of the model is distributed by another plan; pass that plan")
+    if before is not None and plan.tensor > 1 and vars(model).get("_parallelism") is None:
+        raise InputError(
+            "tensor: the base of this model has been spread by itself; make the model on a base that has not, and "
+            "spread them together"
+        )
+    for decoder in decoders:
+        check_tensor_parallel(decoder.config, plan.tensor)
+        if plan.context > 1:
+            check_context_parallel(decoder)
+    if plan.expert > 1:
+        check_expert_parallel(model, plan.expert)
+    modules = (module for decoder in decoders for block in decoder.blocks for module in block.modules())
+    if plan.compile != "none" and any(isinstance(module, FullPrecision) for module in modules):
+        raise ConfigError(
+            "compile: blocks of this model contain modules that stay float32 and are gathered within the block; "
+            "torch.compile does not support that; leave it 'none'"
+        )
 
 
 def _sharding(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions that FSDP2 has."""
+    """The submesh for FSDP2: the dimensions "shard" and, if there are replicas, "replicate"."""
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
 @torch.no_grad()
 def _same_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Gradients alone are exchanged between replicas, so that what differs at the start would differ for ever."""
+    """Copy the parameters of the first replica to the others: later only gradients are exchanged between replicas."""
     if mesh["replicate"].size() > 1:
         for parameter in model.parameters():
             if isinstance(parameter, DTensor) and not parameter.is_meta:
@@ -138,23 +173,15 @@ def _same_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _join_for(model: nn.Module) -> None:
-    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
-    join("cpu" if kinds == {"cpu"} and not torch.cuda.is_available() else None)
+    """Join the launcher's process group; a model on the CPU, in a program without GPUs, needs gloo alone."""
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    join("cpu" if device_types == {"cpu"} and not torch.cuda.is_available() else None)
 
 
 def _device_type(model: nn.Module) -> str:
-    """Where the model is; of one on the meta device where it will be. One on the CPU is moved to the ranks' GPUs."""
-    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
-    return kinds.pop() if kinds else rank_device().type
-
-
-def _check_compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
-    blocks = [block for decoder in decoders for block in decoder.blocks]
-    if plan.compile != "none" and any(isinstance(m, FullPrecision) for block in blocks for m in block.modules()):
-        raise ConfigError(
-            "compile: blocks of this model hold modules that stay float32 and are gathered within the block, which "
-            "torch.compile cannot do; leave it 'none'"
-        )
+    """Device type of the distributed model. Models on the CPU or the meta device go to the device of the rank."""
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
+    return device_types.pop() if device_types else rank_device().type
 
 
 def _set_modes(decoders: list[Decoder], plan: ParallelPlan) -> None:

@@ -1,11 +1,11 @@
-"""FSDP2 of a model by block."""
+"""FSDP2: shard a model by block."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,78 +21,105 @@ from ligermodels.parallel.plan import ParallelPlan
 
 
 def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None = None) -> None:
-    """Shard a model over `mesh`, whose dimensions are ("shard",) or ("replicate", "shard"), in place.
+    """Shard a model with FSDP2, in place.
 
-    Experts that are spread over ranks are a group of their own, over the mesh `experts` of the same dimensions; so are
-    the router and what else is in the same module.
+    FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters.
+    Modules that stay float32 (`FullPrecision`) are a group before their block, and compute in float32 whatever the
+    plan. Experts that are distributed over ranks are a group of their own, and so are the router and the other
+    submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
+    gradients, all parameters are sharded again.
 
-    Groups, each gathered as one: every block, embeddings and heads that are not tied, and the rest. Modules that stay
-    float32 (`FullPrecision`) are a group before theirs, and compute in float32 whatever the plan. What is sharded
-    already stays as it is. Without gradients a forward pass of a model leaves nothing gathered.
+    Args:
+        model: a `CausalLM`, or a module that contains a `Decoder`.
+        mesh: a mesh with the dimensions ("shard",) or ("replicate", "shard").
+        plan: its `param_dtype` and `reduce_dtype` are used.
+        experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
+            none.
     """
-    dtypes = {name: value and getattr(torch, value) for name, value in dict(plan).items() if name.endswith("dtype")}
-    # Activations have the dtype that the embedding gives them; a cast of all inputs would round weights of losses too.
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    wide = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-
-    def group(module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
-        """The modules that stand for the groups, in the order in which they are gathered backwards."""
-        if isinstance(module, FSDPModule):
-            return [module]
-        spread: list[nn.Module] = []
-        kept: list[nn.Module] = [
-            m for m in module.modules() if isinstance(m, FullPrecision) and not isinstance(m, FSDPModule)
-        ]
-        if kept:
-            fully_shard(kept, mesh=mesh, mp_policy=wide)
-        for mixture in module.modules() if experts is not None else ():
-            if getattr(mixture, "_expert_mesh", None) is not None and not isinstance(mixture, FSDPModule):
-                others = [m for m in mixture.children() if next(m.parameters(), None) is not None]
-                fully_shard(others, mesh=mesh, mp_policy=policy)
-                fully_shard(mixture, mesh=experts, mp_policy=policy)
-                spread += [mixture, others[0]]
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        return [module, *spread, *kept[:1]]  # type: ignore[list-item]
-
+    sharder = _Sharder.of(mesh, plan, experts)
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     models = [module for module in model.modules() if isinstance(module, CausalLM)]
     for decoder in decoders:
-        if isinstance(decoder.blocks[0], FSDPModule):
-            continue
-        blocks = [group(block) for block in decoder.blocks]
-        for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
-            before.set_modules_to_forward_prefetch(after)
+        _shard_blocks(decoder, sharder)
     heads = [module for module in model.modules() if isinstance(module, LMHead)]
-    inputs = [each for decoder in decoders for each in (decoder.embed, decoder.per_layer_inputs) if each is not None]
+    inputs = [
+        module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
+    ]
     for part in _untied([*heads, *inputs]):
-        # A model's head is followed by its backward pass, or by other calls of it: it stays gathered meanwhile.
-        stays = any(part is each.head for each in models)
-        (state, *_) = group(part, reshard_after_forward=False if stays else None)
+        # The head of a model stays gathered: its backward pass, or another call of it, follows its forward pass.
+        stays = any(part is causal_lm.head for causal_lm in models)
+        (state, *_) = sharder.shard(part, reshard_after_forward=False if stays else None)
         if isinstance(part, nn.Embedding):
             state.set_unshard_in_backward(False)  # its gradient is computed without its weight
-    for each in (*models, model):  # models: also the base of a multi-head model, which is called by itself too
-        if not isinstance(each, FSDPModule):
-            group(each)
-            each.register_forward_hook(_reshard_without_gradients)
-            vars(each)["__deepcopy__"] = _no_deepcopy  # torch's own says no more than that there is none
+    for root in (*models, model):  # the base of a multi-head model too: users also call it alone
+        if not isinstance(root, FSDPModule):
+            sharder.shard(root)
+            root.register_forward_hook(_reshard_without_gradients)
+            vars(root)["__deepcopy__"] = _no_deepcopy  # torch's own error gives no advice
+
+
+class _Sharder(NamedTuple):
+    """The meshes and the mixed precision of `fsdp`."""
+
+    mesh: DeviceMesh
+    experts: DeviceMesh | None
+    policy: MixedPrecisionPolicy
+    full_precision: MixedPrecisionPolicy
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None) -> _Sharder:
+        param_dtype, reduce_dtype = (name and getattr(torch, name) for name in (plan.param_dtype, plan.reduce_dtype))
+        # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+        full_precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        return cls(mesh, experts, policy, full_precision)
+
+    def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
+        """Shard a module, and return one module for each of its groups, in the order of gathering backwards."""
+        if isinstance(module, FSDPModule):
+            return [module]
+        unsharded = [submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule)]
+        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, FullPrecision)]
+        if kept:
+            fully_shard(kept, mesh=self.mesh, mp_policy=self.full_precision)
+        mixtures: list[nn.Module] = []
+        for mixture in unsharded if self.experts is not None else ():
+            if vars(mixture).get("_expert_mesh") is not None:
+                others = [child for child in mixture.children() if next(child.parameters(), None) is not None]
+                fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
+                fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
+                mixtures += [mixture, others[0]]
+        fully_shard(module, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=reshard_after_forward)
+        return [module, *mixtures, *kept[:1]]  # type: ignore[list-item]
+
+
+def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
+    if isinstance(decoder.blocks[0], FSDPModule):
+        return
+    blocks = [sharder.shard(block) for block in decoder.blocks]
+    for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
+        before.set_modules_to_forward_prefetch(after)
 
 
 def _no_deepcopy(_: Any) -> None:
     raise InputError(
-        "copy.deepcopy: FSDP2 does not copy what it has sharded; of a CausalLM spread by a plan "
-        "ligermodels.speculative.joint.frozen_copy(model) gives a frozen copy, spread alike"
+        "copy.deepcopy: FSDP2 does not copy sharded modules; for a CausalLM that lm.parallelize has distributed, "
+        "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
 
 
 def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:
-    """FSDP2 keeps the root gathered up to its backward pass. Where none follows, an optimizer's step would not reach
-    what is gathered, and an optimizer made meanwhile would get it in place of the parameters."""
+    """Forward hook of a root: shard its parameters again after a forward pass without gradients.
+
+    FSDP2 keeps the parameters of a root gathered until its backward pass. Without one, an optimizer's step would not
+    change the gathered parameters, and a new optimizer would receive them in place of the shards.
+    """
     if not torch.is_grad_enabled():
         reshard(module)
 
 
 def _untied(parts: list[nn.Module]) -> Iterator[nn.Module]:
-    """Those that share no parameter with another one. Tied ones stay together, in the root's group."""
+    """The parts that have parameters and share none with another part. Tied parts stay in the root's group."""
     uses = Counter(id(parameter) for part in parts for parameter in part.parameters())
     for part in parts:
         own = list(part.parameters())

@@ -1,12 +1,12 @@
-"""Tensor parallelism: each rank has a part of every projection, of the embedding and of the head, by DTensors.
+"""Tensor parallelism: projections, the embedding and the head are sharded over ranks, as DTensors.
 
-Attention is split by key/value heads, Gated DeltaNet by key heads, feed-forward layers and experts by their
-intermediate channels, embedding and head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053).
-Norms and routers are the same on all ranks, of which each has a part of the tokens between projections
-(`layers.token_parts`), or, where they are decoded, all of them: then a block sums its output over ranks twice.
+Attention is split by key/value heads, Gated DeltaNet by key heads, feed-forward layers and experts by intermediate
+channels, embedding and head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms and
+routers are replicated. Between projections each rank has some of the tokens (`layers.token_parts`). In decoding, each
+rank has all tokens, and a block sums over ranks twice.
 
-How a layer is split is said by its config (`LayerConfig.tensor_shard`) and by its module (`tensor_parallel`): nothing
-here knows which layers there are.
+A layer's config (`LayerConfig.tensor_shard`) and its class (`tensor_parallel`) define how it is split. This file knows
+no kind of layer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 
-MOST_RANKS = 256  # that are tried for what would work
-
+MOST_RANKS = 256
+"""The largest number of ranks that error messages suggest."""
 
 Planned = tuple[Any, Mapping[str, TensorSharding], "str | None"]
 """A module, the rules of its own parameters, and how it is split if it is a linear layer."""
@@ -36,18 +36,18 @@ Planned = tuple[Any, Mapping[str, TensorSharding], "str | None"]
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Distribute the parameters of a model over the ranks of a mesh, in place.
 
-    All ranks call it with the same model, and then give it the same inputs. Values become those of the first rank.
-    Loss, hidden states and logits are plain tensors, the same on all ranks; no rank computes all logits for a loss.
-    Make optimizers afterwards, add LoRA before, and put FSDP2 on top by `fully_shard` over another dimension of the
-    same mesh.
+    All ranks must call this with the same model, and later pass the same inputs. Parameters get the values of rank 0.
+    Loss, hidden states and logits are plain tensors, the same on all ranks. No rank computes all logits for a loss.
+    Call it after `add_lora` and before an optimizer is created. FSDP2 can be added with `fully_shard` over another
+    dimension of the same mesh.
 
     Args:
-        model: a `CausalLM`, or a `MedusaModel`, not sharded yet.
-        mesh: of one dimension.
+        model: a `CausalLM` or `MedusaModel`, not sharded.
+        mesh: a mesh with one dimension.
 
-    Raises, before anything is changed:
-        InputError: another model or mesh; a model that is sharded already.
-        ConfigError: a size that the ranks do not divide, or a layer without a rule; it is named.
+    Raises (before the model is changed):
+        InputError: another kind of model or mesh, or the model is sharded already.
+        ConfigError: the ranks do not divide a size, or a layer has no rule; the message names it.
     """
     bases = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(bases) != 1:
@@ -74,11 +74,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def divide(distributed: Iterable[Planned], mesh: Any) -> None:
-    """Let modules compute with this rank's part of their parameters.
+    """Make modules compute with this rank's shards of their parameters.
 
     Args:
-        distributed: modules and their rules, see `modules_with_rules`.
-        mesh: a DeviceMesh of one dimension.
+        distributed: modules and their rules, from `modules_with_rules`.
+        mesh: a DeviceMesh with one dimension.
     """
     for module, _, split in distributed:
         module._tensor_mesh = mesh
@@ -87,8 +87,9 @@ def divide(distributed: Iterable[Planned], mesh: Any) -> None:
 
 
 def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:
-    """The dimension in which `tensor_parallel` shards a parameter, by its id, for those that it does not replicate;
-    ConfigError as there."""
+    """Id of a parameter -> the dimension in which `tensor_parallel` shards it, without replicated parameters.
+
+    Raises ConfigError if the ranks do not divide a size, or a layer has no rule."""
     return {
         id(parameter): rule
         for module, rules, _ in modules_with_rules(model, "", ranks)
@@ -98,13 +99,15 @@ def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:
 
 
 def check_tensor_parallel(config: DecoderConfig, ranks: int) -> None:
-    """Raises ConfigError, naming the field and what would work, unless models of this config can be split over so many
-    ranks."""
+    """Raise ConfigError unless models with this config can be split over this number of `ranks`.
+
+    The message names the field, and the numbers of ranks that work.
+    """
     try:
         _check(config, ranks)
     except ConfigError as error:
-        found = ", ".join(str(each) for each in range(1, MOST_RANKS + 1) if _works(config, each))
-        raise ConfigError(f"{error}. Numbers of ranks that work for this model: {found}") from None
+        numbers = ", ".join(str(number) for number in range(1, MOST_RANKS + 1) if _works(config, number))
+        raise ConfigError(f"{error}. Numbers of ranks that work for this model: {numbers}") from None
 
 
 def _check(config: DecoderConfig, ranks: int) -> None:
@@ -132,7 +135,16 @@ def _works(config: DecoderConfig, ranks: int) -> bool:
 
 
 def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Planned]:
-    """All modules that have parameters, in the order of the model; ConfigError, naming it, for one without a rule."""
+    """The modules with parameters, in the order of the model, and their rules.
+
+    Args:
+        module: the module to search.
+        name: its name, for messages.
+        ranks: number of ranks that parameters are sharded over.
+
+    Raises:
+        ConfigError: a module has no rule; the message names it.
+    """
     rules: Mapping[str, TensorSharding] | None = getattr(type(module), "tensor_parallel", None)
     if rules is None and isinstance(module, nn.ModuleList | nn.Sequential):
         rules = {}
@@ -161,7 +173,7 @@ def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Pla
 
 
 def _linear_with_rules(name: str, linear: Linear, split: str, ranks: int) -> Iterator[Planned]:
-    """A linear layer that is split, and its parts. ConfigError, naming it, where the ranks cannot divide it."""
+    """A linear layer and its parts, with their rules. Raises ConfigError if the ranks do not divide the layer."""
     yield linear, RULES[split], split
     if linear.compute is not None:
         sizes, dim = [linear.out_features, linear.in_features], RULES[split]["weight"]

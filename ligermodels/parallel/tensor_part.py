@@ -1,4 +1,4 @@
-"""What one of several tensor-parallel ranks has of a model, on the meta device, where no ranks are."""
+"""Build, on the meta device, the shard of a model that one tensor-parallel rank would hold."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from ligermodels.parallel.tensor import check_tensor_parallel, divide, modules_w
 
 
 def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
-    """A model of the sizes that a rank of `mesh` has of `model`, which computes that rank's part of the tokens
-    (`layers.token_parts`); with gradients and activation checkpointing as those of `model`.
+    """A model with the sizes of one rank's shard of `model`, on the meta device.
 
-    mesh: a DeviceMesh, or what has its `size`, `get_local_rank` and `get_group`.
+    It computes the tokens of that rank (`layers.token_parts`), with the same trainable parameters and activation
+    checkpointing as `model`.
 
-    Raises ConfigError as of `check_tensor_parallel`.
+    Args:
+        model: the whole model.
+        mesh: a DeviceMesh, or an object with its methods `size`, `get_local_rank` and `get_group`.
+
+    Raises:
+        ConfigError: the ranks do not divide a size of the model.
     """
     config, ranks = model.config, mesh.size()
     check_tensor_parallel(config, ranks)
@@ -47,8 +52,8 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
             if module.compute is not None:
                 share.store(module.compute.of_sizes(share.out_features, share.in_features))
             share.update = copy.deepcopy(module.update)
-    for ours, theirs in zip(part.parameters(), model.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
+    for shard, parameter in zip(part.parameters(), model.parameters(), strict=True):
+        shard.requires_grad_(parameter.requires_grad)
     part.activation_checkpointing = model.activation_checkpointing
     divide_tokens(part.decoder, mesh)
     divide(modules_with_rules(part.decoder.blocks, "decoder.blocks", 1), mesh)

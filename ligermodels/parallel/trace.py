@@ -114,8 +114,9 @@ def trace(
 
 @contextmanager
 def _on_first_rank(model: CausalLM, shares: Shares, context: int, load: float) -> Iterator[None]:
-    """Context manager within which the model holds rank 0's shards of its parameters, and runs on rank 0's part of each
-    sequence. Nothing is exchanged on the meta device."""
+    """Context manager: the model holds rank 0's shards of its parameters, and runs on rank 0's part of each sequence.
+
+    On the meta device ranks exchange nothing."""
     if context > 1:
         check_context_parallel(model.decoder)
     before = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]

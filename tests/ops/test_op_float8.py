@@ -289,33 +289,16 @@ def test_layouts_that_are_wanted(where: Where) -> None:
 
 
 def test_rows_with_scales_of_their_own_before_a_trained_weight(where: Where) -> None:
-    """They are cast anew, in each pass of activation checkpointing, and the gradient goes on to what computed them."""
+    """They are cast anew, and the gradient goes on to the op that computed them."""
     x = torch.randn(37, 96, device=where.device).to(where.dtype).requires_grad_()
     norm = torch.rand(96, device=where.device).to(where.dtype).requires_grad_()
     w = torch.randn(112, 96, device=where.device).to(where.dtype).requires_grad_()
     y = float8_add_rms_norm(x, None, norm, 1e-5, E4M3, by_row=True)[0]
     wanted = float8_linear(y.dequantize(), w.detach(), recipe=Float8Recipe())
-    for computed in ("once", "first"):
-        found = float8_linear(y, w, recipe=Float8Recipe(), computed=computed)
-        assert (found - wanted).norm() <= 0.05 * wanted.norm()
+    found = float8_linear(y, w, recipe=Float8Recipe())
+    assert (found - wanted).norm() <= 0.05 * wanted.norm()
     gradients = torch.autograd.grad(float8_linear(y, w, recipe=Float8Recipe()).square().sum(), (x, norm, w))
     assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in gradients)
-
-
-def test_passes_of_activation_checkpointing_alone() -> None:
-    """They cannot stand for the whole, and say so."""
-    x, w = torch.randn(4, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
-    first = float8_linear(x, w, recipe=Float8Recipe(), computed="first")
-    assert torch.equal(first, float8_linear(x, w, recipe=Float8Recipe()))
-    with pytest.raises(InputError, match="must be contiguous"):
-        first.sum().backward()
-    with pytest.raises(InputError, match="must be contiguous"):
-        float8_linear(x, w, recipe=Float8Recipe(), computed="again")
-    narrow = torch.randn(16, 32, requires_grad=True)  # whose product is computed again
-    again, wanted = (float8_linear(x, narrow, recipe=Float8Recipe(), computed=c) for c in ("again", "once"))
-    assert torch.equal(again, wanted)
-    for one, two in zip(*(torch.autograd.grad(y.square().sum(), (x, narrow)) for y in (again, wanted)), strict=True):
-        assert torch.equal(one, two)
 
 
 def test_other_operations_see_numbers(where: Where) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from conftest import Where
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.errors import InputError
 from ligermodels.ops import Float8Recipe, float8_cast, float8_lora_linear
+from ligermodels.ops.float8 import tail
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 IN, OUT = 96, 48
@@ -132,6 +134,91 @@ def test_threads_that_share_a_frozen_weight() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(product, inputs * 100))
     assert all(torch.equal(y, wanted[index % 4]) for index, y in enumerate(found))
+
+
+class Changes(TorchDispatchMode):
+    """Records the arguments that ops of LoRA change, and those that their schemas declare to be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[set[str], set[str]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "ligermodels" or "float8_lora" not in func.name():
+            return func(*args, **(kwargs or {}))
+        tensors = {spec.name: t for spec, t in zip(func._schema.arguments, args, strict=True) if isinstance(t, Tensor)}
+        before = {name: t.flatten().view(torch.uint8).clone() for name, t in tensors.items()}
+        results = func(*args, **(kwargs or {}))
+        changed = {
+            name for name, old in before.items() if not torch.equal(old, tensors[name].flatten().view(torch.uint8))
+        }
+        self.calls.append((changed, {spec.name for spec in func._schema.arguments if spec.is_write}))
+        return results
+
+
+def test_ops_declare_the_tails_that_they_overwrite() -> None:
+    """Autograd still takes the tensors that it saved for their rows, in a second backward pass too."""
+    operand = operands(Where(torch.device("cpu"), torch.float32), (5,), 4)
+    x, a, b = leaves = [operand[name].requires_grad_() for name in ("x", "a", "b")]
+    weight = float8_cast(torch.randn(OUT, IN), E4M3, tail=128)
+    assert weight.wide is not None
+    weight.wide.fill_(1)  # in the tail too
+    with Changes() as changes:
+        y = float8_lora_linear(x, weight, a, b, recipe=Float8Recipe())
+        first = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+        float8_lora_linear(x, weight, a, b, recipe=Float8Recipe())
+        again = torch.autograd.grad(y.sum(), leaves)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    forward, backward, *_ = changes.calls
+    assert "w" in forward[0] and forward[1] == {"x", "w"} and backward[1] == {"dy", "w"}
+    assert all(changed <= declared for changed, declared in changes.calls)
+
+
+def test_order_of_streams_that_write_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for the call before if that ran on another stream; under capture it takes no part."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: Any) -> None:
+            log.append(f"{self.name} waits for {event.stream}")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.stream = stream.name
+
+    one, two, device = Stream("one"), Stream("two"), torch.device("cuda", 0)
+    monkeypatch.setattr(tail, "_last_products", {})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for stream, capturing in ((one, False), (one, False), (two, True), (two, False), (two, False), (one, False)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        with tail._own_tails(device):
+            log.append(f"{stream.name} writes")
+    assert log == [
+        "one writes", "one writes", "two writes", "two waits for one", "two writes", "two writes", "one waits for two",
+        "one writes",
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_streams_that_share_a_frozen_weight() -> None:
+    """A call waits for the product of the call before, which reads the weight's tail, on whatever stream that runs."""
+    where = Where(torch.device("cuda"), torch.bfloat16)
+    recipe, given = Float8Recipe(), operands(where, (4096,), 4)
+    weight, a, b = float8_cast(torch.randn(OUT, IN, device=where.device), E4M3, tail=128), given["a"], given["b"] / 100
+    inputs = [given["x"] * 10.0**power for power in (-4, 0, 2, 4)]
+    wanted = [float8_lora_linear(x, weight, a, b, recipe=recipe) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    results = []
+    for index in range(400):
+        with torch.cuda.stream(streams[index % 4]):
+            results.append(float8_lora_linear(inputs[index % 4], weight, a, b, recipe=recipe))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, wanted[index % 4]) for index, y in enumerate(results))
 
 
 def test_autocast() -> None:

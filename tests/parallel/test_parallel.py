@@ -184,10 +184,10 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             each(**batch(0)).loss.backward()
         assert graphs
         check_equal(model, plain, lambda p: p.grad)
-        with pytest.raises(ConfigError, match="compile: blocks of this model hold modules that stay float32"):
+        with pytest.raises(ConfigError, match="compile: blocks of this model contain modules that stay float32"):
             lm.parallelize(refused := build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
         check_untouched(refused)
-        with pytest.raises(InputError, match="deepcopy: FSDP2 does not copy what it has sharded"):
+        with pytest.raises(InputError, match="deepcopy: FSDP2 does not copy sharded modules"):
             copy.deepcopy(model)
     finally:
         dist.destroy_process_group()

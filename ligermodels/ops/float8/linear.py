@@ -1,7 +1,7 @@
 """A linear layer in float8: y = x W^T, dx = dy W and dW = dy^T x, each a product of float8 operands.
 
-Scales are tensor-wise, so that one rounding serves both products in which a tensor takes part, in either layout. Where
-the weight is frozen there is no dW, and x and dy have a scale for each row: they are cast in one pass.
+Scales are tensor-wise: each tensor takes part in two products, in different layouts, with the same rounded numbers. If
+the weight is frozen, there is no dW; then x and dy have a scale for each row, and are cast in one pass.
 """
 
 import functools
@@ -22,14 +22,16 @@ from ligermodels.ops.runtime.tensors import autocast_dtype
 
 
 class Float8Form(NamedTuple):
-    """The form in which a linear layer takes its input as a `Float8Tensor` from the op before it.
+    """The form of the `Float8Tensor` that a linear layer takes as its input from the previous op.
 
-    dtype: the format of the input.
-    gradient_dtype: the format of gradients of outputs.
-    by_row: the weight is frozen, so that no product sums over rows: each row has a scale of its own, and there is no
-        transposed layout.
-    tail: columns of memory after each row, of the input and of gradients of outputs: see `tail`.
-    columns: whether the transposed layout is needed too, where gradients are recorded.
+    Args:
+        dtype: float8 format of the input.
+        gradient_dtype: float8 format of gradients of outputs.
+        by_row: each row has its own scale, and there is no transposed layout. This is for frozen weights, where no
+            product sums over rows. Default: False.
+        tail: columns of memory after each row, for the input and for gradients of outputs: see `ops.float8.tail`.
+            Default: 0.
+        columns: whether the transposed layout is needed if gradients are recorded. Default: True.
     """
 
     dtype: torch.dtype
@@ -46,11 +48,19 @@ class Float8Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How linear layers compute in float8. Scales of what meets a weight that is trained are tensor-wise, of the
-    tensor's own maximum or of a bound of it; of what meets a frozen weight they are of each row.
+    """How linear layers compute in float8. Inputs and weights are E4M3.
 
-    gradient_dtype: the format of gradients of outputs; inputs and weights are E4M3.
-    forward_fast, backward_fast: whether the tensor cores' sums stay in their registers, of fewer bits than float32.
+    With a trained weight, inputs and gradients have one scale per tensor, from the tensor's maximum or a bound of it.
+    With a frozen weight they have one scale per row.
+
+    Args:
+        gradient_dtype: format of gradients of outputs, E5M2 or E4M3. Default: E5M2.
+        forward_fast: accumulate in the registers of tensor cores, with fewer bits than float32, in the forward pass.
+            Default: True.
+        backward_fast: the same for the backward pass. Default: True.
+
+    Raises:
+        InputError: a field has a wrong type or value; the message names it.
     """
 
     gradient_dtype: torch.dtype = E5M2
@@ -69,30 +79,34 @@ class Float8Recipe:
             )
 
     def form(self, weight: Tensor, *, tail: int = 0) -> Float8Form:
-        """The form of the operands of this weight: by row, with a tail, if it is frozen; else in both layouts."""
+        """The form of operands of this weight: by row and with a tail if it is frozen; otherwise in both layouts."""
         if not weight.requires_grad:
             return Float8Form(self.dtype, self.gradient_dtype, by_row=True, tail=tail, columns=False)
         return Float8Form(self.dtype, self.gradient_dtype)
 
 
-@torch.compiler.disable  # which would lose the gradient of an x that is a Float8Tensor
+@torch.compiler.disable  # compiled, an x that is a Float8Tensor would get no gradient
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Float8Recipe, frozen: Float8Tensor | None = None
 ) -> Tensor:
     """x weight^T + bias, with x, weight and the gradient of the result in float8.
 
+    Gradients are computed only for operands that require one, in the dtypes of x, weight and bias.
+
     Args:
-        x: (..., K), any floating dtype, or a `Float8Tensor` that the op before has written.
-        weight: (N, K), any floating dtype. K and N are multiples of 16; the number of rows of x is any.
+        x: (..., K), any floating dtype, or a `Float8Tensor` that the previous op has written. Any number of rows.
+        weight: (N, K), any floating dtype. K and N are multiples of 16.
         bias: (N,), or None.
         recipe: formats and accumulation.
-        frozen: a weight that needs no gradient, cast before by `float8_cast` with one scale; `weight` is then not
-            read. The gradient of x takes its columns, or transposes its rows.
+        frozen: the weight after `float8_cast`, with one scale, if it needs no gradient. `weight` is then not read. The
+            gradient of x reads its columns, or transposes its rows. Default: None.
 
-    Returns (..., N) of the dtype of x, under autocast of autocast's dtype. The gradient of the result may be a
-    `Float8Tensor` too. Gradients are computed only for operands that require one, in the dtypes of x, weight and bias.
+    Returns:
+        (..., N), dtype of x, or autocast's dtype. The gradient of the result may be a `Float8Tensor` too.
 
-    Raises InputError if shapes, dtypes or devices do not fit, and for DTensors; BackendError on a GPU without float8.
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
+        BackendError: a GPU without float8.
     """
     dtype = _checked(x, weight, bias, frozen)
     by_row = recipe.form(weight).by_row
@@ -101,16 +115,16 @@ def float8_linear(
     x8 = _operand(x, recipe, need_weight, by_row)
     w8 = float8_cast(weight, recipe.dtype, columns=need_x) if frozen is None else with_layouts(frozen, True, False)
     transposed = w8.columns is not None
-    of_w = (w8.columns if transposed else w8.rows) if need_x else None
-    kept = x8.columns if need_weight else None, x8.scale, of_w, w8.scale
-    y = _Gradients.apply(x, weight, bias, kept, dtype, recipe, transposed, by_row)
-    added = None if bias is None else bias.detach().to(dtype)
-    product: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, added, recipe.forward_fast)
+    layout = (w8.columns if transposed else w8.rows) if need_x else None
+    saved = x8.columns if need_weight else None, x8.scale, layout, w8.scale
+    y = _Gradients.apply(x, weight, bias, saved, dtype, recipe, transposed, by_row)
+    detached = None if bias is None else bias.detach().to(dtype)
+    product: Tensor = _Product.apply(y, _rows(x8), _rows(w8), x8.scale, w8.scale, detached, recipe.forward_fast)
     return product
 
 
 def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tensor | None) -> torch.dtype:
-    """The dtype of the result; errors of `float8_linear`."""
+    """The dtype of the result. Raises the errors of `float8_linear`."""
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         raise InputError(
@@ -129,16 +143,22 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tenso
 
 
 def _operand(x: Tensor, recipe: Float8Recipe, need_weight: bool, by_row: bool) -> Float8Tensor:
-    """x in float8, with the columns that the gradient of the weight takes."""
+    """x in float8, with columns if the weight needs a gradient."""
     if not isinstance(x, Float8Tensor):
         return float8_cast(x, recipe.dtype, columns=need_weight, by_row=by_row)
-    if need_weight and x.scale.dim():  # no product sums over rows with scales of their own
+    if need_weight and x.scale.dim():  # products that sum over rows need one scale
         return float8_cast(x.dequantize(), recipe.dtype, columns=True, by_row=by_row)
     return with_layouts(x, True, need_weight)
 
 
 def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
-    """InputError, naming the layer, unless both sizes are multiples of 16, as float8 matrix products want them."""
+    """Raise InputError unless both sizes are multiples of 16, as float8 matrix products require.
+
+    Args:
+        name: name of the layer, for the message.
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+    """
     if out_features % ALIGNMENT or in_features % ALIGNMENT:
         raise InputError(
             f"{name}: in_features {in_features} and out_features {out_features} must be multiples of {ALIGNMENT} for "
@@ -147,9 +167,16 @@ def check_float8_sizes(name: str, out_features: int, in_features: int) -> None:
 
 
 def check_frozen(op: str, name: str, weight: Tensor, shape: tuple[int | None, ...]) -> None:
-    """InputError unless the weight is a Float8Tensor with one scale and of this shape, in which None is any size."""
+    """Raise InputError unless a weight is a Float8Tensor with one scale and the given shape.
+
+    Args:
+        op: name of the op, for the message.
+        name: name of its argument, for the message.
+        weight: the argument.
+        shape: its shape; None for any size.
+    """
     fits = isinstance(weight, Float8Tensor) and weight.dim() == 2 and not weight.scale.dim()
-    if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, weight.shape, strict=True)):
+    if not fits or any(expected not in (None, size) for expected, size in zip(shape, weight.shape, strict=True)):
         raise InputError(f"{op}: {name} must be a Float8Tensor of shape {tuple(shape)} with one scale")
 
 
@@ -165,14 +192,14 @@ def _columns(x: Float8Tensor) -> Tensor:
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass. Forward is what stands for the result: a shape that holds nothing.
+    """The backward pass. Forward returns a placeholder for the result: a shape without memory.
 
-    The product is a function of its own, after what is saved here: activation checkpointing, which computes again up to
-    the last tensor that is saved, then leaves out the last product of a block."""
+    The product is a separate function, after the tensors are saved here. Activation checkpointing recomputes only up to
+    the last saved tensor, so it does not recompute the last product of a block."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, dtype, recipe, transposed, by_row):
-        ctx.save_for_backward(*kept)  # plain tensors, which hooks on what is saved know
+    def forward(ctx, x, weight, bias, saved, dtype, recipe, transposed, by_row):
+        ctx.save_for_backward(*saved)  # plain tensors, for saved-tensor hooks
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.shape, ctx.transposed, ctx.by_row = x.shape, transposed, by_row
         return weight.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
@@ -212,8 +239,9 @@ class _Product(torch.autograd.Function):
 
 @functools.cache
 def float8_unsupported(device: torch.device) -> str | None:
-    """Why float8 linear layers cannot run on this device, or None: GPUs need compute capability 8.9 or higher. On the
-    CPU they compute as the specification says, slowly."""
+    """The reason why float8 linear layers cannot run on a device, or None.
+
+    GPUs need compute capability 8.9 or higher. On the CPU the layers run slowly, by the specification."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":

@@ -1,9 +1,9 @@
-"""A linear layer with a low-rank update, `lora_linear`, whose weight is float8 and frozen.
+"""A linear layer with a frozen float8 weight and a low-rank update, as `lora_linear` computes it.
 
-All products read the float8 numbers of x and of the gradient of the result, each with a scale for each row: so the
-layer needs its input in no other form, and keeps it for the backward pass in half of the bytes. With dropout, a
-multiplies x after dropout, which is not cast. x a^T and the gradients of a and b are computed in the model's dtype;
-what is added to the products of the weight is part of them, in float8, if there is a tail for it: see `tail`.
+All products read x and the gradient of the result in float8, with a scale for each row. So the layer needs its input in
+float8 only, and saves half of the bytes for the backward pass. With dropout, a multiplies the input after dropout, in
+the model's dtype. x a^T and the gradients of a and b are computed in the model's dtype. The update is part of
+the float8 products with the weight if the rows have tails (`ops.float8.tail`).
 """
 
 import torch
@@ -20,6 +20,7 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, check_tensor, empty_gradient, under_autocast
 
 
+@torch.compiler.disable  # selective activation checkpointing cannot trace ops that overwrite operands
 def float8_lora_linear(
     x: Tensor,
     weight: Float8Tensor,
@@ -31,18 +32,30 @@ def float8_lora_linear(
     scaling: float = 1.0,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """x weight^T + bias + scaling * x a^T b^T, the first product, and with it the gradient of x, in float8.
+    """x weight^T + bias + scaling * x a^T b^T, with x weight^T and the gradient of x in float8.
 
-    x: (..., K), any floating dtype, or a Float8Tensor, whose producer has cast it. weight: (M, K), with rows and one
-    scale; the gradient of x takes its columns, or transposes its rows. a: (r, K). b: (M, r). bias: (M,). a, b, bias and
-    dropped are of x's dtype; under autocast all are cast to its dtype. dropped: x after dropout, (..., K), which a
-    multiplies in place of x. Neither activations nor gradients are transposed: the weight has no gradient.
-    If the weight's rows have a tail of `tail_of(r)` columns, which is overwritten, and so have x and the gradient of
-    the result where these are Float8Tensors, what a and b add is part of the float8 products (see `tail`); else it is
-    added in a pass of its own, in the model's dtype.
-    Returns (..., M) of x's dtype, under autocast of its dtype. The gradient of the result may be a Float8Tensor too.
-    Raises InputError if shapes, dtypes or devices do not fit, for a bias that needs a gradient, and for DTensors;
-    BackendError on a GPU without float8.
+    If the rows of the weight have a tail of `tail_of(r)` columns, and so do x and the gradient of the result where they
+    are Float8Tensors, the update is part of the float8 products (`ops.float8.tail`), and the tails are overwritten.
+    Otherwise a separate pass adds the update in the model's dtype. Neither activations nor gradients are transposed:
+    the weight has no gradient.
+
+    Args:
+        x: (..., K), any floating dtype, or a Float8Tensor that the previous op has written.
+        weight: (M, K), with rows and one scale. The gradient of x reads its columns, or transposes its rows.
+        a: (r, K), dtype of x.
+        b: (M, r), dtype of x.
+        bias: (M,), dtype of x, without a gradient; or None.
+        recipe: formats and accumulation.
+        scaling: factor of the update. Default: 1.
+        dropped: x after dropout, (..., K), dtype of x: a multiplies it in place of x. Default: None.
+
+    Returns:
+        (..., M), of the dtype of x. Under autocast all operands and the result have autocast's dtype. The gradient of
+        the result may be a Float8Tensor too.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit; the bias needs a gradient; or an operand is a DTensor.
+        BackendError: a GPU without float8.
     """
     name = "float8_lora_linear"
     if not isinstance(x, Float8Tensor):
@@ -70,14 +83,14 @@ def float8_lora_linear(
     return y
 
 
-@custom_op(keep=lambda x, x_scale, dropped, w, w_scale, bias, a, *_: w.shape[0] >= a.shape[1])
+@custom_op(("x", "w"), keep=lambda x, x_scale, dropped, w, w_scale, bias, a, *_: w.shape[0] >= a.shape[1])
 def _float8_lora_forward(
     x: Tensor, x_scale: Tensor, dropped: Tensor | None, w: Tensor, w_scale: Tensor, bias: Tensor | None,
     a: Tensor, b: Tensor, scaling: float, fast: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x (N, K), w (M, K), with or without tails -> y (N, M), and x a^T (N, r) for the backward pass, in a's dtype.
+    """x (N, K), w (M, K), with or without tails -> y (N, M), and x a^T (N, r) for the backward pass, in the dtype of a.
 
-    Tails are scratch memory, which the op writes before it reads them: so the schema declares no mutation."""
+    Tails of x and w are overwritten."""
     down = a.new_empty(x.shape[0], a.shape[0])
     if is_fake(a):
         return a.new_empty(x.shape[0], w.shape[0]), down
@@ -88,15 +101,16 @@ def _float8_lora_forward(
     return y, down
 
 
-@custom_op()
+@custom_op(("dy", "w"))
 def _float8_lora_backward(
     dy: Tensor, dy_scale: Tensor, x: Tensor | None, x_scale: Tensor | None, dropped: Tensor | None, w: Tensor | None,
     w_scale: Tensor, a: Tensor, b: Tensor, down: Tensor, scaling: float, fast: bool, dtype: torch.dtype,
     need_dropped: bool, need_a: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, in `dtype`, dropped, a and b; empty if not needed. dy and x: with or without tails. w: the
-    weight transposed, likewise; None if the gradient of x is not needed. x: None if that of a is not, or comes of
-    dropped."""
+    """The gradients of x (in `dtype`), dropped, a and b; a gradient that is not needed is empty.
+
+    dy and x have tails or none; so has w, the transposed weight. w is None if the gradient of x is not needed. x is
+    None if the gradient of a is not needed, or is computed from `dropped`. Tails of dy and w are overwritten."""
     M, K = b.shape[0], a.shape[1]
     d_dropped = a.new_empty((dy.shape[0], K) if need_dropped else 0)
     da, db = empty_gradient(a, need_a, a), empty_gradient(b, need_b, a)
@@ -124,6 +138,13 @@ def _float8_lora_backward(
     return dx, d_dropped, da, db
 
 
+def _overwritten(wide: Tensor | None) -> Tensor | None:
+    """`wide`, for an op that overwrites its tail.
+
+    Autograd may have saved `wide` for its rows, which do not change: the result has a version counter of its own."""
+    return None if wide is None else wide.data
+
+
 class _Float8LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dropped, weight, bias, a, b, scaling, recipe):
@@ -131,8 +152,9 @@ class _Float8LoRALinear(torch.autograd.Function):
         ctx.dropped_shape = None if dropped is None else dropped.shape
         dropped = None if dropped is None else as_rows(dropped)
         y, down = _float8_lora_forward(
-            x8.wide, x8.scale, dropped, weight.wide, weight.scale, bias, a, b, scaling, recipe.forward_fast
-        )
+            _overwritten(x8.wide), x8.scale, dropped, _overwritten(weight.wide), weight.scale, bias, a, b, scaling,
+            recipe.forward_fast,
+        )  # fmt: skip
         keep_x = ctx.needs_input_grad[4] and dropped is None  # for the gradient of a
         layout = weight.wide if weight.columns is None else weight.columns
         layout = layout if ctx.needs_input_grad[0] else None
@@ -140,7 +162,7 @@ class _Float8LoRALinear(torch.autograd.Function):
         ctx.save_for_backward(*kept, dropped, layout, weight.scale, a, b, down)
         ctx.scaling, ctx.recipe, ctx.transposed = scaling, recipe, weight.columns is not None
         ctx.shape, ctx.dtype, ctx.tail = x.shape, x.dtype, weight.tail if dropped is None else 0
-        # Here, not after it: the backward pass of a view would see a gradient in float8 as numbers.
+        # Within this function: the backward pass of a view outside would dequantise a Float8Tensor gradient.
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -154,8 +176,8 @@ class _Float8LoRALinear(torch.autograd.Function):
             tail = dy8.tail if dropped is None else 0
             w = layout if ctx.transposed else float8_transpose(layout[:, : ctx.shape[-1]], tail)
         dx, d_dropped, da, db = _float8_lora_backward(
-            dy8.wide, dy8.scale, x, x_scale, dropped, w, *others, ctx.scaling, ctx.recipe.backward_fast, ctx.dtype,
-            need_dropped, need_a, need_b,
+            _overwritten(dy8.wide), dy8.scale, x, x_scale, dropped, _overwritten(w), *others, ctx.scaling,
+            ctx.recipe.backward_fast, ctx.dtype, need_dropped, need_a, need_b,
         )  # fmt: skip
         dx = dx.view(ctx.shape) if need_x else None
         return dx, d_dropped.view(ctx.dropped_shape) if need_dropped else None, None, None, da, db

@@ -1,17 +1,20 @@
-"""A product of low rank as further columns of a float8 product: [x | d] [w | b]^T = x w^T + d b^T.
+"""A low-rank product as additional columns of a float8 product: [x | d] [w | b]^T = x w^T + d b^T.
 
-x (N, K) and w (M, K) are float8 with memory for more columns after each row, the tail. d (N, R) and b (M, R) are
-rounded into it, in units of the scales of x's rows and of w, so that one product multiplies all columns. A power of two
-that multiplies d and divides b leaves both the same distance to the greatest float8 number. The result is written once,
-where a product of d and b on its own reads and writes it again: a LoRA step of Llama-3-8B takes 6 % less time so.
+x (N, K) and w (M, K) are float8. After each row they have memory for more columns, the tail. d (N, R) and b (M, R) are
+rounded into the tails, in units of the scales of the rows of x and of w, so that one product multiplies all columns. d
+is multiplied by a power of two and b is divided by it: then both have the same distance to the largest float8 number.
+The result is written once; a separate product of d and b would read and write it again. With tails, a LoRA step of
+Llama-3-8B takes 6 % less time.
 
-d and b are rounded as x and w are: each number by at most 2^-4 of itself (2^-3 in E5M2); numbers too small for that
-change the sum by at most 2e-5 of max|x| max|w| for each rank. So what is added is as coarse as the product with w, also
-in a float32 model. Where d b^T is too large for the tails, or not finite, they are zeros, and a kernel of its own adds
-it; that is decided on the device, without a host sync.
+d and b are rounded as x and w are: each number by at most 2^-4 of itself (2^-3 in E5M2). Smaller numbers change the sum
+by at most 2e-5 of max|x| max|w| for each rank. So d b^T is as coarse as x w^T, also in a float32 model. If d b^T is too
+large for the tails, or not finite, the tails are zeros, and a separate kernel adds d b^T. The device decides this,
+without a host sync.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,14 +28,38 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import without_autocast
 
 BLOCK = 128
-"""Columns: with rows of other multiples of 16, products of cuBLAS take up to a quarter longer."""
-ROWS = 32  # of a program
-_one_at_a_time = threading.Lock()  # A frozen weight is shared: its tail may not change before the product is launched.
+"""Tails have multiples of this number of columns. With other multiples of 16, cuBLAS takes up to a quarter longer."""
+ROWS = 32  # rows per program
+
+_lock = threading.Lock()
+_last_products: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+"""Device -> the stream of the last product that read tails, and an event recorded after it."""
 
 
 def tail_of(rank: int) -> int:
-    """Columns of a tail that holds a product of this rank."""
+    """Number of columns of a tail for a low-rank product of this rank."""
     return -(-rank // BLOCK) * BLOCK
+
+
+@contextmanager
+def _own_tails(device: torch.device) -> Iterator[None]:
+    """Context manager for writing tails and multiplying with them, one call after another.
+
+    Layers and calls share a frozen weight, so its tail must not change before the product has read it. A lock orders
+    the calls of threads. On GPUs a call also waits for the last product, if that ran on another stream. Calls under
+    CUDA graph capture do not wait: replays follow the order of the streams that they run on.
+    """
+    with _lock:
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        last_stream, event = _last_products.get(device) or (stream, torch.cuda.Event())
+        if last_stream != stream:
+            stream.wait_event(event)
+        yield
+        event.record(stream)
+        _last_products[device] = stream, event
 
 
 def low_rank_sum(
@@ -40,12 +67,28 @@ def low_rank_sum(
     b: Tensor, d: Tensor, d_alpha: float, alpha: float, out_dtype: torch.dtype, bias: Tensor | None = None, *,
     fast_accumulation: bool,
 ) -> Tensor:  # fmt: skip
-    """d = d_alpha * (source * source_scale) a, (N, R), is stored, and returned is x w^T + alpha * d b^T + bias, (N, M)
-    of out_dtype: with the tails of x and w, if both have the same of R columns or more, else in two passes.
+    """Compute d = d_alpha * (source * source_scale) a, and return x w^T + alpha * d b^T + bias.
 
-    x: (N, K + tail) and w: (M, K + tail), float8, contiguous, to be multiplied by x_scale, float32 (N,), of each row,
-    and w_scale, float32 (). Tails are overwritten. source: (N, K), float8 or floating, and its scale: as for `project`.
-    a: (K, R) and b: (M, R), of any strides. d: contiguous. bias: (M,) of out_dtype.
+    With tails of the same size, of R columns or more, after the rows of x and w, this is one product; otherwise two.
+
+    Args:
+        x: float8 (N, K + tail), contiguous; the tail is overwritten.
+        x_scale: float32 (N,), scale of each row of x.
+        w: float8 (M, K + tail), contiguous; the tail is overwritten.
+        w_scale: float32 (), scale of w.
+        source: (N, K), float8 or floating.
+        source_scale: float32 (N,), scale of each row of `source`, if it is float8; else None.
+        a: (K, R), any strides.
+        b: (M, R), any strides.
+        d: (N, R), contiguous; filled.
+        d_alpha: factor of d.
+        alpha: factor of d b^T.
+        out_dtype: dtype of the result.
+        bias: (M,) of `out_dtype`, or None.
+        fast_accumulation: whether tensor cores accumulate in their registers, with fewer bits than float32.
+
+    Returns:
+        (N, M) of `out_dtype`.
     """
     columns, rank = source.shape[1], d.shape[1]
     if not x.shape[1] == w.shape[1] >= columns + rank:
@@ -57,7 +100,7 @@ def low_rank_sum(
     tails = _Tails(x, x_scale, w, w_scale, columns, alpha)
     project(source, source_scale, a, d, d_alpha, amax=tails.amax_of_d, unit=x_scale)
     update_amax(b if b.stride(1) == 1 else b.t(), tails.amax_of_b)
-    with _one_at_a_time:
+    with _own_tails(x.device):
         tails.write(d, x_scale, x, 1.0)
         tails.write(b, w_scale, w, alpha)
         y = float8_mm(x, w, x_scale, w_scale, out_dtype, bias, fast_accumulation=fast_accumulation)
@@ -66,10 +109,8 @@ def low_rank_sum(
 
 
 class _Tails:
-    """State on the device: the bits of the maxima of d and b, and whether both fit the tails.
-
-    amax_of_d, amax_of_b: int32 (), of max|d / x_scale| and of max|b|.
-    """
+    """State on the device, each int32 (): `amax_of_d` and `amax_of_b`, the bits of max|d / x_scale| and of max|b|, and
+    `fit`, whether d and b fit the tails."""
 
     def __init__(
         self, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, columns: int, alpha: float
@@ -78,11 +119,17 @@ class _Tails:
         self.amax_of_d, self.amax_of_b, self.fit = x_scale.new_zeros(3, 4, dtype=torch.int32)[:, 0]  # 16 bytes apart
 
     def write(self, source: Tensor, unit: Tensor, wide: Tensor, factor: float) -> None:
-        """The tail of x or w: factor * source / unit, times the power of two or its inverse, and zeros beyond that."""
+        """Write the tail of `wide`: factor * source / unit, times the power of two or its inverse; then zeros.
+
+        Args:
+            source: d (N, R) or b (M, R).
+            unit: scale of the rows of x, float32 (N,), or of w, float32 ().
+            wide: x or w with its tail.
+            factor: factor of `source`.
+        """
         columns, (M, R) = self.columns, source.shape
         if not use_kernels(source):
-            # `data` leaves the version counter alone: tails are scratch memory, and autograd may have saved the rows.
-            self._write_reference(source, unit, wide.data[:, columns:], factor)
+            self._write_reference(source, unit, wide[:, columns:], factor)
         elif M:
             x_format, w_format = self.formats
             _write_tail_kernel[(-(-M // ROWS),)](
@@ -115,7 +162,7 @@ def _write_tail_kernel(
     OF_WEIGHT: tl.constexpr, X_EXPONENT: tl.constexpr, W_EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the tail, which begins at word `first` of each row of `words`, int32."""
+    """Write ROWS rows of the tail. It begins at word `first` of each row of `words`, int32."""
     bits = tl.load(amax_of_d)
     of_weight = (tl.load(amax_of_b).to(tl.float32, bitcast=True) * alpha / tl.load(w_scale)).to(tl.int32, bitcast=True)
     x_exponent, w_exponent = scale_exponent(bits, X_EXPONENT), scale_exponent(of_weight, W_EXPONENT)

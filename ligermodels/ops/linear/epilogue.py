@@ -7,7 +7,7 @@ from ligermodels.ops.glu.glu import GLUOptions, gated_activation
 
 
 def check_activation(op: str, out_features: int, activation: GLUOptions | None) -> None:
-    """Raises InputError, naming `op`, for an odd number of channels before a gated activation."""
+    """Raise InputError, naming `op`, if `out_features` is odd and a gated activation follows."""
     if activation is not None and out_features % 2:
         raise InputError(
             f"{op}: a gated activation needs pairs of channels, and the layer before it has {out_features}"

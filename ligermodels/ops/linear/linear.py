@@ -4,7 +4,7 @@
 reads it at a higher rate than cuBLAS's kernels for so few rows; the epilogue is part of it.
 "onednn": on x86 torch computes float32 products by MKL. For few tokens, on an AMD processor with AVX-512, oneDNN takes
 0.53 to 0.6 of the time of MKL for a weight that comes from memory.
-"torch": `torch.nn.functional.linear`, for all else, gradients and autocast included.
+"torch": `torch.nn.functional.linear`, for all other operands, with gradients and under autocast too.
 """
 
 import functools
@@ -27,22 +27,25 @@ LARGE = 2**20
 """Elements (4 MiB) from which "onednn" is used. Smaller weights may stay in a core's cache, and a call of oneDNN takes
 8 microseconds more."""
 NO_ACTIVATION = GLUOptions("")
-"""How the registered op is told that there is no activation."""
+"""The registered op's arguments without an activation."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: GLUOptions | None = None) -> Tensor:
-    """x weight^T + bias, as `torch.nn.functional.linear`, and then perhaps a gated activation.
+    """x weight^T + bias, as `torch.nn.functional.linear`, and optionally a gated activation of it.
+
+    Without gradients, the bits are the same in every run, with and without a CUDA graph.
 
     Args:
         x: (..., K), floating.
         weight: (N, K).
-        bias: (N,) or None.
-        activation: a gated activation of the N channels as pairs of gate and up, for even N.
+        bias: (N,), or None.
+        activation: a gated activation of the N channels as pairs of gate and up, for even N. Default: None.
 
-    Returns (..., N), or (..., N / 2) with an activation. Without gradients, the bits are the same in every run and with
-    or without a CUDA graph.
+    Returns:
+        (..., N), or (..., N / 2) with an activation.
 
-    Raises InputError for an activation of an odd N, else the errors of `torch.nn.functional.linear`.
+    Raises:
+        InputError: N is odd, and there is an activation. For other errors see `torch.nn.functional.linear`.
     """
     check_activation("linear", len(weight), activation)
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _plain(x, weight, bias):
@@ -53,10 +56,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
 
 
 class Backend(NamedTuple):
-    """A way to compute a linear layer without gradients, for operands that are plain tensors and fit one another.
+    """A way to compute a linear layer without gradients, for plain tensors with shapes and dtypes that fit.
 
-    supports: whether it serves (x, weight, bias).
-    compute: (x, weight, bias, activation) -> the result of `linear`.
+    Args:
+        supports: (x, weight, bias) -> whether the backend can compute them.
+        compute: (x, weight, bias, activation) -> the result of `linear`.
     """
 
     supports: Callable[[Tensor, Tensor, Tensor | None], bool]
@@ -64,7 +68,8 @@ class Backend(NamedTuple):
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the operands are dense, of one dtype and device, fit one another, and torch changes none of them."""
+    """Whether the operands are plain tensors with data, on one device, with shapes and dtypes that fit, and autocast is
+    disabled."""
     return (
         type(x) in PLAIN
         and type(weight) in PLAIN
@@ -98,16 +103,17 @@ def _has_bfloat16_tensor_cores(device: torch.device) -> bool:
 def few_rows_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, activation: GLUOptions | None = None
 ) -> Tensor:
-    """A linear layer of up to 16 rows and its activation, in one kernel.
+    """A linear layer with up to 16 rows and its activation, in one kernel.
 
     Args:
         x: (..., K), bfloat16 or float16.
         weight: (N, K) of the dtype of x, or the codes of a quantised weight.
-        scales: of the quantised weight, else None.
-        bias: (N,) of the dtype of x, or None.
-        activation: of the N channels as pairs, or None.
+        scales: scales of a quantised weight; None for a plain one.
+        bias: (N,), dtype of x; or None.
+        activation: a gated activation of the N channels as pairs of gate and up, or None.
 
-    Returns (..., N), or (..., N / 2) with an activation, of the dtype of x.
+    Returns:
+        (..., N), or (..., N / 2) with an activation, dtype of x.
     """
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _few_rows_linear(rows, weight, scales, bias, *(activation or NO_ACTIVATION))
@@ -123,7 +129,7 @@ def _few_rows_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
     activation: str, gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
 ) -> Tensor:  # fmt: skip
-    """x (M, K) -> (M, N), or (M, N / 2) with an activation. weight: (N, K), or the codes of a quantised one."""
+    """x (M, K) -> (M, N), or (M, N / 2) with an activation. weight: (N, K), or codes of a quantised weight."""
     y = x.new_empty(x.shape[0], weight.shape[0] // 2 if activation else weight.shape[0])
     if not is_fake(x):
         gated = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset) if activation else None
@@ -153,4 +159,4 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: GLUOptio
 
 
 BACKENDS = (Backend(_few_rows_supports, _few_rows), Backend(_onednn_supports, _onednn))
-"""In the order in which they are asked; where none supports the operands, torch computes them."""
+"""The first backend that supports the operands computes them; if none does, torch computes them."""

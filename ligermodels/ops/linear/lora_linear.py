@@ -1,7 +1,7 @@
 """A linear layer with a low-rank update (LoRA; Hu et al., 2021, https://arxiv.org/abs/2106.09685).
 
-The update is made first, and the GEMM of the weight adds to it: a sum of its own would read and write the result of
-the layer once more. The same holds of the gradient of x.
+The update is computed first, and the GEMM of the weight adds to it. A separate sum would read and write the result
+once more. The gradient of x is computed in the same way.
 """
 
 import torch
@@ -24,11 +24,23 @@ def lora_linear(
 ) -> Tensor:
     """x weight^T + bias + scaling * x a^T b^T.
 
-    x: (..., K), any floating dtype. weight: (M, K). a: (r, K). b: (M, r). bias: (M,). All of x's dtype; under autocast
-    they are cast to its dtype. dropped: x after dropout, (..., K), which a multiplies in place of x.
-    Returns (..., M) of x's dtype. Gradients are computed only for what requires one: a frozen weight costs none.
-    DTensors go through torch's own ops, which have rules for them.
-    Raises InputError if shapes, dtypes or devices do not fit.
+    Gradients are computed only for operands that require one; a frozen weight costs nothing. Torch's own ops
+    compute DTensors.
+
+    Args:
+        x: (..., K), any floating dtype. Under autocast all operands are cast to autocast's dtype.
+        weight: (M, K), dtype of x.
+        a: (r, K), dtype of x.
+        b: (M, r), dtype of x.
+        bias: (M,), dtype of x; or None.
+        scaling: factor of the update. Default: 1.
+        dropped: x after dropout, (..., K): a multiplies it in place of x. Default: None.
+
+    Returns:
+        (..., M), dtype of x.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
     x, weight, a, b, bias, dropped = tensors = under_autocast(x, weight, a, b, bias, dropped)
     if any(is_dtensor(t) for t in tensors if t is not None):
@@ -56,7 +68,20 @@ def lora_linear_reference(
     scaling: float = 1.0,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `lora_linear`, in plain torch."""
+    """The specification of `lora_linear`, in plain torch.
+
+    Args:
+        x: (..., K).
+        weight: (M, K).
+        a: (r, K).
+        b: (M, r).
+        bias: (M,), or None.
+        scaling: factor of the update. Default: 1.
+        dropped: x after dropout, (..., K): a multiplies it in place of x. Default: None.
+
+    Returns:
+        (..., M).
+    """
     return F.linear(x, weight, bias) + scaling * F.linear(F.linear(x if dropped is None else dropped, a), b)
 
 
@@ -78,32 +103,44 @@ def _lora_linear_backward(
     dy: Tensor, x: Tensor | None, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, down: Tensor,
     scaling: float, need_x: bool, need_dropped: bool, need_weight: bool, need_bias: bool, need_a: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, dropped, weight, bias, a and b; empty if not needed. x is None if no gradient needs it."""
+    """The gradients of x, dropped, weight, bias, a and b; a gradient that is not needed is empty. x is None if no
+    gradient needs it."""
     rows = (dy.shape[0], weight.shape[1])
-    dx = dy.new_empty(rows if need_x else 0)
-    d_dropped = dy.new_empty(rows if need_dropped else 0)
-    d_bias = dy.new_empty(dy.shape[1] if need_bias else 0)
-    dw, da, db = (empty_gradient(t, n, dy) for t, n in ((weight, need_weight), (a, need_a), (b, need_b)))
+    dx, d_dropped, d_bias = (
+        dy.new_empty(shape if needed else 0)
+        for shape, needed in ((rows, need_x), (rows, need_dropped), (dy.shape[1], need_bias))
+    )
+    dw, da, db = (
+        empty_gradient(parameter, needed, dy) for parameter, needed in ((weight, need_weight), (a, need_a), (b, need_b))
+    )
+    gradients = dx, d_dropped, dw, d_bias, da, db
     if is_fake(dy):
-        return dx, d_dropped, dw, d_bias, da, db
-    source, need_source = (x, need_x) if dropped is None else (dropped, need_dropped)
-    if need_a or need_source:
-        d_down = torch.addmm(down, dy, b, beta=0, alpha=scaling)
-        if need_a and source is not None:
-            torch.mm(d_down.t(), source, out=da)
-        if need_source:
-            torch.mm(d_down, a, out=dx if dropped is None else d_dropped)
-    if need_x and dropped is None:
-        dx.addmm_(dy, weight)
-    elif need_x:
-        torch.mm(dy, weight, out=dx)
+        return gradients
+    source, d_source, need_source = (x, dx, need_x) if dropped is None else (dropped, d_dropped, need_dropped)
+    _update_gradients(dy, source, a, b, down, scaling, d_source if need_source else None, da if need_a else None)
+    if need_x:
+        torch.addmm(dx, dy, weight, beta=0 if dropped is not None else 1, out=dx)
     if need_weight and x is not None:
         torch.mm(dy.t(), x, out=dw)
     if need_bias:
         torch.sum(dy, 0, out=d_bias)
     if need_b:
         torch.addmm(db, dy.t(), down, beta=0, alpha=scaling, out=db)
-    return dx, d_dropped, dw, d_bias, da, db
+    return gradients
+
+
+def _update_gradients(
+    dy: Tensor, x: Tensor | None, a: Tensor, b: Tensor, down: Tensor, scaling: float, dx: Tensor | None,
+    da: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill `dx` and `da`, where they are not None, with the gradients of x and a in scaling * x a^T b^T."""
+    if dx is None and da is None:
+        return
+    d_down = torch.addmm(down, dy, b, beta=0, alpha=scaling)
+    if da is not None and x is not None:
+        torch.mm(d_down.t(), x, out=da)
+    if dx is not None:
+        torch.mm(d_down, a, out=dx)
 
 
 class _LoRALinear(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Linear layers of which each rank of a group has a part, between which each rank has a part of the rows
-(Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198): exchange and product are one op.
+"""Linear layers that are sharded over ranks, with rows that are sharded between layers (sequence parallelism).
 
-What is kept for the backward pass are this rank's rows, which it gathers again, while it computes the gradient of the
-gathered ones; and where activation checkpointing keeps a result, that is the one after the exchange.
+See Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Exchange and product are one op. Each rank saves only
+its own rows for the backward pass, and gathers them again while it computes the gradient of the gathered rows.
+Activation checkpointing keeps results after the exchange.
 """
 
 import torch
@@ -17,11 +17,20 @@ from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
 def all_gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: int, ranks: int, group: str
 ) -> Tensor:
-    """gathered x weight^T + bias, of weights that are sharded by output channels.
+    """Gather the rows of x from all ranks, and multiply them by this rank's output channels of a weight.
 
-    x: (n, K), the rows of this rank, any floating dtype; under autocast all are cast to its dtype. weight: (M, K) and
-    bias: (M,), of this rank's channels. rows: how many of the ranks * n gathered ones there are; the last are padding.
-    group: the name of the process group. Returns (rows, M). The gradient of x is summed over ranks.
+    The gradient of x is summed over ranks.
+
+    Args:
+        x: (n, K), this rank's rows, any floating dtype. Under autocast all operands are cast to autocast's dtype.
+        weight: (M, K), this rank's output channels.
+        bias: (M,), this rank's output channels, or None.
+        rows: number of gathered rows that are used; the others, at the end of the ranks * n rows, are padding.
+        ranks: number of ranks.
+        group: name of the process group.
+
+    Returns:
+        (rows, M).
     """
     x, weight, bias = under_autocast(x, weight, bias)
     y: Tensor = _AllGatherLinear.apply(x, weight, bias, rows, ranks, group)
@@ -29,10 +38,17 @@ def all_gather_linear(
 
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, *, ranks: int, group: str) -> Tensor:
-    """This rank's rows of the sum over ranks of x weight^T, of weights that are sharded by input channels.
+    """Multiply x by this rank's input channels of a weight, sum over ranks, and keep this rank's rows.
 
-    x: (rows, K), all rows, of this rank's channels. weight: (M, K). Returns (n, M), where ranks * n is the number of
-    rows, rounded up: beyond it rows are zero. Dtypes and group as of `all_gather_linear`.
+    Args:
+        x: (rows, K), all rows of this rank's input channels, any floating dtype. Under autocast both operands are cast
+            to autocast's dtype.
+        weight: (M, K), this rank's input channels.
+        ranks: number of ranks.
+        group: name of the process group.
+
+    Returns:
+        (n, M), where n = rows / ranks, rounded up. Rows beyond the last one are zero.
     """
     x, weight = under_autocast(x, weight)
     y: Tensor = _LinearReduceScatter.apply(x, weight, ranks, group)
@@ -54,7 +70,8 @@ def _all_gather_linear_forward(
 def _all_gather_linear_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, n: int, ranks: int, group: str, need_x: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (n, K), weight and bias; empty if not needed. x is None if no gradient of the weight is."""
+    """The gradients of x (n, K), weight and bias; a gradient that is not needed is empty. x is None if the weight needs
+    no gradient."""
     dx = dy.new_empty(n if need_x else 0, weight.shape[1])
     dw = empty_gradient(weight, x is not None, dy)
     db = dy.new_empty(dy.shape[1] if need_bias else 0)
@@ -79,10 +96,10 @@ def _all_gather_linear_backward(
 
 @custom_op(keep=lambda x, weight, ranks, _: weight.shape[0] >= weight.shape[1] * ranks)
 def _linear_reduce_scatter_forward(x: Tensor, weight: Tensor, ranks: int, group: str) -> Tensor:
-    found = x.new_empty(-(-x.shape[0] // ranks), weight.shape[0])
+    output = x.new_empty(-(-x.shape[0] // ranks), weight.shape[0])
     if not is_fake(x):
-        start_reduce_scatter(found, _padded_product(x, weight.t(), ranks * found.shape[0]), group)()
-    return found
+        start_reduce_scatter(output, _padded_product(x, weight.t(), ranks * output.shape[0]), group)()
+    return output
 
 
 class _AllGatherLinear(torch.autograd.Function):
@@ -116,8 +133,8 @@ class _LinearReduceScatter(torch.autograd.Function):
 
 
 def _padded_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """x (n, K) times weight (K, M), (rows, M); beyond the first n rows zeros."""
-    found = x.new_empty(rows, weight.shape[1])
-    torch.mm(x, weight, out=found[: len(x)])
-    found[len(x) :].zero_()
-    return found
+    """x (n, K) times weight (K, M), padded with zeros to (rows, M)."""
+    product = x.new_empty(rows, weight.shape[1])
+    torch.mm(x, weight, out=product[: len(x)])
+    product[len(x) :].zero_()
+    return product

@@ -1,9 +1,9 @@
-"""A linear layer whose frozen weight is quantised: y = x W^T + b and dx = dy W, with W as `dequantize_weight` has it.
+"""A linear layer with a frozen, quantised weight: y = x W^T + b and dx = dy W, where W is `dequantize_weight(...)`.
 
-Up to 64 rows of x in bfloat16 or float16 are served by kernels that dequantise W as they multiply. More, other dtypes,
-the backward pass, and devices without Triton or its instructions for these codes (float8 below compute capability 8.9,
-int4 below 8.0 and on ROCm) take W in pieces, each of which is dequantised, multiplied and let go: memory holds the
-codes and one piece.
+For up to 64 rows of x in bfloat16 or float16, kernels dequantise W while they multiply. In all other cases W is
+dequantised and multiplied piece by piece, so that memory holds the codes and one piece: for more rows, other dtypes,
+the backward pass, and devices without Triton or its instructions for the codes (float8 below compute capability 8.9,
+int4 below 8.0 and on ROCm).
 """
 
 import functools
@@ -26,25 +26,30 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
 PIECE = 2**24
-"""Elements of W that are dequantised at a time."""
+"""Elements of a piece of W."""
 
 
 def quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, *, activation: GLUOptions | None = None
 ) -> Tensor:
-    """x W^T + bias, and then perhaps a gated activation. W is frozen and quantised.
+    """x W^T + bias for a frozen, quantised weight W, and optionally a gated activation of it.
+
+    x and bias have gradients; codes and scales are constants. Without gradients, one kernel computes up to 16 rows with
+    the activation.
 
     Args:
         x: (..., K), any floating dtype; under autocast it is cast to autocast's dtype.
-        codes, scales: the weight (N, K) as `quantize_weight` returns it. The shape of int4 codes determines K only up
-            to a multiple of 128.
+        codes: codes of the weight (N, K), from `quantize_weight`. The shape of int4 codes determines K only up to a
+            multiple of 128.
+        scales: scales of the weight, from `quantize_weight`.
         bias: (N,), cast to the dtype of x; or None.
-        activation: a gated activation of the N channels as pairs of gate and up, for even N.
+        activation: a gated activation of the N channels as pairs of gate and up, for even N. Default: None.
 
-    Returns (..., N), or (..., N / 2) with an activation, of the dtype of x. x and bias have gradients; codes
-    and scales are constants. Without gradients, up to 16 rows are computed with the activation in one kernel.
+    Returns:
+        (..., N), or (..., N / 2) with an activation, dtype of x.
 
-    Raises InputError if shapes, dtypes or devices do not fit, and for DTensors.
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
     """
     (x,) = under_autocast(x)
     if x.dim() == 0 or not x.is_floating_point():
@@ -65,7 +70,14 @@ def quantized_linear(
 
 
 def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The specification of `quantized_linear`, in plain torch."""
+    """The specification of `quantized_linear` without an activation, in plain torch.
+
+    Args:
+        x: (..., K).
+        codes: codes of the weight (N, K).
+        scales: scales of the weight.
+        bias: (N,), or None.
+    """
     return F.linear(x, dequantize_weight(codes, scales, x.shape[-1], x.dtype), bias)
 
 
@@ -86,45 +98,39 @@ def _quantized_linear_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Te
 
 @custom_op()
 def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """dy (M, N) -> dx (M, K), a few columns of W at a time: each element is one sum."""
+    """dy (M, N) -> dx (M, K). W is dequantised by columns, so that each element of dx is one sum."""
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
     packed = codes.dtype == torch.uint8
     for columns in _pieces(in_features, codes.shape[0], GROUP):
-        stored, kept = columns, scales
+        code_columns, column_scales = columns, scales
         if packed:
             first, last = columns.start // GROUP, num_groups(columns.stop)
-            stored, kept = slice(first * BYTES, last * BYTES), scales[:, first:last]
-        weight = dequantize_weight(codes[:, stored], kept, columns.stop - columns.start, dy.dtype)
+            code_columns, column_scales = slice(first * BYTES, last * BYTES), scales[:, first:last]
+        weight = dequantize_weight(codes[:, code_columns], column_scales, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
 
 
 def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
-    """What computes the product without a dequantised copy of the weight, if anything does."""
-    if (
-        not 0 < x.shape[0] <= MORE_ROWS
-        or 0 in (codes.shape[0], x.shape[1])
-        or x.dtype.itemsize != 2
-        or not use_kernels(x, codes)
-    ):
-        return None
-    if not _supported(codes.dtype, x.device):
+    """The kernel that computes the product without a dequantised copy of the weight, or None."""
+    fits = 0 < x.shape[0] <= MORE_ROWS and 0 not in (codes.shape[0], x.shape[1]) and x.dtype.itemsize == 2
+    if not (fits and use_kernels(x, codes) and _supported(codes.dtype, x.device)):
         return None
     return few_rows if x.shape[0] <= FEW_ROWS else more_rows
 
 
 @functools.cache
 def _supported(codes: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has the instructions of the kernels: conversions from float8, or pairs of bfloat16."""
+    """Whether the device has the instructions of the kernels: conversion from float8, or math on bfloat16 pairs."""
     if codes == torch.float8_e4m3fn:
         return float8_unsupported(device) is None
     return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
-    """0 to `size` in slices that begin at multiples, of at most PIECE elements of a matrix (size, other)."""
+    """Divide the rows of a matrix (size, other) into slices of at most PIECE elements that begin at multiples."""
     count = max(1, PIECE // (max(1, other) * multiple)) * multiple
     return (slice(first, min(size, first + count)) for first in range(0, size, count))
 

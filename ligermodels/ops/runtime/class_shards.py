@@ -16,11 +16,12 @@ from ligermodels.ops.runtime.local_tensors import on_all_ranks
 class ClassShard(NamedTuple):
     """The classes of this rank.
 
-    first: this rank's first class.
-    size: number of this rank's classes.
-    most: the largest number of classes of a rank.
-    num_classes: number of classes of all ranks.
-    group: the process group of the ranks.
+    Args:
+        first: this rank's first class.
+        size: number of this rank's classes.
+        most: the largest number of classes of a rank.
+        num_classes: number of classes of all ranks.
+        group: the process group of the ranks.
     """
 
     first: int
@@ -84,7 +85,7 @@ def shard_of_classes(op: str, name: str, x: Tensor, dim: int) -> tuple[Tensor, C
 def shard_of_head(
     op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, ClassShard]:
-    """This rank's part of a head whose weight is a DTensor.
+    """This rank's shard of a head with a DTensor as its weight.
 
     Args:
         op: name of the op, for errors.

@@ -104,8 +104,7 @@ class Ranks(NamedTuple):
         return _Exchange.apply(x, "own", "gather", self)
 
     def whole(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, for uses that are the same on all ranks, as is the gradient, of which each keeps its
-        rows."""
+        """The rows of all ranks, for uses that are the same on all ranks. Each rank keeps its rows of the gradient."""
         return _Exchange.apply(x, "gather", "own", self)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -119,6 +118,10 @@ class Ranks(NamedTuple):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over ranks, for uses that differ between ranks. The gradient is summed over ranks."""
         return _Exchange.apply(x, "sum", "sum", self)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over ranks, for uses that are the same on all ranks. The gradient is the same on all ranks."""
+        return _Exchange.apply(x, "sum", "same", self)
 
     def sum_gradients(self, x: Tensor) -> Tensor:
         """x itself, the same on all ranks, for uses that differ between ranks. The gradient is summed over ranks."""

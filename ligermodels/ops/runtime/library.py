@@ -20,7 +20,7 @@ _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
 _keep: dict[Any, Callable[..., bool]] = {}
-"""Ops whose results selective activation checkpointing keeps, depending on their arguments."""
+"""Op -> function of its arguments: whether selective activation checkpointing keeps its results."""
 
 
 def always(*_: Any) -> bool:
@@ -40,20 +40,20 @@ def keeps_results(op: Any, args: Sequence[Any]) -> bool:
 def custom_op(
     mutates_args: Sequence[str] = (), *, keep: Callable[..., bool] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: registers a function as `torch.ops.ligermodels.<its name>`, and returns a call of that op.
+    """Decorator: register a function as `torch.ops.ligermodels.<its name>`, and return a function that calls the op.
 
-    The schema comes from the function's annotations. The first argument is a tensor: the function runs on its device.
-    It may change only the inputs in `mutates_args`, may not return inputs or views of them, and has no gradient of its
-    own. It is its own fake: it allocates its results first, and returns them at once if `is_fake`.
+    The schema comes from the function's annotations. The first argument is a tensor, and the function runs on its
+    device. The function may change only the inputs in `mutates_args`, may not return inputs or views of them, and has
+    no gradient. It also serves as the fake implementation: it allocates its results first, and returns them at once if
+    `is_fake`.
+
+    Eager calls with plain tensors and without a dispatch mode skip the dispatcher, because its overhead exceeds the
+    time of a small kernel. DTensors follow the rules in `sharding`; an op without rules raises InputError for them.
 
     Args:
-        mutates_args: names of the inputs that the function changes.
-        keep: a function of the op's arguments: whether selective activation checkpointing keeps the results of the
-            call, instead of computing them again. By default it keeps none.
-
-    Eagerly, with plain tensors and no dispatch mode, the function is called without the dispatcher, whose overhead
-    would exceed the time of a small kernel. DTensors go by the rules in `sharding`; an op that has none there raises
-    InputError.
+        mutates_args: names of the inputs that the function changes. Default: none.
+        keep: called with the op's arguments; returns whether selective activation checkpointing keeps the results of
+            the call instead of recomputing them. Default: None, it keeps no results.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +62,8 @@ def custom_op(
         mutated = [parameters.index(parameter) for parameter in mutates_args]
 
         def on_device(*args: Any) -> Any:
-            if mutated:  # so that autograd refuses what it saved of their old values
-                torch.autograd.graph.increment_version([args[place] for place in mutated])
+            if mutated:  # autograd then raises an error if it saved these tensors before the change
+                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             device = args[0].device
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
@@ -109,23 +109,30 @@ def is_dtensor(x: Any) -> bool:
 
 
 def replicated(op: str, x: Tensor, **others: Tensor | None) -> list[Any]:
-    """The other arguments of an op on x: if x is a DTensor, plain ones become replicated DTensors on its mesh.
+    """The arguments of an op beside x. If x is a DTensor, plain tensors become replicated DTensors on its mesh.
 
-    Raises InputError if x is plain, but one of the others a DTensor."""
-    given = list(others.values())
-    for t in (x, *given):  # a plain loop: ops begin with this
-        if type(t) not in PLAIN_OR_NONE:
+    Args:
+        op: name of the op, for the message.
+        x: the first argument of the op.
+        others: its other tensors, by name.
+
+    Raises:
+        InputError: another argument is a DTensor, but x is not.
+    """
+    tensors = list(others.values())
+    for tensor in (x, *tensors):  # a plain loop is the fastest: each op begins with it
+        if type(tensor) not in PLAIN_OR_NONE:
             break
     else:
-        return given
-    if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *given) if t is not None):
-        return given
+        return tensors
+    if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *tensors) if t is not None):
+        return tensors
     return list(_sharding().replicated(op, x, others))
 
 
 def reject_dtensors(op: str, *tensors: Tensor | None) -> None:
-    """Raises InputError if one of these is a DTensor: for ops that have no rule in `sharding`."""
-    for t in tensors:  # a plain loop: ops begin with this
+    """Raise InputError if a tensor is a DTensor: for ops that have no rule in `sharding`."""
+    for t in tensors:  # a plain loop is the fastest: each op begins with it
         if type(t) not in PLAIN_OR_NONE:
             break
     else:
@@ -137,25 +144,25 @@ def reject_dtensors(op: str, *tensors: Tensor | None) -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether x has a shape and a dtype, but no data: then no kernel may run, and no code that reads values.
+    """Whether x has a shape and dtype, but no data. Then no kernel and no code that reads values may run.
 
-    Functions under `custom_op` check it right after allocating their results. Sizes may be symbolic there, and code
-    that branches on them would make a compiled graph valid for those sizes only.
+    Functions under `custom_op` check it right after they allocate their results. Sizes may be symbolic, and a branch on
+    a size would make a compiled graph valid for this size only.
     """
     return x.is_meta or isinstance(x, FakeTensor)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, without its overhead unless second derivatives are asked for.
+    """Decorator: `torch.autograd.function.once_differentiable` without overhead unless second derivatives are recorded.
 
-    The function returns the gradients of the first inputs. Those that are not needed may be anything: None replaces
-    them, and follows for the other inputs.
+    The function returns the gradients of the first inputs. None replaces gradients that are not needed, and follows for
+    the other inputs.
     """
 
     def needed(ctx: Any, *gradients: Any) -> Any:
         needs = ctx.needs_input_grad
-        found = *backward(ctx, *gradients), *[None] * len(needs)
-        return tuple(g if need else None for g, need in zip(found, needs, strict=False))
+        results = *backward(ctx, *gradients), *[None] * len(needs)
+        return tuple(g if need else None for g, need in zip(results, needs, strict=False))
 
     guarded = torch.autograd.function.once_differentiable(needed)
 

@@ -1,10 +1,10 @@
-"""How the ops of norms, GLUs and RoPE run on DTensors: on local shards, without communication if rows are sharded.
+"""Rules for norms, GLUs and RoPE on DTensors: they run on local shards, without communication if rows are sharded.
 
-Rows are independent of one another, so that any dimension but the last may be sharded; the weight is replicated and its
+Rows are independent of one another, so any dimension except the last may be sharded. The weight is replicated, and its
 gradient is a partial sum. This file is imported when the first DTensor is seen.
 
-`register_sharding` caches its choices by an op's tensors and by what follows the first argument that is an int. So that
-is what an op declares the first flag to be that changes the shapes of its results.
+`register_sharding` caches its choices by an op's tensors and by all arguments from the first int on. So in an
+op's schema, the first flag that changes the shapes of results must be an int.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from ligermodels.errors import InputError
 
 WEIGHTS = ("weight", "bias", "q_norm", "k_norm")
-WHOLE = {  # the ops, and how many of the last dimensions of their first tensor cannot be sharded
+WHOLE = {  # op -> number of last dimensions of its first tensor that cannot be sharded
     "rms_norm_forward": 1,
     "rms_norm_backward": 1,
     "layer_norm_forward": 1,
@@ -25,7 +25,7 @@ WHOLE = {  # the ops, and how many of the last dimensions of their first tensor 
     "glu_forward": 1,  # or none: see _rules
     "glu_backward": 1,
     "rope_rotate": 1,
-    "rope_split": 1,  # heads are counted by arguments, so that they cannot be sharded
+    "rope_split": 1,  # arguments count the heads, so heads cannot be sharded
     "rope_merge": 2,
 }
 
@@ -35,9 +35,16 @@ def is_dtensor(x: Any) -> bool:
 
 
 def replicated(op: str, x: Any, others: dict[str, Any]) -> list[Any]:
-    """The tensors `others` on the mesh of x, a DTensor: plain ones are replicated, as a table or a bias is.
+    """The tensors `others` on the mesh of x. Plain tensors, such as a table or a bias, are replicated.
 
-    Raises InputError if x is not a DTensor, but one of the others is."""
+    Args:
+        op: name of the op, for the message.
+        x: the first argument of the op.
+        others: its other tensors, by name.
+
+    Raises:
+        InputError: another argument is a DTensor, but x is not.
+    """
     if not isinstance(x, DTensor):
         name = next(name for name, t in others.items() if isinstance(t, DTensor))
         raise InputError(f"{op}: {name} is a DTensor, but the first argument is not: pass {name}.to_local(), or both")
@@ -49,7 +56,7 @@ def replicated(op: str, x: Any, others: dict[str, Any]) -> list[Any]:
 
 
 def register(name: str, op: Any) -> None:
-    """Registers the rules of an op with torch. Raises InputError if it has none."""
+    """Register the rules of an op with torch. Raises InputError if it has none."""
     if name not in WHOLE:
         raise InputError(
             f"{name} takes no DTensor: pass local tensors (x.to_local()), or gather first (x.full_tensor())"
@@ -59,22 +66,22 @@ def register(name: str, op: Any) -> None:
 
 
 def _rules(name: str, names: list[str], num_results: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """The placements of an op's results and arguments, once for each way in which its rows may be placed."""
-    given = dict(zip(names, arguments, strict=True))
+    """The placements of an op's results and arguments, for each placement of its rows."""
+    by_name = dict(zip(names, arguments, strict=True))
     whole = WHOLE[name]
     if name.startswith("glu"):  # columns too, where no pair is cut in two
-        gate = given["gate"]
-        parts = math.prod(gate.mesh.shape) * (2 if given["up"] is None else 1)
+        gate = by_name["gate"]
+        parts = math.prod(gate.mesh.shape) * (2 if by_name["up"] is None else 1)
         whole = 0 if gate.shape[-1] % parts == 0 else 1
-    places = [Replicate(), *(Shard(dim) for dim in range(len(arguments[0].shape) - whole))]
+    placements = [Replicate(), *(Shard(dim) for dim in range(len(arguments[0].shape) - whole))]
     return [
-        (_results(name, num_results, given, rows), [_argument(key, x, rows) for key, x in given.items()])
-        for rows in places
+        (_results(name, num_results, by_name, rows), [_argument(key, x, rows) for key, x in by_name.items()])
+        for rows in placements
     ]
 
 
 def _argument(name: str, x: Any, rows: Any) -> Any:
-    """The placement of an argument, given that of the rows; None for what is no tensor."""
+    """The placement of an argument for a placement of the rows; None for arguments that are not tensors."""
     if not hasattr(x, "placements"):
         return None
     if name in WEIGHTS:
@@ -84,16 +91,16 @@ def _argument(name: str, x: Any, rows: Any) -> Any:
     return rows
 
 
-def _results(name: str, num_results: int, given: dict[str, Any], rows: Any) -> list[Any]:
-    """The placements of the results, given that of the rows. A result that is not needed is empty."""
-    needs = {key.removeprefix("need_"): needed for key, needed in given.items() if key.startswith("need_")}
+def _results(name: str, num_results: int, arguments: dict[str, Any], rows: Any) -> list[Any]:
+    """The placements of the results for a placement of the rows. A result that is not needed is empty."""
+    needs = {key.removeprefix("need_"): needed for key, needed in arguments.items() if key.startswith("need_")}
     if not needs:  # a forward pass
-        there = [True] * num_results
+        exists = [True] * num_results
         if name == "rms_norm_forward":
-            there[1] = given["residual"] is not None and not given["after"]
+            exists[1] = arguments["residual"] is not None and not arguments["after"]
         elif name == "rope_rotate":
-            there[1] = given["k"] is not None
-        return [rows if is_there else Replicate() for is_there in there]
-    of_weights = Partial() if isinstance(rows, Shard) else Replicate()
-    placements = [of_weights if key in WEIGHTS else rows for key in needs]
+            exists[1] = arguments["k"] is not None
+        return [rows if exist else Replicate() for exist in exists]
+    weight_gradient = Partial() if isinstance(rows, Shard) else Replicate()
+    placements = [weight_gradient if key in WEIGHTS else rows for key in needs]
     return [p if needed else Replicate() for p, needed in zip(placements, needs.values(), strict=True)]
