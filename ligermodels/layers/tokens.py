@@ -198,10 +198,6 @@ class SelectedTokens(Tokens):
             return take_tokens(x, self.indices)
         return x[0].index_select(0, self.indices % self.length)[None]
 
-    def wait_for_needed(self) -> SelectedTokens:
-        """Itself: unlike in `Targets`, the indices are known already."""
-        return self
-
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens."""
         flat = x.new_full((self.rows * self.length, *x.shape[2:]), fill).index_copy(0, self.indices, x[0])

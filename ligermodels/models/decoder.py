@@ -180,29 +180,23 @@ class Decoder(nn.Module):
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
         tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
-        rows = shape if tokens.cu_seqlens is None else (1, shape[0] * shape[1])
-        needed = SelectedTokens(token_indices, *rows) if isinstance(token_indices, Tensor) else token_indices
         # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
         # tokens are taken at the end.
-        early = needed if layout is not None or tokens.shard is None else None
+        takes_early = layout is not None or tokens.shard is None
+        early, late = (token_indices, None) if takes_early else (None, token_indices)
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
         context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
         narrow_at = len(self.blocks) if early is None else first_token_wise(self.blocks)
 
         x = self._run(range(narrow_at), x, context, state, router_outputs)
-        if early is not None and (selected := early.wait_for_needed()) is not None:  # the GPU has its blocks queued
-            if layout is None:  # targets of a batch (B, T), whose rows may have been joined
-                selected = SelectedTokens(selected.indices, *rows)
+        selected = _selected(early, x)
+        if selected is not None:
             x, context = selected.take(x), context.of_tokens(selected)
         x = self._run(range(narrow_at, len(self.blocks)), x, context, state, router_outputs)
         if state is not None:
             state.after(shape[1], seq_lens, tree)
         x = self.norm(x)
-        if layout is not None or context.needed is not None:
-            return x
-        x = x if tokens.shard is None else tokens.shard.restore(x)
-        late = None if needed is early or needed is None else needed.wait_for_needed()
-        return tokens.packing.restore(x) if late is None else late.take(x)
+        return x if layout is not None or selected is not None else _returned(x, tokens, late)
 
     def layout(
         self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None
@@ -295,6 +289,24 @@ class Decoder(nn.Module):
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
         return DecodingState(mixers, batch_size, max_length, **sizes)
+
+
+def _selected(needed: Tensor | Targets | None, x: Tensor) -> SelectedTokens | None:
+    """The tokens of x (rows, length, H) whose states are needed, as `Decoder.forward` takes them; None for all.
+
+    For `Targets` it waits for the number of the tokens, which the GPU has counted before the blocks that are queued."""
+    if needed is not None and not isinstance(needed, Tensor):
+        found = needed.wait_for_needed()
+        needed = None if found is None else found.indices
+    return None if needed is None else SelectedTokens(needed, x.shape[0], x.shape[1])
+
+
+def _returned(x: Tensor, tokens: TokenLayout, needed: Tensor | Targets | None) -> Tensor:
+    """States x in the layout `tokens`, as a caller without a layout gets them: (B, T, H), or (1, n, H) of the needed
+    tokens."""
+    x = x if tokens.shard is None else tokens.shard.restore(x)
+    selected = _selected(needed, x)
+    return tokens.packing.restore(x) if selected is None else selected.take(x)
 
 
 def first_token_wise(blocks: Iterable[Any]) -> int:
