@@ -143,7 +143,7 @@ class PackedBatches:
         own = self.state_dict()
         for key in ("corpus", "documents", "seed"):
             if state[key] != own[key]:
-                raise InputError(f"the data is not what the run started with: {key} was {state[key]}, is {own[key]}")
+                raise InputError(f"data: differs from the start of the run: {key} was {state[key]}, is {own[key]}")
         self._documents.bad |= set(state["unusable"])
         self._start(state["epoch"], state["place"], state["used"])
 

@@ -65,6 +65,8 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     check_plain(name, tokens)
     if tokens.is_meta and model.device.type != "meta":
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
+    if tokens.ndim < 2:
+        raise InputError(f"{name}: must have a dimension of sequences and one of tokens, got {tuple(tokens.shape)}")
     shape = (tokens.shape[0], tokens.shape[1])
     if inputs.state is None:
         _check_tokens(model, name, tokens, inputs, token_weights)

@@ -12,7 +12,9 @@ EXAMPLES = [name for name in ops.__all__ if ">>>" in (getattr(ops, name).__doc__
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str) -> None:
-    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(ops, name), name, globs=vars(ops) | {"torch": torch})
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        getattr(ops, name), name, globs=vars(ops) | {"ops": ops, "torch": torch}
+    )
     assert doctest.DocTestRunner().run(example).failed == 0
 
 

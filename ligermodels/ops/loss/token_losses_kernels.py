@@ -68,7 +68,8 @@ def _below(x, maximum):
 def _next_above(x):
     """The least float32 above x; of inf, and of NaN, NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == 0, 1, tl.where(bits < 0, bits - 1, bits + 1)).to(tl.float32, bitcast=True)
+    above = tl.where(x == 0, 1, tl.where(bits < 0, bits - 1, bits + 1)).to(tl.float32, bitcast=True)
+    return tl.where(x == x, above, x)  # the highest NaN, to which GPUs convert, would wrap around to -0.0
 
 
 @triton.jit

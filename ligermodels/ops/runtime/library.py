@@ -82,8 +82,8 @@ def custom_op(
 
         def call(*args: Any) -> Any:
             nonlocal sharded
-            if torch.compiler.is_compiling():  # compilers trace no further
-                return op(*args)
+            if torch.compiler.is_compiling():  # compilers trace no further; torch 2.11 does not take named tuples
+                return op(*[[*each] if isinstance(each, tuple) else each for each in args])
             if type(args[0]) not in PLAIN or args[0].is_meta or torch._C._len_torch_dispatch_stack():
                 if not sharded and is_dtensor(args[0]):
                     _sharding().register(name, op)
