@@ -102,7 +102,7 @@ class ExportSpec:
     Raises:
         ConfigError: a token id in `generation_config` is none.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> model = lm.from_config("config.json", device="meta")
         >>> spec = model.export_spec

@@ -52,7 +52,7 @@ class WeightMap:
         dtypes: native tensor -> dtype that exports give it, unless the model's dtype is wider. For tensors that the
             model keeps in a wider dtype than its other tensors.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> model = lm.from_config("config.json", device="meta")
         >>> weight_map = model.config.weight_map()

@@ -38,7 +38,7 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
     Raises:
         InputError: there is no batch.
 
-    Example:
+    Examples:
         >>> ids = torch.arange(3, 40)[None]
         >>> perplexity(evaluate(model, [Batch({"input_ids": ids, "labels": ids})]))
     """
@@ -94,7 +94,7 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
     Raises:
         InputError: there is no batch.
 
-    Example:
+    Examples:
         >>> model = lm.from_pretrained(name, dtype=torch.bfloat16, quantize="int4")
         >>> reference = lm.from_pretrained(name, dtype=torch.bfloat16)
         >>> ids = torch.arange(3, 40)[None]

@@ -117,7 +117,7 @@ def from_pretrained(
             `quantize` with a `plan`, or for layers that cannot be quantised. `quantize_exclude` or `quantize_head`
             without `quantize`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import ligermodels as lm
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, device="cuda")
@@ -190,7 +190,7 @@ def from_config(
         BackendError: the attention backend is unknown or not installed.
         InputError: an unknown dtype or device, two different ones, or a `device_map` of several devices or submodules.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
         ...           "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -245,7 +245,7 @@ def from_transformers(
         InputError: `hf_model` is no transformers model, an unknown dtype or device, two different ones, or a
             `device_map` of several devices or submodules.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> from transformers import AutoModelForCausalLM
         >>> hf_model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")

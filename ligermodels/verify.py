@@ -89,7 +89,7 @@ def verify(
         CheckpointError: the native model or transformers cannot load the checkpoint.
         InputError: no tokens, or ids outside the vocabulary.
 
-    Example:
+    Examples:
         >>> report = verify("path/to/checkpoint")
         >>> report.passed, report.first_mismatch
         (True, None)

@@ -66,7 +66,7 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
         InputError: the model has no LoRA.
         CheckpointError: the folder is in use, or the disk is full. No incomplete adapter is left behind.
 
-    Example:
+    Examples:
         >>> lm.add_lora(model, r=16)  # doctest: +SKIP
         >>> lm.save_adapter(model, "adapter/")  # after training  # doctest: +SKIP
     """
@@ -146,7 +146,7 @@ def load_adapter(
         CheckpointError: tensors are missing, damaged, of other layers or of the wrong shape; the message names them.
         InputError: the model has LoRA already, or is sharded; or an argument has the wrong type.
 
-    Example:
+    Examples:
         >>> model = lm.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)  # doctest: +SKIP
         >>> lm.load_adapter(model, "adapter/", is_trainable=True)  # doctest: +SKIP
     """

@@ -60,7 +60,7 @@ def float8(
             multiples of 16; a model that is sharded or quantised; a layer that is in float8 already, or not a `Linear`.
         BackendError: the model is on a GPU without float8.
 
-    Example:
+    Examples:
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, device="cuda")  # doctest: +SKIP
         >>> lm.float8(model, exclude=["mlp.down"])  # doctest: +SKIP
     """

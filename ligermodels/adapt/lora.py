@@ -68,7 +68,7 @@ def add_lora(
             known names); or the model has LoRA already, or is sharded.
         ConfigError: the model was composed by hand, and has no `export_spec` with the names.
 
-    Example:
+    Examples:
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantize="int4")  # doctest: +SKIP
         >>> lm.add_lora(model, r=16, target_modules=["q_proj", "v_proj"])  # doctest: +SKIP
     """
@@ -99,7 +99,7 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     Raises:
         InputError: the model has no LoRA, or is sharded.
 
-    Example:
+    Examples:
         >>> lm.merge_lora(model).save_pretrained("merged/")  # doctest: +SKIP
     """
     check_flag("dequantize", dequantize)

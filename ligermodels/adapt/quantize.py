@@ -53,7 +53,7 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
             excluded; a head that is not an `LMHead`; a model that is quantised, in float8 training or sharded, or
             that computes with the modules of a transformers model; weights that are not finite in float32.
 
-    Example:
+    Examples:
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)  # doctest: +SKIP
         >>> lm.quantize(model, "int4", exclude=["*.down"])  # doctest: +SKIP
     """

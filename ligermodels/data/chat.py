@@ -48,7 +48,7 @@ class ChatTemplate:
     Raises:
         CheckpointError: `source` is no jinja2 template.
 
-    Example:
+    Examples:
         >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}",
         ...                         {"eos_token": "</s>"})
         >>> template.render([{"role": "user", "content": "Hello!"}])
@@ -246,7 +246,7 @@ def encode_chat(
         InputError: the template refuses the chat or omits its tool calls, or a turn cannot be located.
         CheckpointError: rendering takes too much time or memory.
 
-    Example:
+    Examples:
         >>> template, tokenizer = ChatTemplate.from_folder("MODEL"), Tokenizer("MODEL")
         >>> chat = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello!"}]
         >>> ids, mask = encode_chat(chat, template, tokenizer)

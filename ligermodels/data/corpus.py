@@ -51,7 +51,7 @@ class Corpus:
     Raises:
         InputError: a file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
 
-    Example:
+    Examples:
         >>> corpus = Corpus(["chats.jsonl", "book.txt"])
         >>> training, validation = corpus.split(0.1, seed=0)
         >>> len(training) + len(validation) == len(corpus)

@@ -52,7 +52,7 @@ class Documents:
         on_bad_line: called with a message with file and line for each unusable line, and for the first document
             without labels. Default: a warning.
 
-    Example:
+    Examples:
         >>> documents = Documents(Corpus(["book.txt"]), Tokenizer("MODEL"))
         >>> (tokens,) = documents.read([0])
         >>> tokens.ids == tokens.labels
@@ -103,7 +103,7 @@ class Documents:
             InputError: a data file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
             CheckpointError: the checkpoint has no usable config.json or tokenizer.json.
 
-        Example:
+        Examples:
             >>> documents = Documents.of_checkpoint(Path("MODEL"), ["chats.jsonl"], max_bad_lines=3)
             >>> tokens = documents.read(range(len(documents)))
         """
@@ -258,7 +258,7 @@ class _Text(NamedTuple):
 class TokenDocuments:
     """Documents in memory, as lists of token ids; every token has a label.
 
-    Example:
+    Examples:
         >>> TokenDocuments([[5, 6, 7], [8]]).read([1])
         [Tokens(ids=[8], labels=[8])]
     """

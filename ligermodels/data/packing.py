@@ -38,7 +38,7 @@ class PackedBatches:
         InputError: there are no documents, or a size is below 1. During iteration, after an epoch in which no document
             had a token to train on.
 
-    Example:
+    Examples:
         >>> documents = TokenDocuments([[5, 6, 7], [8, 9, 5], [6]])
         >>> batches = PackedBatches(documents, seq_len=4, batch_size=1, epochs=1)
         >>> batch = next(batches)

@@ -84,7 +84,7 @@ def parse_line(line: bytes) -> str | Chat:
         ValueError: the line is invalid.
         NothingToLearn: (a ValueError) the assistant neither says a word nor calls a tool in the chat.
 
-    Example:
+    Examples:
         >>> parse_line(b'{"text": "Once upon a time"}')
         'Once upon a time'
         >>> parse_line(b'{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}')

@@ -25,7 +25,7 @@ class Tokenizer:
     Raises:
         CheckpointError: the folder has no usable tokenizer.json.
 
-    Example:
+    Examples:
         >>> tokenizer = Tokenizer("MODEL")
         >>> tokenizer.decode(tokenizer.encode("Once upon a time"))
         'Once upon a time'
@@ -58,7 +58,7 @@ class Tokenizer:
             CheckpointError: the local folder does not exist, or the checkpoint has no usable tokenizer.json.
             HubError: the repository cannot be found or downloaded.
 
-        Example:
+        Examples:
             >>> tokenizer = Tokenizer.from_pretrained("Qwen/Qwen3-0.6B")  # doctest: +SKIP
         """
         return cls(resolve(name_or_path, weights=False, **hub))
@@ -160,7 +160,7 @@ class TextStream:
         tokenizer: the tokenizer.
         prompt: token ids before the first pushed token.
 
-    Example:
+    Examples:
         >>> tokenizer = Tokenizer("MODEL")
         >>> stream = TextStream(tokenizer, [])
         >>> "".join([*map(stream.push, tokenizer.encode("über alles")), stream.flush()])

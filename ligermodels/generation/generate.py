@@ -98,7 +98,7 @@ def generate(
             of its range, sequences of different lengths with neither `pad_token_id` nor `eos_token_id`, or
             `stop_strings` without a tokenizer.
 
-    Example:
+    Examples:
         >>> model = lm.from_config(CONFIG)
         >>> generate(model, [[3, 1, 4], [7, 9]], max_new_tokens=5, pad_token_id=0).shape
         torch.Size([2, 8])
@@ -139,7 +139,7 @@ def stream(
     Raises:
         InputError: at the call, for arguments that `generate` refuses.
 
-    Example:
+    Examples:
         >>> model = lm.from_config(CONFIG)
         >>> for tokens in stream(model, [[3, 1, 4], [7, 9]], max_new_tokens=2, pad_token_id=0):
         ...     print(tokens.shape)

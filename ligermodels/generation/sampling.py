@@ -102,7 +102,7 @@ def sample(
     Raises:
         InputError: an option is out of its range, or a probability is NaN (on a GPU: a device assertion).
 
-    Example:
+    Examples:
         >>> sample(torch.tensor([[0.0, 9.0, 1.0]]), temperature=0.7, top_k=1)
         tensor([1])
     """

@@ -29,7 +29,7 @@ def wrap(model: CausalLM) -> Any:
         InputError: transformers' model of this family cannot compute natively; or `model` is no native model, or is
             wrapped already.
 
-    Example:
+    Examples:
         >>> hf = wrap(lm.from_pretrained("Qwen/Qwen3-0.6B"))
         >>> trainer = SFTTrainer(hf, train_dataset=dataset)
     """

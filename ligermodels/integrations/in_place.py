@@ -47,7 +47,7 @@ def nativize(model: Model) -> Model:
         ConfigError: a field of its config is not supported (named).
         InputError: it is no such model, computes natively already, or another library (Liger) has replaced forwards.
 
-    Example:
+    Examples:
         >>> model = nativize(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
         >>> trainer = Trainer(model, train_dataset=dataset)
     """

@@ -46,7 +46,7 @@ class Linear(nn.Linear):
 
     Where `compute` holds the weight itself, the parameter `weight` is None.
 
-    Example:
+    Examples:
         >>> layer = Linear(32, 64)
         >>> layer.store(QuantizedWeight.of(layer.weight, "int4"))   # frozen, 4 bits
         >>> layer.update = LoRA(layer, [part])                # trained

@@ -44,7 +44,7 @@ def generalized_jsd_loss(
     Raises:
         InputError: beta is not in [0, 1], or shapes, dtypes, devices or options do not fit.
 
-    Example:
+    Examples:
         >>> student, teacher = torch.randn(2, 8, 16, requires_grad=True), torch.randn(2, 8, 32)
         >>> loss = generalized_jsd_loss(student, torch.randn(100, 16), teacher, torch.randn(100, 32), beta=0.1)
         >>> loss.backward()

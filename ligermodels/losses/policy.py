@@ -164,7 +164,7 @@ def grpo_loss(
     Raises:
         InputError: shapes do not fit, a value is out of range, or an option is missing or not used.
 
-    Example:
+    Examples:
         >>> log_probs = -torch.rand(4, 10, requires_grad=True)
         >>> advantages, mask = torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.ones(4, 10, dtype=torch.bool)
         >>> grpo_loss(log_probs, advantages, mask, epsilon_high=0.28).loss.backward()

@@ -220,7 +220,7 @@ def dpo_loss(
     Raises:
         InputError: shapes do not fit, a value is out of range, or the loss type does not use an option.
 
-    Example:
+    Examples:
         >>> log_probs = -torch.rand(4, 10, requires_grad=True)  # two pairs
         >>> mask = torch.ones(4, 10, dtype=torch.bool)
         >>> dpo_loss(log_probs, -torch.rand(4, 10), mask, beta=0.1).loss.backward()

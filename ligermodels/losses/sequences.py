@@ -27,7 +27,7 @@ def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False
     Raises:
         InputError: shapes, dtypes or devices do not fit.
 
-    Example:
+    Examples:
         >>> log_probs, mask = -torch.rand(4, 10), torch.ones(4, 10, dtype=torch.bool)
         >>> ref_log_probs = sequence_log_probs(log_probs, mask)
     """

@@ -62,7 +62,7 @@ def kto_loss(
     Raises:
         InputError: shapes or values do not fit, or kl is missing or not used.
 
-    Example:
+    Examples:
         >>> log_probs = -torch.rand(4, 10, requires_grad=True)
         >>> mask, label = torch.ones(4, 10, dtype=torch.bool), torch.tensor([True, True, False, False])
         >>> kto_loss(log_probs, -torch.rand(4, 10), mask, label, kl=torch.tensor(0.1)).loss.backward()

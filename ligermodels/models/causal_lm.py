@@ -176,7 +176,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
 
-        Example:
+        Examples:
             >>> model = lm.from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
             >>> input_ids = torch.arange(10)[None]
             >>> model(input_ids, labels=input_ids).loss.backward()
@@ -257,7 +257,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             InputError: there are no labels, ids out of range (on a GPU: a device assertion), shapes that do not fit, an
                 unknown option.
 
-        Example:
+        Examples:
             >>> model = lm.from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
             >>> input_ids = torch.arange(10)[None]
             >>> model.log_probs(input_ids, input_ids).log_probs.shape

@@ -94,7 +94,7 @@ class ExportMixin(nn.Module):
             CheckpointError: `folder` is not empty, in use, or cannot be written, or the checkpoint that `keep="all"`
                 needs is gone.
 
-        Example:
+        Examples:
             >>> import ligermodels as lm
             >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")
             >>> model.save_pretrained("out", max_shard_size="2GB")
@@ -143,7 +143,7 @@ class ExportMixin(nn.Module):
                 from the config that its config.json composes to; the message names the field.
             CheckpointError: the temporary files cannot be written, or the checkpoint that `keep="all"` needs is gone.
 
-        Example:
+        Examples:
             >>> model.push_to_hub("my-name/my-model", private=True)  # doctest: +SKIP
             'https://huggingface.co/my-name/my-model/commit/...'
         """

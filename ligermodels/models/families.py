@@ -35,7 +35,7 @@ class Family:
             means that no release of transformers reads the field for this family; exports leave it out.
         mtp: how checkpoints of this family store layers of multi-token prediction.
 
-    Example:
+    Examples:
         >>> from ligermodels.archs import Family, register
         >>> from ligermodels.archs.llama import decoder_config
         >>> register(Family("my_llama", decoder_config))  # loads "model_type": "my_llama" as a Llama
@@ -66,7 +66,7 @@ ENTRY_POINTS = "ligermodels.families"
 def register(family: Family) -> None:
     """Make checkpoints of `family.model_type` loadable. A family registered before under this name is replaced.
 
-    Example:
+    Examples:
         >>> from ligermodels.archs import FAMILIES, Family, register
         >>> from ligermodels.archs.llama import decoder_config
         >>> register(Family("my_llama", decoder_config))

@@ -57,7 +57,7 @@ class GenerationMixin:
             ConfigError: `generation_config` or the checkpoint has an option that is not usable or not implemented.
             TypeError: an unknown option.
 
-        Example:
+        Examples:
             >>> ids = model.generate(input_ids, max_new_tokens=64, do_sample=True, top_p=0.9)
         """
         return generate(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
@@ -80,7 +80,7 @@ class GenerationMixin:
             ConfigError: `generation_config` or the checkpoint has an option that is not usable or not implemented.
             TypeError: an unknown option.
 
-        Example:
+        Examples:
             >>> for token in model.stream(input_ids, max_new_tokens=64):
             ...     print(token.tolist())
         """

@@ -52,7 +52,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         InputError: the model contains no native decoder; there is no process group; or a part of the model is
             distributed by a different plan.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")  # under torchrun  # doctest: +SKIP
         >>> model = lm.parallelize(model, lm.ParallelPlan(tensor=2))  # doctest: +SKIP

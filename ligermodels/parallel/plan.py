@@ -32,7 +32,7 @@ class ParallelPlan(BaseModel):
         ConfigError: a value has the wrong type or is out of range, or fields cannot be combined; the message names the
             field.
 
-    Example:
+    Examples:
         >>> import ligermodels as lm
         >>> plan = lm.ParallelPlan(tensor=2, param_dtype="bfloat16")
         >>> plan.degrees(8)

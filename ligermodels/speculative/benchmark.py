@@ -150,7 +150,7 @@ def benchmark_decoding(
     Raises:
         InputError: there is no prompt.
 
-    Example:
+    Examples:
         >>> benchmark_decoding(medusa, [[1, 5, 9]], tree=medusa.default_tree(), max_new_tokens=64).speed_up
     """
     if not prompts:
@@ -218,7 +218,7 @@ def fit_tree(
     Raises:
         InputError: there are fewer than two prompts.
 
-    Example:
+    Examples:
         >>> fit = fit_tree(medusa, prompts, nodes=63, max_new_tokens=128)
         >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=fit.tree)
     """

@@ -61,7 +61,7 @@ def evaluate_heads(
     Raises:
         InputError: there is no batch.
 
-    Example:
+    Examples:
         >>> ids = torch.arange(3, 40)[None]
         >>> evaluate_heads(medusa, [Batch({"input_ids": ids, "labels": ids})]).accuracy(1)
     """

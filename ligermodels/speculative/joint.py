@@ -35,7 +35,7 @@ def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "devi
     Raises:
         InputError: "cpu_offload" for a sharded model.
 
-    Example:
+    Examples:
         >>> joint = lm.JointMedusa(medusa, reference=frozen_copy(medusa.base))
     """
     if is_sharded(model):
@@ -88,7 +88,7 @@ class JointMedusa(nn.Module):
     Raises:
         InputError: an argument of a wrong type, or a quantised base model.
 
-    Example:
+    Examples:
         >>> joint = lm.JointMedusa(medusa)
         >>> joint(input_ids, labels=input_ids, heads_loss_weight=0.2).loss.backward()
     """

@@ -35,7 +35,7 @@ def load_multi_head(
         HubError: the files cannot be fetched.
         ConfigError: MTP is not implemented for this base model.
 
-    Example:
+    Examples:
         >>> model = load_multi_head(base, "heads/")
         >>> model.generate([[1, 5, 9]], max_new_tokens=64)
     """

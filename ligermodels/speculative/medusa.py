@@ -116,7 +116,7 @@ class MedusaModel(MultiHeadModel):
         Raises:
             InputError: an argument is out of range, or the heads do not fit in memory.
 
-        Example:
+        Examples:
             >>> medusa = lm.MedusaModel.from_base(model, num_heads=5)
             >>> medusa(input_ids, labels=input_ids).loss.backward()  # gradients of the heads only
         """
@@ -196,7 +196,7 @@ class MedusaModel(MultiHeadModel):
             ConfigError: "full-hf", and the base model has no config.json or no longer matches it.
             CheckpointError: the folder is in use or cannot be written.
 
-        Example:
+        Examples:
             >>> medusa.export("heads/", profile="tgi", base_model="meta-llama/Llama-3.1-8B")
         """
         chosen, spec = profile_named(profile), self.base.export_spec
@@ -269,7 +269,7 @@ class MedusaModel(MultiHeadModel):
             CheckpointError: files or tensors are missing, damaged, in no known format or made for another base.
             HubError: the files cannot be fetched.
 
-        Example:
+        Examples:
             >>> medusa = lm.MedusaModel.from_pretrained(model, "FasterDecoding/medusa-vicuna-7b-v1.3")
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """

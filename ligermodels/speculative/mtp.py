@@ -95,7 +95,7 @@ class MTPModel(MultiHeadModel):
             InputError: an argument is out of range.
             ConfigError: MTP is not implemented for this base model, which is then not frozen.
 
-        Example:
+        Examples:
             >>> mtp = lm.MTPModel.from_base(model, num_steps=3)
             >>> mtp(input_ids, labels=input_ids).loss.backward()
         """
@@ -144,7 +144,7 @@ class MTPModel(MultiHeadModel):
             InputError: an argument is out of range, or `options` with a base model in memory.
             ConfigError: MTP is not implemented for this base model.
 
-        Example:
+        Examples:
             >>> mtp = lm.MTPModel.from_pretrained("Qwen/Qwen3.5-9B", dtype=torch.bfloat16, device="cuda")
             >>> mtp.generate([[1, 5, 9]], max_new_tokens=64)
         """
@@ -238,7 +238,7 @@ class MTPModel(MultiHeadModel):
         Raises:
             InputError: another `draft`, or a bad option.
 
-        Example:
+        Examples:
             >>> out = mtp.generate([[1, 5, 9]], max_new_tokens=64, return_stats=True)
             >>> out.sequences, out.tokens_per_step
         """
@@ -275,7 +275,7 @@ class MTPModel(MultiHeadModel):
             CheckpointError: the folder is in use or cannot be written.
             InputError: a bad `keep`, `max_shard_size` or `overwrite`.
 
-        Example:
+        Examples:
             >>> mtp.save_pretrained("with-mtp/")
         """
         spec, state = checkpoint_spec(self.base, self.head, self.layout)

@@ -133,7 +133,7 @@ class MultiHeadModel(nn.Module):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
 
-        Example:
+        Examples:
             >>> medusa = lm.MedusaModel.from_base(model, num_heads=3)
             >>> medusa(input_ids, labels=input_ids).loss.backward()
         """
@@ -321,7 +321,7 @@ class MultiHeadModel(nn.Module):
         Raises:
             InputError: an unknown option, or an option that tree decoding does not support.
 
-        Example:
+        Examples:
             >>> out = medusa.generate([[1, 5, 9]], max_new_tokens=64, return_stats=True)
             >>> out.sequences, out.tokens_per_step
         """

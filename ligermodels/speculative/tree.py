@@ -47,7 +47,7 @@ class Tree:
         Raises:
             InputError: a path is empty or repeated, has a negative rank, lacks its parent, or is too long.
 
-        Example:
+        Examples:
             >>> tree = Tree.from_paths([(0,), (1,), (0, 0)])
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=tree)
         """
@@ -136,7 +136,7 @@ def grow(accuracies: Table, nodes: int = 63) -> Tree:
     Raises:
         InputError: `accuracies` is not such a table, or `nodes` is below 1.
 
-    Example:
+    Examples:
         >>> tree = grow(evaluate_heads(medusa, batches).hits, nodes=63)
     """
     table = _as_table(accuracies)

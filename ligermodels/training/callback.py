@@ -15,7 +15,7 @@ Hook = tuple[int, Callable[[int], object]]
 class Callback:
     """Base class of callbacks of `train`. Each method does nothing; a subclass overrides the methods that it needs.
 
-    Example:
+    Examples:
         >>> class EarlyStopping(Callback):
         ...     every, best, worse = 100, float("inf"), False
         ...     def on_step_end(self, step):

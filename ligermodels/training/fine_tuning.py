@@ -52,7 +52,7 @@ def fine_tune(
     Raises:
         ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`.
 
-    Example:
+    Examples:
         >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", learning_rate=1e-5)
         >>> outcome = fine_tune(recipe, "tuned/", device="cuda")
         >>> outcome.evaluation.perplexity  # on the validation split

@@ -12,7 +12,7 @@ from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 class FineTuningRecipe(TrainingRecipe):
     """Settings of a run that trains a whole language model, or LoRA on it.
 
-    Example:
+    Examples:
         >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", lora_rank=16)
     """
 

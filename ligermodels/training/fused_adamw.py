@@ -28,7 +28,7 @@ class FusedAdamW(torch.optim.AdamW):
     loses every update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second
     moments never decrease. Other dtypes are always rounded to nearest.
 
-    Example:
+    Examples:
         >>> optimizer = FusedAdamW(model.parameters(), lr=1e-5, rounding="stochastic")
         >>> model(input_ids, labels=input_ids).loss.backward()
         >>> optimizer.step()

@@ -89,7 +89,7 @@ def train(
         SequenceLengthWarning: once, if a sequence is longer than the model's `max_position_embeddings` and the context
             that its rotary scaling extends it to. Boundaries of packed sequences on a GPU are not read for this.
 
-    Example:
+    Examples:
         >>> optimizer = adamw(model.parameters(), 2e-5)
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
         >>> train(model, batches, steps=1000, optimizer=optimizer, schedule=schedule, on_step=print)

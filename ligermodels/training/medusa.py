@@ -45,7 +45,7 @@ def train_heads(
         ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`. Also ConfigError if
             the heads in `start_from` do not have the shape of the recipe.
 
-    Example:
+    Examples:
         >>> recipe = MedusaRecipe(base="meta-llama/Llama-3.1-8B", data="chats.jsonl", num_heads=3, steps=2000)
         >>> outcome = train_heads(recipe, "heads/", device="cuda")
         >>> outcome.evaluation.scores.accuracy(1)  # of each head, on the validation split

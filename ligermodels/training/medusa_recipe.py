@@ -17,7 +17,7 @@ from ligermodels.training.renamed import current_settings
 class MedusaRecipe(TrainingRecipe):
     """Settings of a run that trains Medusa heads.
 
-    Example:
+    Examples:
         >>> recipe = MedusaRecipe(base="meta-llama/Llama-3.1-8B", data="chats.jsonl", num_heads=3)
         >>> stage_2 = recipe.changed({"stage": 2, "start_from": "heads/", "distill": True, "learning_rate": 1e-5})
     """

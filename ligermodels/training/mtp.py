@@ -46,7 +46,7 @@ def train_mtp(
         ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`. Also the errors of
             `MTPModel.from_pretrained` for the head that the recipe starts from.
 
-    Example:
+    Examples:
         >>> recipe = MTPRecipe(base="Qwen/Qwen3.5-9B", data="chats.jsonl", steps=2000)
         >>> outcome = train_mtp(recipe, "mtp-head/", device="cuda")
         >>> outcome.evaluation.scores.accuracy(1)  # of each step, on the validation split

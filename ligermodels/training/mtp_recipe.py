@@ -17,7 +17,7 @@ NEW = "new"
 class MTPRecipe(TrainingRecipe):
     """Settings of a run that trains a head of multi-token prediction.
 
-    Example:
+    Examples:
         >>> recipe = MTPRecipe(base="Qwen/Qwen3.5-9B", data="chats.jsonl", num_steps=3)
     """
 

@@ -36,7 +36,7 @@ def adamw(
     Raises:
         InputError: no parameter requires a gradient, or a number is out of range.
 
-    Example:
+    Examples:
         >>> optimizer = adamw(model.parameters(), 2e-5)
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """

@@ -49,7 +49,7 @@ class TrainingRecipe(BaseModel):
     Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
     message names the field.
 
-    Example:
+    Examples:
         >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl")
         >>> recipe = recipe.changed({"epochs": 2})
         >>> recipe = FineTuningRecipe.read("mine.yaml")
@@ -293,7 +293,7 @@ class TrainingRecipe(BaseModel):
         Raises:
             ConfigError: an unknown setting (the message names the nearest known setting), or a wrong value.
 
-        Example:
+        Examples:
             >>> FineTuningRecipe(steps=100).changed({"epochs": 2}).steps is None
             True
         """

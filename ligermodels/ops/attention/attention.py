@@ -58,7 +58,7 @@ def attention(
         InputError: shapes or devices do not fit together, or an argument has another dtype.
         BackendError: the named backend is unknown, not installed, or cannot serve this call.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 2, 64), torch.randn(2, 5, 2, 64)
         >>> attention(q, k, v, window=3).shape
         torch.Size([2, 5, 8, 64])

@@ -74,7 +74,7 @@ def swiglu(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or `limit` is not above 0.
 
-    Example:
+    Examples:
         >>> swiglu(torch.randn(2, 5, 64), torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 64])
     """

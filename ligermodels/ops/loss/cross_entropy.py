@@ -83,7 +83,7 @@ def cross_entropy(
             such a target fails a device-side assertion, without a wait for the device, and is never used as an index;
             with `set_host_checks` it is an InputError there too.
 
-    Example:
+    Examples:
         >>> logits = torch.randn(2, 16, 1000, requires_grad=True)
         >>> target = torch.randint(1000, (2, 16))
         >>> ops.cross_entropy(logits, target, label_smoothing=0.1).backward()

@@ -89,7 +89,7 @@ def linear_cross_entropy(
         InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
             such a target fails a device-side assertion, unless `set_host_checks` is on.
 
-    Example:
+    Examples:
         >>> hidden = torch.randn(2, 16, 64, requires_grad=True)
         >>> weight = torch.randn(1000, 64, requires_grad=True)
         >>> target = torch.randint(1000, (2, 16))

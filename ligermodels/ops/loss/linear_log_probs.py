@@ -82,7 +82,7 @@ def linear_log_probs(
         InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
             such a target fails a device-side assertion.
 
-    Example:
+    Examples:
         >>> hidden = torch.randn(2, 16, 64, requires_grad=True)
         >>> weight, tokens = torch.randn(1000, 64), torch.randint(1000, (2, 16))
         >>> log_probs = ops.linear_log_probs(hidden, weight, tokens, logit_scale=1 / 0.7)

@@ -58,7 +58,7 @@ def rms_norm(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
 
-    Example:
+    Examples:
         >>> x, weight = torch.randn(2, 5, 64), torch.ones(64)
         >>> rms_norm(x, weight, 1e-6).shape
         torch.Size([2, 5, 64])

@@ -65,7 +65,7 @@ def adamw_step(
         InputError: shapes or devices do not fit, a tensor updated in place is not contiguous, or stochastic rounding
             in the kernel meets a shard that is divided in other dimensions than the first and one more.
 
-    Example:
+    Examples:
         >>> weight, gradient = torch.randn(4, 8), torch.randn(4, 8)
         >>> averages = torch.zeros(4, 8), torch.zeros(4, 8)
         >>> adamw_step(weight, gradient, *averages, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

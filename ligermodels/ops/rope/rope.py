@@ -81,7 +81,7 @@ def rope_qkv(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
 
-    Example:
+    Examples:
         >>> qkv, angles = torch.randn(2, 5, 2 * (4 + 2) * 64), torch.randn(1, 5, 32)
         >>> q, k, v = rope_qkv(qkv, angles.cos(), angles.sin(), num_kv_heads=2, group_size=4, head_dim=64)
         >>> q.shape, k.shape

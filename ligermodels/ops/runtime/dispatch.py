@@ -67,7 +67,7 @@ class set_backend:
     Raises:
         BackendError: `backend` is something else; and ops raise it if "triton" cannot serve their tensors.
 
-    Example:
+    Examples:
         >>> with set_backend("reference"):
         ...     y = rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
     """
