@@ -150,4 +150,4 @@ def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
     if any(isinstance(module, Linear) and module.compute is not None for module in model.modules()):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
-        raise InputError("quantize: the model is sharded, and quantised weights cannot be")
+        raise InputError("quantize: the model is sharded already; quantise it first, then shard it")

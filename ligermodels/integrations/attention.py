@@ -20,8 +20,7 @@ from ligermodels.layers.shared_kv_attention import SharedKVAttention
 class HFAttention(OnModules, Attention):
     """`Attention` on a transformers attention module, with separate projections and norms of q, k and v.
 
-    Their results stay apart: a copy into the order of the native fused projection would cost more than the kernels that
-    read it save.
+    Their results stay apart: the order of the native fused projection would take a copy.
     """
 
     config: AttentionConfig
