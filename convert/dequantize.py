@@ -28,7 +28,7 @@ ENCODINGS: Mapping[str, Callable[[Checkpoint, tuple[int, int] | None], dict[str,
 ACTIVATION_SCALES = r"(^|\.)(k_scale|v_scale|input_scale|([^.]+_)?activation_scale)$"
 """Pattern of scales of activations and of the KV cache, which do not affect the weights."""
 
-AT_A_TIME = 2**18
+CHUNK_ELEMENTS = 2**18
 """Elements that are dequantised at once; they take 4 bytes each."""
 
 
@@ -98,7 +98,7 @@ class Dequantized:
             row, skipped = divmod(start, columns)
             matrix, first = divmod(row, rows)
             rows_left = -(-(skipped + left) // columns)
-            last = min(rows, first + min(rows_left, max(1, AT_A_TIME // columns)))
+            last = min(rows, first + min(rows_left, max(1, CHUNK_ELEMENTS // columns)))
             values = encoded.decode(self._files, matrix, first, last).reshape(-1)[skipped:][:left]
             count = values.numel()
             output[:count] = values

@@ -13,7 +13,7 @@ import torch
 
 from ligermodels.adapt.quantize import quantize as quantize_weights
 from ligermodels.adapt.quantized_loading import load_weights
-from ligermodels.arguments import Quantized, check_flag, check_format, check_function
+from ligermodels.arguments import QuantizedFormat, check_flag, check_format, check_function
 from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
@@ -68,9 +68,9 @@ def from_pretrained(
     progress: Progress | None = None,
     plan: ParallelPlan | None = None,
     prepare: Callable[[CausalLM], object] | None = None,
-    quantize: Quantized | None = None,
+    quantize: QuantizedFormat | None = None,
     quantize_exclude: Sequence[str] = (),
-    quantize_head: Quantized | None = None,
+    quantize_head: QuantizedFormat | None = None,
 ) -> CausalLM:
     """Load a model from a Hugging Face checkpoint.
 
@@ -275,7 +275,7 @@ def from_transformers(
     return model.train(hf_model.training)
 
 
-def _check_quantize(quantize: Quantized | None, exclude: Sequence[str], head: Quantized | None) -> None:
+def _check_quantize(quantize: QuantizedFormat | None, exclude: Sequence[str], head: QuantizedFormat | None) -> None:
     if quantize is not None:
         return check_format("quantize", quantize)
     for name, value in (("quantize_exclude", exclude or None), ("quantize_head", head)):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ligermodels.adapt.exclusion import Exclusion
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.arguments import Quantized, check_format
+from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import Linear, LMHead, MoE
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -22,7 +22,9 @@ from ligermodels.models.untie import untie
 Model = TypeVar("Model", bound=CausalLM)
 
 
-def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head: Quantized | None = None) -> Model:
+def quantize(
+    model: Model, kind: QuantizedFormat, *, exclude: Sequence[str] = (), head: QuantizedFormat | None = None
+) -> Model:
     """Quantise the weights of the linear layers of the blocks, in place and layer by layer, and freeze the model.
 
     "float8" is E4M3 with a scale for each output channel, half of the bytes of bfloat16. "int4" has a scale for each
@@ -65,9 +67,9 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
         _check_head(model.head)
     for name in list(layers):
         layer = layers.pop(name)
-        layer.store(QuantizedWeight.of(layer.weight, kind))
+        layer.store(QuantizedCompute.of(layer.weight, kind))
     if head is not None:
-        model.head.store(QuantizedWeight.of(model.head.weight, head))
+        model.head.store(QuantizedCompute.of(model.head.weight, head))
         if model.config.head.tied:
             untie(model)
     trained = [p for update in lora_layers(model).values() for p in update.parameters() if p.requires_grad]
@@ -136,7 +138,7 @@ def _check_head(head: nn.Module) -> None:
 _HEAD_ADVICE = "leave it in the model's dtype: quantise the model without a format of its head"
 
 
-def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
+def _check(model: CausalLM, kind: QuantizedFormat, head: QuantizedFormat | None) -> None:
     check_native(model, "quantize")
     check_format("quantize", kind)
     if head is not None:

@@ -14,10 +14,10 @@ from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 from ligermodels.models.untie import EMBEDDING, HEAD
 
-AT_A_TIME = 2**30
+CHUNK_BYTES = 2**30
 """Bytes of weights, in the model's dtype, that are read before they are rounded; at least one layer's weights."""
 
 Progress = Callable[[int, int], None]
@@ -70,13 +70,13 @@ def load_weights(
         _fill(tied, EMBEDDING, state[EMBEDDING])
 
 
-def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:
     """The tensors of the model's checkpoint, without LoRA and without codes and scales of the quantised layers."""
     codes = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
     return {name: tensor for name, tensor in without_lora(model).items() if name not in codes}
 
 
-def _fill(layer: QuantizedWeight, name: str, weight: Tensor) -> None:
+def _fill(layer: QuantizedCompute, name: str, weight: Tensor) -> None:
     """Round a weight of the checkpoint, called `name` in the model."""
     try:
         layer.fill(weight)
@@ -84,7 +84,7 @@ def _fill(layer: QuantizedWeight, name: str, weight: Tensor) -> None:
         raise CheckpointError(f"{name}: {error}") from None
 
 
-def _weight(layer: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _weight(layer: QuantizedCompute, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     return torch.empty(layer.out_features, layer.in_features, dtype=dtype, device=device)
 
 
@@ -94,11 +94,11 @@ def _stored_bytes(mapping: WeightMapping, weights: Mapping[str, Tensor], reader:
 
 
 def _groups(mappings: list[WeightMapping], weights: Mapping[str, Tensor]) -> Iterator[list[WeightMapping]]:
-    """Divide the mappings, in order, into groups with targets of at most AT_A_TIME bytes, or with one target."""
+    """Divide the mappings, in order, into groups with targets of at most CHUNK_BYTES bytes, or with one target."""
     group, size = list[WeightMapping](), 0
     for mapping in mappings:
         nbytes = weights[mapping.target].nbytes
-        if group and size + nbytes > AT_A_TIME:
+        if group and size + nbytes > CHUNK_BYTES:
             yield group
             group, size = [], 0
         group, size = [*group, mapping], size + nbytes

@@ -16,7 +16,7 @@ from ligermodels.integrations.modules import has_hooks, is_ours, part
 from ligermodels.integrations.padding import Inputs, Padding, shape_of
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import Targets
-from ligermodels.layers.lm_head import head_loss
+from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.tokens import layout_without_padding
 
 
@@ -86,7 +86,7 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
     """
     if targets is None:
         return type(head).forward(head, hidden)
-    compute = token_statistics if "outputs" in options else head_loss
+    compute = token_statistics if "outputs" in options else loss_or_log_probs
     return compute(head.native.config, hidden, head.weight, targets, head.bias, **options)
 
 

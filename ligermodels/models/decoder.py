@@ -179,7 +179,9 @@ class Decoder(nn.Module):
         """
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
-        tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
+        tokens = layout
+        if tokens is None:  # with a decoding state, each rank computes all tokens
+            tokens = layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
         # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
         # tokens are taken at the end.
         takes_early = layout is not None or tokens.shard is None
@@ -197,18 +199,6 @@ class Decoder(nn.Module):
             state.after(shape[1], seq_lens, tree)
         x = self.norm(x)
         return x if layout is not None or selected is not None else _returned(x, tokens, late)
-
-    def layout(
-        self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None
-    ) -> TokenLayout:
-        """The layout of a pass without padding. For a batch with an attention mask see `CausalLM.layout`.
-
-        Args:
-            shape: (B, T) of the inputs.
-            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens, or None.
-            state: a decoding state, whose passes each rank computes whole, or None.
-        """
-        return layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
 
     def _embed(
         self, tokens: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
@@ -280,7 +270,7 @@ class Decoder(nn.Module):
                 context.keys_values[i] = output.keys_values
             if output.router is not None and router_outputs is not None:
                 router_outputs.append(output.router)
-        return x if parts is None else parts.whole(x)
+        return x if parts is None else parts.restore(x)
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""

@@ -2,7 +2,7 @@
 
 Each op has a reference in plain torch, Triton kernels, and one public function that chooses between them."""
 
-from ligermodels.arguments import Quantized
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.accept_path import Paths, Sequences, accept_path, accept_path_reference
 from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_kv_cache_reference
@@ -65,7 +65,7 @@ __all__ = [
     "Float8Tensor",
     "GLUOptions",
     "Paths",
-    "Quantized",
+    "QuantizedFormat",
     "QuantizedWeight",
     "Routes",
     "Sequences",

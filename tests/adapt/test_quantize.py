@@ -21,7 +21,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.integrations import wrap
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 
 KINDS = ("float8", "int4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
@@ -46,7 +46,7 @@ def tokens(batch: int = 2, length: int = 19) -> Tensor:
     return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def quantised(model: nn.Module) -> dict[str, QuantizedWeight]:
+def quantised(model: nn.Module) -> dict[str, QuantizedCompute]:
     return {name: layer.compute for name, layer in quantized_layers(model).items()}
 
 
@@ -116,11 +116,11 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
     config, exclude = MODELS[name]
     make_checkpoint(tmp_path, config, dtype=stored)
     wanted = lm.quantize(lm.from_pretrained(tmp_path, dtype=torch.bfloat16), kind, exclude=exclude).state_dict()
-    monkeypatch.setattr(quantized_loading, "AT_A_TIME", 1)
+    monkeypatch.setattr(quantized_loading, "CHUNK_BYTES", 1)
     alive, most, steps = 0, 0, list[tuple[int, int]]()
     original = quantized_loading._weight
 
-    def watched(layer: QuantizedWeight, dtype: torch.dtype, device: Any) -> Tensor:
+    def watched(layer: QuantizedCompute, dtype: torch.dtype, device: Any) -> Tensor:
         nonlocal alive, most
         found = original(layer, dtype, device)
         if found.is_meta:

@@ -25,7 +25,7 @@ from ligermodels.errors import CheckpointError, ConfigWarning, InputError
 from ligermodels.evaluation import evaluate_kl
 from ligermodels.integrations import wrap
 from ligermodels.layers import LMHead
-from ligermodels.layers.quantized import QuantizedWeight, weight_codes
+from ligermodels.layers.quantized import QuantizedCompute, weight_codes
 from ligermodels.models.causal_lm import CausalLM
 
 KINDS = ("float8", "int4")
@@ -97,14 +97,14 @@ def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", "int4", "int4")
     plain = lm.dequantize(copy.deepcopy(model))
     medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))
-    made, compute = [], QuantizedWeight.dense
+    made, compute = [], QuantizedCompute.dense
 
-    def rounded(self: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    def rounded(self: QuantizedCompute, dtype: torch.dtype) -> Tensor:
         weight = compute(self, dtype)
         made.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(QuantizedWeight, "dense", rounded)
+    monkeypatch.setattr(QuantizedCompute, "dense", rounded)
     ids = tokens()
     losses = [each(ids, labels=ids).loss for each in (medusa, apart)]
     assert len(made) == 3 and all(each() is None for each in made)

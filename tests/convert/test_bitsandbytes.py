@@ -63,7 +63,7 @@ def test_reads_whole_tensors_and_slices(
     nested: bool, shape: tuple[int, int], storage: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows end within a byte and within a block. `storage`: bnb_4bit_quant_storage, how the bytes are declared."""
-    monkeypatch.setattr(dequantize, "AT_A_TIME", 50)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 50)
     parts, wanted = quantised(shape, nested=nested)
     parts[""] = parts[""].view(-1).view(storage)[:, None] if parts[""].numel() % 2 == 0 else parts[""]
     save_file({**named("x.weight", parts), "norm": torch.ones(3)}, tmp_path / SINGLE)

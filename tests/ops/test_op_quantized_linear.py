@@ -43,7 +43,7 @@ def awkward(size: tuple[int, int], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_int4(size: tuple[int, int], dtype: torch.dtype, pieces: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
-        monkeypatch.setattr(weights, "_AT_A_TIME", pieces)
+        monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", pieces)
     weight = awkward(size, dtype)
     codes, scales = quantize_weight(weight, "int4")
     groups = -(-size[1] // 128)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import Quantized, check_count, check_format
+from ligermodels.arguments import QuantizedFormat, check_count, check_format
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -26,7 +26,7 @@ GROUP = 128
 """Inputs that share a scale in int4."""
 BYTES = 64
 """Bytes of codes per group in int4."""
-_AT_A_TIME = 2**22
+_CHUNK_ELEMENTS = 2**22
 """Elements that are held as float32 at once."""
 _TINY = torch.finfo(torch.float32).tiny
 _E4M3 = torch.float8_e4m3fn
@@ -40,7 +40,9 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
 
 
-def empty_quantized(kind: Quantized, out_features: int, in_features: int, device: torch.device) -> QuantizedWeight:
+def empty_quantized(
+    kind: QuantizedFormat, out_features: int, in_features: int, device: torch.device
+) -> QuantizedWeight:
     """Uninitialised codes and scales of a weight.
 
     Args:
@@ -82,7 +84,7 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, kind: QuantizedFormat) -> QuantizedWeight:
     """Quantises a weight on its device. Only a few rows at a time are held as float32.
 
     Args:
@@ -155,5 +157,5 @@ def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(weight: Tensor) -> Iterator[slice]:
-    count = max(1, _AT_A_TIME // weight.shape[1])
+    count = max(1, _CHUNK_ELEMENTS // weight.shape[1])
     return (slice(first, first + count) for first in range(0, weight.shape[0], count))
