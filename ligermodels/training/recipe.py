@@ -69,6 +69,7 @@ class TrainingRecipe(BaseModel):
             "validation_tokens",
             "max_bad_lines",
             "activation_checkpointing",
+            "cuda_graph",
             "micro_batch_tokens",
             "parallel",
             "tokenizer",
@@ -121,6 +122,9 @@ class TrainingRecipe(BaseModel):
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",
         description="Recomputed in the backward pass, to save memory: nothing, cheap activations, or whole blocks.",
+    )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        "auto", description="Each step as one CUDA graph, on one GPU; auto: for small models and short batches."
     )
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
         None, description="Dtype of the parameters.  [default: the checkpoint's, if it is one of these]"

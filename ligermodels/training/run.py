@@ -133,6 +133,7 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     targets=plan.targets,
                     loss_options=lambda step: state.job.loss_options(step, plan.steps),
                     output_metrics=state.job.output_metrics,
+                    cuda_graph=recipe.cuda_graph,
                 )
             _complete_checkpoint(step, save, state, folder, ranks, console)
             is_stopped = stop.should_stop()

@@ -16,16 +16,8 @@ from typer.testing import CliRunner, Result
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerModelsError
-from ligermodels.training import (
-    Console,
-    FineTuningRecipe,
-    MedusaRecipe,
-    Outcome,
-    fine_tune,
-    fine_tuning,
-    loop,
-    train_heads,
-)
+from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcome, fine_tune, fine_tuning, train_heads
+from ligermodels.training import step as training_step
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 
@@ -279,9 +271,9 @@ def test_what_may_change_when_a_run_resumes(
             raise KeyboardInterrupt
         return on_device(*arguments)
 
-    on_device = loop.on_device
+    on_device = training_step.on_device
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", stops)
+        broken.setattr(training_step, "on_device", stops)
         fine_tune(recipe, out)
     with pytest.raises(ConfigError, match=r"another recipe: learning_rate was 0\.005, is 0\.1"):
         fine_tune(recipe.changed({"learning_rate": 0.1}), out, resume=True)
