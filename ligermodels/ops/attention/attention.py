@@ -14,9 +14,10 @@ from ligermodels.ops.attention.backend import AttentionRequest, Backend
 from ligermodels.ops.attention.flash_attention import FLASH, INSTALLED, META
 from ligermodels.ops.attention.reference import REFERENCE
 from ligermodels.ops.attention.sdpa import SDPA
+from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.runtime.tensors import check_tensor
 
-BACKENDS = {backend.name: backend for backend in (*FLASH, SDPA, REFERENCE)}
+BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, SDPA, REFERENCE)}
 
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""

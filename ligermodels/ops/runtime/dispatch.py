@@ -55,6 +55,11 @@ def use_kernels(*tensors: Tensor | None) -> bool:
     return False
 
 
+def reference_only() -> bool:
+    """Whether `set_backend("reference")` is on."""
+    return _backend == "reference"
+
+
 class set_backend:
     """Makes every op run on one backend, for the whole process and all threads.
 

@@ -1,0 +1,172 @@
+"""The attention backend "triton": flash attention of our own, for calls that neither flash-attn nor torch's flash
+kernels serve.
+
+It supports every option but masks, on every GPU that Triton compiles for: softcap, sinks, windows, packed sequences,
+heads of up to 512 channels, values of another width, float32. Its memory grows with T + S. Equal bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.attention.backend import AttentionRequest, Backend
+from ligermodels.ops.attention.triton_attention_kernels import (
+    attention_forward_kernel,
+    attention_key_gradient_kernel,
+    attention_query_gradient_kernel,
+)
+from ligermodels.ops.attention.triton_attention_tiles import Tiles, choose_tiles
+from ligermodels.ops.runtime import dispatch
+from ligermodels.ops.runtime.dispatch import power_of_2_above, shared_memory
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
+
+MAX_DIM = 512
+LOG2_E = math.log2(math.e)
+
+
+def triton_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, sinks: Tensor | None, softmax_scale: float,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Causal attention by our Triton kernels, with gradients.
+
+    Args:
+        q: (B, T, Hq, D). Queries are the last T of the S tokens.
+        k: (B, S, Hkv, D).
+        v: (B, S, Hkv, Dv).
+        cu_seqlens: int32 (n + 1,), bounds of packed sequences (B = 1), or None.
+        sinks: floating (Hq,), one more logit in each head's softmax denominator, or None.
+        softmax_scale: factor on q·k.
+        window: number of keys that a query sees, its own included; None for all.
+        softcap: bound of the scores; None for no bound.
+
+    Returns:
+        (B, T, Hq, Dv), in q's dtype.
+    """
+    out, _ = _TritonAttention.apply(q, k, v, sinks, cu_seqlens, softmax_scale, window, softcap)
+    return out
+
+
+class _TritonAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, *options):
+        out, lse = _triton_attention_forward(q, k, v, sinks, *options)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, options[0])
+        ctx.options = options[1:]
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _):
+        sinks = ctx.saved_tensors[3]
+        dq, dk, dv, delta = _triton_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+        if sinks is None or not ctx.needs_input_grad[3]:
+            return dq, dk, dv
+        lse = ctx.saved_tensors[5]
+        weights = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)  # each query's weight of the sink
+        return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Constants of all three kernels."""
+    dim, value_dim = q.shape[3], v.shape[3]
+    blocks = {"BLOCK_DIM": max(power_of_2_above(dim), 16), "BLOCK_VALUE": max(power_of_2_above(value_dim), 16)}
+    return {"GROUP": q.shape[2] // k.shape[2], "DIM": dim, "VALUE_DIM": value_dim, **blocks}
+
+
+def _tiles(kernel: str, q: Tensor, constants: dict[str, int]) -> Tiles:
+    sizes = constants["BLOCK_DIM"], constants["BLOCK_VALUE"]
+    return choose_tiles(kernel, *sizes, q.element_size(), shared_memory(q.device))
+
+
+def launch(tiles: Tiles) -> dict[str, int]:
+    """The arguments of a launch that choose its tiles."""
+    blocks = {"BLOCK_T": tiles.queries, "BLOCK_S": tiles.keys}
+    return {**blocks, "num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _search(cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """The number of documents, and of the steps of a binary search among them."""
+    count = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    return count, count.bit_length()
+
+
+def score_factors(softmax_scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """`scale` and `softcap` of the kernels, whose scores are logarithms to base 2."""
+    if softcap is None:
+        return softmax_scale * LOG2_E, None
+    return 2 * softmax_scale / softcap * LOG2_E, softcap * LOG2_E
+
+
+@custom_op(keep=always)
+def _triton_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, softmax_scale: float,
+    window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result; for the backward pass the base-2 logarithm of the softmax denominator, (B, Hq, T) float32."""
+    B, T, heads, _ = q.shape
+    out, lse = q.new_empty((B, T, heads, v.shape[3])), q.new_empty((B, heads, T), dtype=torch.float32)
+    if is_fake(q) or not out.numel():
+        return out, lse
+    constants = _constants(q, k, v)
+    tiles = _tiles("forward", q, constants)
+    attention_forward_kernel[(B * heads, -(-T // tiles.queries))](
+        *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), contiguous(cu_seqlens), contiguous(sinks),
+        out, lse, T, k.shape[1], heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap),
+        **constants, **launch(tiles),
+    )  # fmt: skip
+    return out, lse
+
+
+@custom_op()
+def _triton_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor | None, softmax_scale: float, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v; the sums of out * dout over channels, (B, Hq, T) float32."""
+    dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(lse.shape)
+    if is_fake(q) or not k.numel():
+        return dq, dk, dv, delta
+    (B, T, heads, _), S = q.shape, k.shape[1]
+    constants = _constants(q, k, v)
+    inputs = [part for x in (q, k, v, dout) for part in heads_and_strides(x)]
+    cu_seqlens = contiguous(cu_seqlens)
+    numbers = T, S, heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap), softmax_scale
+    tiles = _tiles("query_gradient", q, constants)
+    attention_query_gradient_kernel[(B * heads, -(-T // tiles.queries))](
+        *inputs, cu_seqlens, out, lse, delta, dq, *numbers, **constants, **launch(tiles)
+    )
+    tiles = _tiles("key_gradient", q, constants)
+    attention_key_gradient_kernel[(B * k.shape[2], -(-S // tiles.keys))](
+        *inputs, cu_seqlens, lse, delta, dk, dv, *numbers, **constants, **launch(tiles)
+    )
+    return dq, dk, dv, delta
+
+
+def _refuses(request: AttentionRequest) -> str | None:
+    if request.device != "cuda" and not dispatch.INTERPRETED:
+        return f"it runs on CUDA, not on {request.device}"
+    if not dispatch.HAS_TRITON:
+        return "triton is not installed"
+    if dispatch.reference_only():
+        return 'set_backend("reference") is on'
+    if request.dtype == torch.float64:
+        return "it computes in float32, not in float64"
+    if max(request.head_dim, request.value_dim or 0) > MAX_DIM:
+        return f"it takes heads of up to {MAX_DIM} channels, not {max(request.head_dim, request.value_dim or 0)}"
+    return "it takes no arbitrary mask" if request.masked else None
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return triton_attention(q, k, v, cu_seqlens, sinks, request.softmax_scale, request.window, request.softcap)
+
+
+TRITON = Backend("triton", _refuses, _run)
