@@ -2,7 +2,7 @@
 kernels serve.
 
 It supports every option but masks, on every GPU that Triton compiles for: softcap, sinks, windows, packed sequences,
-heads of up to 512 channels, values of another width, float32. Its memory grows with T + S. Equal bits in every run.
+heads of up to 512 channels (256 in float32), values of another width. Its memory grows with T + S. Equal bits in every run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import AttentionRequest, Backend
+from ligermodels.ops.attention.backend import AttentionRequest, Backend, needs_mask
 from ligermodels.ops.attention.triton_attention_kernels import (
     attention_forward_kernel,
     attention_key_gradient_kernel,
@@ -24,7 +24,8 @@ from ligermodels.ops.runtime.dispatch import power_of_2_above, shared_memory
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
-MAX_DIM = 512
+MAX_BYTES = 1024
+"""Of a head of one token: 512 channels in 16 bits, 256 in float32. Beyond, a tile does not fit into registers."""
 LOG2_E = math.log2(math.e)
 
 
@@ -157,8 +158,9 @@ def _refuses(request: AttentionRequest) -> str | None:
         return 'set_backend("reference") is on'
     if request.dtype == torch.float64:
         return "it computes in float32, not in float64"
-    if max(request.head_dim, request.value_dim or 0) > MAX_DIM:
-        return f"it takes heads of up to {MAX_DIM} channels, not {max(request.head_dim, request.value_dim or 0)}"
+    width, limit = max(request.head_dim, request.value_dim or 0), MAX_BYTES // request.dtype.itemsize
+    if width > limit:
+        return f"it takes heads of up to {limit} channels in {request.dtype}, not {width}"
     return "it takes no arbitrary mask" if request.masked else None
 
 
@@ -169,4 +171,10 @@ def _run(
     return triton_attention(q, k, v, cu_seqlens, sinks, request.softmax_scale, request.window, request.softcap)
 
 
-TRITON = Backend("triton", _refuses, _run)
+def _defers(request: AttentionRequest) -> bool:
+    """The interpreter is for tests. Torch's kernels are faster where they need no mask and no additional key."""
+    is_plain = not needs_mask(request) and request.softcap is None
+    return request.device != "cuda" or (is_plain and not (request.sinks and request.dtype.itemsize < 4))
+
+
+TRITON = Backend("triton", _refuses, _run, _defers)

@@ -9,12 +9,17 @@ of summation. The method is FlashAttention-2's (https://arxiv.org/abs/2307.08691
 Query t is at position S - T + t. `cu_seqlens`, `sinks` and `window` may be None.
 """
 
+from functools import partial
+
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
 LOWEST = tl.constexpr(-1e30) if HAS_TRITON else None
 """Below every finite score; the running maximum begins here, because -inf - -inf is NaN."""
+
+kernel_for_any_length = partial(kernel, do_not_specialize=("T", "S", "heads", "count", "steps", "window"))
+"""One compiled kernel serves every length, number of documents and window."""
 
 
 @triton.jit
@@ -108,7 +113,7 @@ def _key_ranges(position, first, BLOCK_S: tl.constexpr):
     return begin, full, rest, end
 
 
-@kernel
+@kernel_for_any_length
 def attention_forward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
     cu_seqlens, sinks, out, lse, T, S, heads, count, steps, window, scale, softcap,
@@ -173,7 +178,7 @@ def _query_gradient(
     return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision="ieee")
 
 
-@kernel
+@kernel_for_any_length
 def attention_query_gradient_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
     dout, dout_batch, dout_token, dout_head, cu_seqlens, out, lse, delta, dq,
@@ -248,7 +253,7 @@ def _key_gradient(
     return tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee"), dv
 
 
-@kernel
+@kernel_for_any_length
 def attention_key_gradient_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
     dout, dout_batch, dout_token, dout_head, cu_seqlens, lse, delta, dk, dv,
