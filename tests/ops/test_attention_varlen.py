@@ -120,7 +120,7 @@ def test_in_one_compiled_graph_for_every_length(aten_on_a_cpu: None) -> None:
         return varlen.VARLEN.run(q, k, v, request, None, cu_seqlens, None)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
-    for options in ({"bounds": [0, 3, 9, 13]}, {"bounds": [0, 3, 13], "queries": 5}, {"window": 3}, {"queries": 4}):
+    for options in ({"bounds": [0, 3, 9, 13], "window": 3}, {"queries": 4}):
         inputs, request, cu_seqlens = operands(torch.float32, **options)
         found, expected = (f(*inputs, cu_seqlens, request) for f in (compiled, call))
         torch.testing.assert_close(found, expected)

@@ -6,6 +6,9 @@ fastest first; the first backend that can serve a call does, unless its `defers`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -75,6 +78,8 @@ def attention(
         softcap=softcap, masked=mask is not None, packed=cu_seqlens is not None, sinks=sinks is not None,
         compiling=torch.compiler.is_compiling(), value_dim=None if value_dim == head_dim else value_dim,
     )  # fmt: skip
+    if _recorded is not None:
+        _recorded.append((request, backend))
     if q.is_cuda:
         q, k, v = (_aligned(x, request.compiling) for x in (q, k, v))
     return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
@@ -94,6 +99,20 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     if reason := BACKENDS[name].refuses(request):
         raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
     return BACKENDS[name]
+
+
+_recorded: list[tuple[AttentionRequest, str]] | None = None
+
+
+@contextmanager
+def recorded_requests() -> Iterator[list[tuple[AttentionRequest, str]]]:
+    """Within the context, collects the request and the `backend` argument of every call of `attention`."""
+    global _recorded
+    previous, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = previous
 
 
 def backends() -> dict[str, bool]:

@@ -2,12 +2,14 @@
 kernels serve.
 
 It supports every option but masks, on every GPU that Triton compiles for: softcap, sinks, windows, packed sequences,
-heads of up to 512 channels (256 in float32), values of another width. Its memory grows with T + S. Equal bits in every run.
+heads of up to 512 channels (256 in float32), values of another width. Its memory grows with T + S, and every run gives
+the same bits.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ from ligermodels.ops.attention.triton_attention_kernels import (
     attention_key_gradient_kernel,
     attention_query_gradient_kernel,
 )
-from ligermodels.ops.attention.triton_attention_tiles import Tiles, choose_tiles
+from ligermodels.ops.attention.triton_attention_tiles import Tiles, tile_options
 from ligermodels.ops.runtime import dispatch
-from ligermodels.ops.runtime.dispatch import power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import OutOfResources, power_of_2_above, shared_memory
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
@@ -80,13 +82,40 @@ def _constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     return {"GROUP": q.shape[2] // k.shape[2], "DIM": dim, "VALUE_DIM": value_dim, **blocks}
 
 
-def _tiles(kernel: str, q: Tensor, constants: dict[str, int]) -> Tiles:
-    sizes = constants["BLOCK_DIM"], constants["BLOCK_VALUE"]
-    return choose_tiles(kernel, *sizes, q.element_size(), shared_memory(q.device))
+_too_large: dict[tuple[Any, ...], int] = {}
+"""Number of the first tile options that a device has not the resources for; by kernel, dtype, device and widths."""
 
 
-def launch(tiles: Tiles) -> dict[str, int]:
-    """The arguments of a launch that choose its tiles."""
+def _launch(
+    name: str, kernel: Any, programs: int, axis: str, length: int, arguments: tuple[Any, ...], constants: dict[str, int]
+) -> None:
+    """Launch a kernel with the first tiles for which the device has the resources.
+
+    Args:
+        name: of the kernel, in `tile_options`.
+        kernel: the kernel.
+        programs: number of heads in the batch; each is divided into tiles.
+        axis: "queries" or "keys", whose tiles are divided among programs.
+        length: number of tokens on this axis.
+        arguments: of the kernel; the first is q.
+        constants: of the kernel, beside the sizes of tiles.
+    """
+    q = arguments[0]
+    sizes = constants["BLOCK_DIM"], constants["BLOCK_VALUE"], q.element_size(), shared_memory(q.device)
+    options, key = tile_options(name, *sizes), (name, q.dtype, q.device, *sizes)
+    while True:
+        tiles = options[_too_large.get(key, 0)]
+        try:
+            kernel[(programs, -(-length // getattr(tiles, axis)))](*arguments, **constants, **launch_options(tiles))
+            return
+        except OutOfResources:
+            if tiles is options[-1]:
+                raise
+            _too_large[key] = _too_large.get(key, 0) + 1
+
+
+def launch_options(tiles: Tiles) -> dict[str, int]:
+    """The arguments of a launch that its tiles decide."""
     blocks = {"BLOCK_T": tiles.queries, "BLOCK_S": tiles.keys}
     return {**blocks, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
@@ -115,12 +144,11 @@ def _triton_attention_forward(
     if is_fake(q) or not out.numel():
         return out, lse
     constants = _constants(q, k, v)
-    tiles = _tiles("forward", q, constants)
-    attention_forward_kernel[(B * heads, -(-T // tiles.queries))](
+    arguments = (
         *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), contiguous(cu_seqlens), contiguous(sinks),
         out, lse, T, k.shape[1], heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap),
-        **constants, **launch(tiles),
     )  # fmt: skip
+    _launch("forward", attention_forward_kernel, B * heads, "queries", T, arguments, constants)
     return out, lse
 
 
@@ -138,14 +166,10 @@ def _triton_attention_backward(
     inputs = [part for x in (q, k, v, dout) for part in heads_and_strides(x)]
     cu_seqlens = contiguous(cu_seqlens)
     numbers = T, S, heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap), softmax_scale
-    tiles = _tiles("query_gradient", q, constants)
-    attention_query_gradient_kernel[(B * heads, -(-T // tiles.queries))](
-        *inputs, cu_seqlens, out, lse, delta, dq, *numbers, **constants, **launch(tiles)
-    )
-    tiles = _tiles("key_gradient", q, constants)
-    attention_key_gradient_kernel[(B * k.shape[2], -(-S // tiles.keys))](
-        *inputs, cu_seqlens, lse, delta, dk, dv, *numbers, **constants, **launch(tiles)
-    )
+    arguments = *inputs, cu_seqlens, out, lse, delta, dq, *numbers
+    _launch("query_gradient", attention_query_gradient_kernel, B * heads, "queries", T, arguments, constants)
+    arguments = *inputs, cu_seqlens, lse, delta, dk, dv, *numbers
+    _launch("key_gradient", attention_key_gradient_kernel, B * k.shape[2], "keys", S, arguments, constants)
     return dq, dk, dv, delta
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 MAX_STAGES = 3
@@ -58,8 +59,12 @@ _IN_FLOAT32 = ((32, 32, 8),)  # no tensor cores: operands need registers too
 SMALLEST = Tiles(16, 16, 4, 1)
 
 
-def choose_tiles(kernel: str, dim: int, value_dim: int, itemsize: int, memory: int) -> Tiles:
-    """The first launch of a kernel whose tiles fit in registers and shared memory, with as many stages as fit.
+@cache
+def tile_options(kernel: str, dim: int, value_dim: int, itemsize: int, memory: int) -> tuple[Tiles, ...]:
+    """The launches of a kernel that are likely to fit in registers and shared memory, fastest first.
+
+    The need is an estimate: compilers for some GPUs copy tiles. So a launch that does not fit is followed by launches
+    with fewer stages, and then by smaller tiles.
 
     Args:
         kernel: "forward", "query_gradient" or "key_gradient".
@@ -68,10 +73,10 @@ def choose_tiles(kernel: str, dim: int, value_dim: int, itemsize: int, memory: i
         itemsize: bytes per element.
         memory: bytes of shared memory that a program may use.
     """
-    needs = _NEEDS[kernel]
+    needs, options = _NEEDS[kernel], []
     for queries, keys, warps in needs.launches if itemsize < 4 else _IN_FLOAT32:
         sizes = queries, keys, dim, value_dim
         stages = (memory // itemsize - needs.fixed(*sizes)) // needs.per_stage(*sizes)
-        if stages >= 1 and needs.registers(*sizes) <= MAX_REGISTERS * 32 * warps:
-            return Tiles(queries, keys, warps, min(stages, MAX_STAGES))
-    return SMALLEST
+        if needs.registers(*sizes) <= MAX_REGISTERS * 32 * warps:
+            options += [Tiles(queries, keys, warps, n) for n in range(min(stages, MAX_STAGES), 0, -1)]
+    return (*options, SMALLEST)

@@ -22,8 +22,10 @@ except ImportError:  # no Triton for this platform: kernels stay plain functions
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=Any)
     HAS_TRITON = False
+    OutOfResources: type[Exception] = RuntimeError
 else:
     HAS_TRITON = True
+    OutOfResources = triton.runtime.errors.OutOfResources
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it when a kernel is defined
 IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
