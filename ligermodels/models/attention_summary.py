@@ -22,12 +22,12 @@ def attention_summary(config: DecoderConfig, device: torch.device, dtype: torch.
 
     Args:
         config: the model.
-        device: device on which it will run.
-        dtype: dtype in which it computes.
+        device: device of the model.
+        dtype: dtype of queries, keys and values.
         seq_len: tokens in a row of two packed documents.
 
     Returns:
-        Names of backends, with their numbers of calls if there are several; and which package would be faster.
+        Names of backends, with their numbers of layers if there are several; and a package that would be faster.
     """
     with torch.device("meta"), skip_init(), torch.no_grad(), recorded_requests() as calls:
         cu_seqlens = torch.tensor([0, seq_len // 2, seq_len], dtype=torch.int32)
@@ -47,6 +47,6 @@ def attention_summary(config: DecoderConfig, device: torch.device, dtype: torch.
 
 
 def _would_be_faster(request: AttentionRequest) -> bool:
-    """Whether the fastest backend lacks nothing but its package, on GPUs for which it is tuned."""
+    """Whether the fastest backend needs only its package. It is tuned for GPUs of compute capability 9.0 and later."""
     is_tuned = torch.cuda.get_device_capability() >= (9, 0)
     return is_tuned and FASTEST.refuses(request) == not_installed(FASTEST.name)

@@ -88,9 +88,16 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
 
 
 def query_bounds(cu_seqlens: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """Bounds of packed sequences among the queries, which are the last of the keys' tokens: int32 (n + 1,).
+    """Bounds of packed sequences among the queries.
 
-    Sequences that end before the first query have keys only."""
+    Args:
+        cu_seqlens: int32 (n + 1,), bounds among the keys.
+        num_queries: number of queries: the last tokens of the row of keys.
+        num_keys: number of keys.
+
+    Returns:
+        int32 (n + 1,). Sequences that end before the first query have no queries.
+    """
     return cu_seqlens if num_queries == num_keys else (cu_seqlens - (num_keys - num_queries)).clamp(min=0)
 
 

@@ -94,9 +94,9 @@ def _launch(
     Args:
         name: of the kernel, in `tile_options`.
         kernel: the kernel.
-        programs: number of heads in the batch; each is divided into tiles.
-        axis: "queries" or "keys", whose tiles are divided among programs.
-        length: number of tokens on this axis.
+        programs: number of heads in the batch.
+        axis: "queries" or "keys"; each program has one tile of them.
+        length: number of queries or keys.
         arguments: of the kernel; the first is q.
         constants: of the kernel, beside the sizes of tiles.
     """
@@ -127,7 +127,7 @@ def _search(cu_seqlens: Tensor | None) -> tuple[int, int]:
 
 
 def score_factors(softmax_scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """`scale` and `softcap` of the kernels, whose scores are logarithms to base 2."""
+    """`scale` and `softcap` of the kernels. Their scores are logarithms to base 2."""
     if softcap is None:
         return softmax_scale * LOG2_E, None
     return 2 * softmax_scale / softcap * LOG2_E, softcap * LOG2_E
@@ -189,7 +189,7 @@ def _refuses(request: AttentionRequest) -> str | None:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return triton_attention(q, k, v, cu_seqlens, sinks, request.softmax_scale, request.window, request.softcap)

@@ -1,10 +1,10 @@
 """The Triton kernels of the attention backend "triton": the forward pass, and the gradients of queries, of keys and
 values.
 
-Each program has one tile of queries (or of keys) in registers and loops over the tiles of keys (or of queries) that it
-meets: tiles outside the causal triangle, the window or the documents are never read. Only tiles at a border of what is
-visible are masked. Scores are logarithms to base 2. No atomics: each result is written by one program, in a fixed order
-of summation. The method is FlashAttention-2's (https://arxiv.org/abs/2307.08691).
+Each program has one tile of queries (or of keys) in registers and loops over tiles of keys (or of queries). Tiles
+outside the causal triangle, the window or the documents are never read. Only tiles at a border are masked. Scores are
+logarithms to base 2. No atomics: each result is written by one program, in a fixed order of summation. The method is
+FlashAttention-2's (https://arxiv.org/abs/2307.08691).
 
 Query t is at position S - T + t. `cu_seqlens`, `sinks` and `window` may be None.
 """
@@ -186,8 +186,8 @@ def attention_query_gradient_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dq (B, T, heads, DIM) for one tile of queries of one head, and delta (B, heads, T), the sums
-    of out * dout over channels, which the gradients of keys and sinks need too."""
+    """Each program writes dq (B, T, heads, DIM) for one tile of queries of one head, and delta (B, heads, T): sums of
+    out * dout over channels. The gradients of keys and sinks need delta too."""
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
     row = tl.arange(0, BLOCK_T)

@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
 
 
 class _Needs(NamedTuple):
-    """What a program needs, each as a function of queries and keys per tile, channels of keys, channels of values.
+    """Needs of a program, as functions of queries and keys per tile, channels of keys, channels of values.
 
     registers: numbers of 4 bytes in registers.
     fixed: elements in shared memory all the time.

@@ -1,6 +1,6 @@
 """The attention backend "varlen": torch's own flash attention over packed sequences, as two opaque ops.
 
-`torch.nn.attention.varlen.varlen_attn` (torch >= 2.10) calls the same two functions of aten, which torch 2.8 has too.
+`torch.nn.attention.varlen.varlen_attn` (torch >= 2.10) calls the same two functions of aten; torch 2.8 has them too.
 Here they are called directly: their parameters are the same in every version, and selective activation checkpointing
 keeps their results.
 
@@ -28,7 +28,7 @@ _PARAMETERS = {
 
 
 def _missing() -> str | None:
-    """What this build of torch lacks; None if it lacks nothing."""
+    """Why this build of torch cannot serve the backend; None if it can."""
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention for NVIDIA GPUs"
     for name, parameters in _PARAMETERS.items():
@@ -63,21 +63,21 @@ def _refuses(request: AttentionRequest) -> str | None:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, _: None, cu_seqlens: Tensor | None, sinks: None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     if cu_seqlens is None:
         rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
         bounds_q, bounds = rows * queries, rows * keys
     else:
         bounds_q, bounds = query_bounds(cu_seqlens, queries, keys), cu_seqlens
-    if queries == keys:  # torch.compile traces no autograd function that gets a tensor twice
-        bounds_q = None
     q, k, v = (_widened(x.flatten(0, 1), kernel_width(request)) for x in (q, k, v))
     # Reading the length of the longest sequence would cost a sync; the row's length bounds it. With a bound of one
     # query the kernels expect exactly one query in each sequence.
     options = max(queries, 2), keys, request.softmax_scale, request.window
-    out, _ = _VarlenAttention.apply(q, k, v, bounds_q, bounds, *options)
+    # torch.compile traces no autograd function that gets a tensor twice.
+    out, _ = _VarlenAttention.apply(q, k, v, None if queries == keys else bounds_q, bounds, *options)
     return out[..., : request.value_dim or request.head_dim].unflatten(0, (batch, queries))
 
 
