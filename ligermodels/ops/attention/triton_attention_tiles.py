@@ -26,7 +26,7 @@ class _Needs(NamedTuple):
     registers: numbers of 4 bytes in registers.
     fixed: elements in shared memory all the time.
     per_stage: elements in shared memory for each stage of the pipeline.
-    launches: queries, keys and warps, fastest first; tuned on an H100.
+    launches: queries, keys and warps, in order of preference.
     """
 
     registers: Callable[[int, int, int, int], int]
@@ -61,7 +61,7 @@ SMALLEST = Tiles(16, 16, 4, 1)
 
 @cache
 def tile_options(kernel: str, dim: int, value_dim: int, itemsize: int, memory: int) -> tuple[Tiles, ...]:
-    """The launches of a kernel that are likely to fit in registers and shared memory, fastest first.
+    """The launches of a kernel that are likely to fit in registers and shared memory, in order of preference.
 
     The need is an estimate: compilers for some GPUs copy tiles. So a launch that does not fit is followed by launches
     with fewer stages, and then by smaller tiles.
