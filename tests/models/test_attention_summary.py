@@ -27,7 +27,7 @@ def summary(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, i
 @pytest.mark.kernels
 def test_backends_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     faster = "flash-attn-4 is not installed and would be faster (pip install 'ligermodels[flash-attn]')"
-    assert summary(monkeypatch, "llama-3", (9, 0), head_dim=128) == f"varlen; {faster}"
+    assert summary(monkeypatch, "llama-3", (9, 0), head_dim=128) == f"triton; {faster}"
     assert summary(monkeypatch, "llama-3", (8, 0), head_dim=128) == "varlen"
     assert summary(monkeypatch, "llama-3", (7, 5), head_dim=128) == "triton"
     assert summary(monkeypatch, "gpt_oss", (9, 0)) == "triton"

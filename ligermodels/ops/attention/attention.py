@@ -22,7 +22,7 @@ from ligermodels.ops.attention.varlen import MISSING, VARLEN
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
 from ligermodels.ops.runtime.tensors import check_tensor
 
-BACKENDS = {backend.name: backend for backend in (*FLASH, VARLEN, TRITON, SDPA, REFERENCE)}
+BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""

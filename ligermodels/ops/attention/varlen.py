@@ -43,12 +43,17 @@ MISSING = _missing()
 """Why this build of torch cannot serve the backend; None if it can."""
 
 
+def compute_capability() -> int:
+    """Major number of the current GPU's compute capability."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).major
+
+
 def _refuses(request: AttentionRequest) -> str | None:
     if request.device != "cuda":
         return f"it runs on CUDA, not on {request.device}"
     if MISSING is not None:
         return MISSING
-    if torch.cuda.get_device_properties(torch.cuda.current_device()).major < 8:
+    if compute_capability() < 8:
         return "torch's flash attention needs a GPU of compute capability 8.0 or later"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype}"
