@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import InputError
+from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
@@ -112,6 +113,7 @@ def build_state(
     with console.progress(f"loading {recipe.base}", in_bytes=True) as update:
         prepare = partial(prepare_model, recipe, prepare_base)
         model = plan.base.load(recipe, device=device, attention=attention, progress=update, prepare=prepare, **options)
+    console.say(f"attention: {attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len)}")
     if plan.base.weights is None and not plan.resumes:
         count = sum(parameter.numel() for parameter in model.parameters())
         console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")

@@ -174,6 +174,11 @@ CASES = {
         ((4, 8), (50, 8), (50,)),
         ("loss_weights", "linear_loss", "linear_gradients"),
     ),
+    "attention": Case(
+        lambda q, k, v, s: ops.attention(q, k, v, window=4, softcap=5.0, sinks=s, backend="triton"),
+        ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 8), (4,)),
+        ("triton_attention_forward", "triton_attention_backward"),
+    ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(
             h, w, target(h), return_entropy=True, return_lse=True, return_predicted=True, return_rank=True
