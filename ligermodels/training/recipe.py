@@ -220,6 +220,11 @@ class TrainingRecipe(BaseModel):
         except ConfigError as error:
             raise ConfigError(f"parallel.{error}") from None
 
+    @field_validator("cuda_graph", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads on and off as bool
+
     @field_validator("date")
     @classmethod
     def _is_date(cls, value: str | None) -> str | None:
