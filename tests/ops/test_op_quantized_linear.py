@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops import dequantize_weight, quantize_weight, quantized_linear, quantized_linear_reference
 from ligermodels.ops.quantized import linear, weights
 
-KINDS = ("float8", "int4")
+KINDS = ("float8", "int4", "nf4")
 SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
 """(N, K): whole groups, less than one, and a short last one."""
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_quantised(kind: Any) -> None:
     for weight in (torch.ones(3), torch.ones(2, 3, 4), torch.ones(2, 3).long(), torch.ones(0, 3)):
         with pytest.raises(InputError, match="quantize_weight: weight must be floating"):
             quantize_weight(weight, kind)
-    with pytest.raises(InputError, match=r"kind: must be one of float8, int4, got 'int5'"):
+    with pytest.raises(InputError, match=r"kind: must be one of float8, int4, nf4, got 'int5'"):
         quantize_weight(torch.ones(2, 3), "int5")  # type: ignore[arg-type]
 
 
