@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.ops.quantized.weights import NF4_LEVELS
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, IN_INTERPRETER, tl, triton
@@ -61,16 +62,15 @@ def _constant(value: Any) -> Any:
     return tl.constexpr(value) if HAS_TRITON else value
 
 
-def _table_assembly(dtype: torch.dtype) -> str:
-    """PTX that replaces codes of nf4 by their levels in `dtype`, which has 16 bits: bytes in $4, levels in $0 to $3.
+def _table_assembly(table: Tensor) -> str:
+    """PTX that replaces codes of four bits by entries of `table` (16,) of int16: bytes in $4, entries in $0 to $3.
 
-    An instruction prmt selects four of eight bytes by the low three bits of four codes. So for two bytes of codes, two
-    prmt give the low bytes of the levels 0 to 7 and of the levels 8 to 15, and two more their high bytes. Of both, the
-    highest bit of a code takes one: as a mask of bytes, from prmt with its option to spread sign bits. Two more prmt
-    join low and high bytes.
+    The instruction prmt selects four of eight bytes by the low three bits of four codes. So for two bytes of codes, two
+    prmt give the low bytes of the entries 0 to 7 and of the entries 8 to 15, and two more their high bytes. The highest
+    bit of each code chooses between the two: as a mask of bytes, from prmt with its option to repeat sign bits. Two
+    more prmt join low and high bytes.
     """
-    levels = torch.tensor(NF4_LEVELS, device="cpu").to(dtype).view(torch.int16).tolist()
-    tables = [_words([level >> shift & 255 for level in levels]) for shift in (0, 8)]
+    tables = [_words([entry >> shift & 255 for entry in table.tolist()]) for shift in (0, 8)]
     halves = (("index", "0xd9c8", "$0", "$2"), ("next", "0xfbea", "$1", "$3"))
     lines = [
         "{ .reg .b32 index, next, shifted, mask, first, second, low, high;",
@@ -90,8 +90,10 @@ def _words(numbers: Sequence[int]) -> list[str]:
     return [f"{word:#010x}" for word in struct.unpack("<4I", bytes(numbers))]
 
 
-_BFLOAT16_LEVELS = _constant(_table_assembly(torch.bfloat16))
-_FLOAT16_LEVELS = _constant(_table_assembly(torch.float16))
+_levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device="cpu")
+_BFLOAT16_LEVELS = _constant(_table_assembly(_levels.to(torch.bfloat16).view(torch.int16)))
+_FLOAT16_LEVELS = _constant(_table_assembly(_levels.to(torch.float16).view(torch.int16)))
+_LOWER_HALVES, _UPPER_HALVES = (_constant(_table_assembly(_levels.view(torch.int16)[half::2])) for half in (0, 1))
 _LEVELS = _constant(NF4_LEVELS)
 
 
@@ -108,6 +110,20 @@ def nf4_values(codes, DTYPE: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             _FLOAT16_LEVELS, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
+    return low, high
+
+
+@triton.jit
+def nf4_float32(codes):
+    """The levels of the low four bits and of the high four bits of bytes, in float32."""
+    low, high = tl.inline_asm_elementwise(
+        _LOWER_HALVES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=4
+    )
+    low_upper, high_upper = tl.inline_asm_elementwise(
+        _UPPER_HALVES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=4
+    )
+    low = (low.to(tl.uint32) | low_upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    high = (high.to(tl.uint32) | high_upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return low, high
 
 

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits: formats, quantisation and dequantisation.
+"""Weights of linear layers in 8 or 4 bits: formats and quantisation.
 
 "float8": E4M3 with one float32 scale per output channel, the channel's largest magnitude / 448. `codes` are float8
 (N, K), `scales` (N,).
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.arguments import QuantizedFormat, check_count, check_format
+from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -44,7 +44,7 @@ NF4_LEVELS = (
 _CHUNK_ELEMENTS = 2**22
 """Elements that are held as float32 at once."""
 _TINY = torch.finfo(torch.float32).tiny
-_E4M3 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 
 
 class QuantizedWeight(NamedTuple):
@@ -74,7 +74,7 @@ def empty_quantized(
     """
     check_format("kind", kind)
     if kind == "float8":
-        codes, scales = torch.empty(out_features, in_features, dtype=_E4M3, device=device), (out_features,)
+        codes, scales = torch.empty(out_features, in_features, dtype=E4M3, device=device), (out_features,)
         return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
     groups = num_groups(in_features)
     codes = torch.empty(out_features, groups * BYTES, dtype=torch.uint8, device=device)
@@ -89,7 +89,7 @@ def num_groups(in_features: int) -> int:
 
 def format_of(codes: Tensor, scales: Tensor) -> QuantizedFormat:
     """The format of codes and scales."""
-    if codes.dtype == _E4M3:
+    if codes.dtype == E4M3:
         return "float8"
     return "nf4" if scales.ndim == 3 else "int4"
 
@@ -99,7 +99,7 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
     are on `device`."""
     kind = format_of(codes, scales)
     if kind == "float8":
-        check_tensor(op, "codes", codes, ("N", in_features), device, _E4M3)
+        check_tensor(op, "codes", codes, ("N", in_features), device, E4M3)
         check_tensor(op, "scales", scales, (codes.shape[0],), device, torch.float32)
     else:
         groups = num_groups(in_features)
@@ -141,39 +141,9 @@ def quantize_weight(weight: Tensor, kind: QuantizedFormat) -> QuantizedWeight:
     return quantized
 
 
-def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """The weight of codes and scales: code * scale in float32, rounded to `dtype`.
-
-    Args:
-        codes: codes from `quantize_weight`, all of them, or those of some rows or of some groups of each row.
-        scales: the scales of these codes.
-        in_features: number K of inputs that the codes cover.
-        dtype: floating dtype of the result.
-
-    Returns:
-        (N, K), of `dtype`.
-
-    Raises:
-        InputError: shapes, dtypes or devices do not fit, or `dtype` is not floating.
-    """
-    check_quantized("dequantize_weight", codes, scales, check_count("in_features", in_features), codes.device)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(f"dequantize_weight: dtype must be a floating torch.dtype, got {dtype!r}")
-    wide = torch.promote_types(dtype, torch.float32)
-    if codes.dtype == _E4M3:
-        return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
-    pairs = codes.unflatten(1, (-1, BYTES))
-    q = torch.stack((pairs & 15, pairs >> 4), dim=2)  # (N, G, 2, 64)
-    if scales.ndim == 2:
-        values = (q.to(wide) - 8) * scales[..., None, None].to(wide)
-    else:
-        values = torch.tensor(NF4_LEVELS, dtype=wide, device=codes.device)[q.int()] * scales[..., None].to(wide)
-    return values.flatten(1)[:, :in_features].to(dtype)
-
-
 def _to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (values.abs().amax(1) / torch.finfo(_E4M3).max).clamp(min=_TINY)
-    return (values / scales[:, None]).to(_E4M3), scales
+    scales = (values.abs().amax(1) / torch.finfo(E4M3).max).clamp(min=_TINY)
+    return (values / scales[:, None]).to(E4M3), scales
 
 
 def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
