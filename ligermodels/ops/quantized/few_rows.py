@@ -4,9 +4,9 @@ time is the time to read W. A gated activation or an addition after the layer ca
 A program takes some output channels. Its warps divide the inputs among them, in steps and parts. So one kernel has
 enough warps on all multiprocessors even for a layer with few channels, and no sums of programs to add. Each warp
 multiplies W x^T by tensor cores, with a smallest tile of 16 channels: the channels of W are its rows, the few tokens
-its columns. In plain decoding the single token takes all columns. Codes are converted to the dtype of x (a plain weight has
-that dtype). Scales multiply float32 sums: for int4 the sum over each group, for nf4 over each block. At the end the
-sums of the parts are added.
+its columns. In plain decoding the single token takes all columns. Codes are converted to the dtype of x (a plain
+weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group, for nf4 over each block. At the
+end the sums of the parts are added.
 """
 
 from typing import NamedTuple
@@ -88,8 +88,8 @@ def _few_rows_kernel(
     M, N, K, G, steps, KIND: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group). ONE: M
-    is 1. WHOLE: K is a multiple of PARTS * STEP."""
+    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group).
+    KIND: the format, or "plain". ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
