@@ -11,12 +11,7 @@ from ligermodels.ops.quantized import unpack
 from ligermodels.ops.quantized.weights import NF4_LEVELS
 
 LEVELS = torch.tensor(NF4_LEVELS)
-TABLES = {
-    "_BFLOAT16_LEVELS": LEVELS.bfloat16().view(torch.int16),
-    "_FLOAT16_LEVELS": LEVELS.half().view(torch.int16),
-    "_LOWER_HALVES": LEVELS.view(torch.int16)[::2],
-    "_UPPER_HALVES": LEVELS.view(torch.int16)[1::2],
-}
+TABLES = {"_BFLOAT16_LEVELS": LEVELS.bfloat16().view(torch.int16), "_FLOAT16_LEVELS": LEVELS.half().view(torch.int16)}
 
 
 def prmt(a: int, b: int, selector: int) -> int:
@@ -80,7 +75,7 @@ def built(kernel, target, constants, pointers, warps, stages):
 hip = GPUTarget("hip", "gfx942", 64)
 for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), hip):
     pointers = {"codes": "*u8", "scales": "*fp32", "weight": "*bf16", "x": "*bf16", "y": "*bf16", "out": "*fp32"}
-    constants = {"KIND": "nf4", "ASSEMBLY": target != hip, "GROUPS": dequantize.GROUPS}
+    constants = {"KIND": "nf4", "GROUPS": dequantize.GROUPS}
     built(dequantize._dequantize_kernel, target, constants, pointers, 4, 3)
     if target == hip:
         continue  # `quantized_linear` dequantises there

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops import dequantize_weight, quantize_weight, quantized_linear, quantized_linear_reference
-from ligermodels.ops.quantized import dequantize, linear, weights
+from ligermodels.ops.quantized import linear, weights
+from ligermodels.ops.quantized.dequantize import dequantize_weight_reference
 from ligermodels.ops.quantized.weights import NF4_LEVELS
 
 KINDS = ("float8", "int4", "nf4")
@@ -139,7 +140,7 @@ def test_kernel_that_dequantises(kind: Any, size: tuple[int, int], kernels_devic
     """The bits of the reference, for some groups of each row too."""
     codes, scales = quantize_weight(awkward(size, torch.float32).to(kernels_device), kind)
     for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if kernels_device.type == "cuda" else [])):
-        wanted = dequantize._dequantize_reference(codes, scales, size[1], dtype)
+        wanted = dequantize_weight_reference(codes, scales, size[1], dtype)
         assert torch.equal(dequantize_weight(codes, scales, size[1], dtype), wanted)
         if size[1] > 256:
             part = dequantize_weight(codes[:, 64:128], scales[:, 1:2], 128, dtype)

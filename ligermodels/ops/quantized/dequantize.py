@@ -6,14 +6,14 @@ from torch import Tensor
 
 from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.unpack import nf4_float32, nf4_levels
+from ligermodels.ops.quantized.unpack import nf4_levels
 from ligermodels.ops.quantized.weights import BYTES, E4M3, NF4_LEVELS, check_quantized, format_of, num_groups
-from ligermodels.ops.runtime.dispatch import INTERPRETED, tl, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 
 GROUPS = 16
-"""Groups of a row per program."""
+"""Groups per program."""
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
@@ -37,10 +37,10 @@ def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: to
     if codes.dtype != E4M3 and dtype.itemsize in (2, 4) and use_kernels(codes, scales):
         weight: Tensor = _dequantize_weight(codes, scales, in_features, dtype)
         return weight
-    return _dequantize_reference(codes, scales, in_features, dtype)
+    return dequantize_weight_reference(codes, scales, in_features, dtype)
 
 
-def _dequantize_reference(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+def dequantize_weight_reference(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The specification of `dequantize_weight`, in plain torch."""
     wide = torch.promote_types(dtype, torch.float32)
     if codes.dtype == E4M3:
@@ -63,35 +63,34 @@ def _dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: t
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     scales = scales if scales[0].is_contiguous() else scales.contiguous()
     groups = num_groups(in_features)
-    _dequantize_kernel[(codes.shape[0], -(-groups // GROUPS))](
-        codes, codes.stride(0), scales, scales.stride(0), weight, in_features, groups, KIND=format_of(codes, scales),
-        ASSEMBLY=not INTERPRETED and torch.version.hip is None, GROUPS=GROUPS, num_warps=4,
+    _dequantize_kernel[(-(-codes.shape[0] * groups // GROUPS),)](
+        codes, codes.stride(0), scales, scales.stride(0), weight, codes.shape[0], in_features, groups,
+        KIND=format_of(codes, scales), GROUPS=GROUPS, num_warps=4,
     )  # fmt: skip
     return weight
 
 
 @kernel
 def _dequantize_kernel(
-    codes, code_row, scales, scale_row, weight, K, G, KIND: tl.constexpr, ASSEMBLY: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Some groups of a row per program. ASSEMBLY: for NVIDIA GPUs."""
-    row = tl.program_id(0).to(tl.int64)
-    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    codes, code_row, scales, scale_row, weight, N, K, G,
+    KIND: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Some groups per program, counted row by row."""
+    place = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    row, group = (place // G).to(tl.int64), place % G
+    there = row < N
     byte = tl.arange(0, 64)[None, :]
-    q = tl.load(codes + row * code_row + group * 64 + byte, mask=group < G, other=0)
+    q = tl.load(codes + row * code_row + group * 64 + byte, mask=there, other=0)
     scales += row * scale_row
     if KIND == "int4":
-        scale = tl.load(scales + group, mask=group < G, other=0.0)
+        scale = tl.load(scales + group, mask=there, other=0.0)
         scale_high = scale
         low, high = (q & 15).to(tl.float32) - 8, (q >> 4).to(tl.float32) - 8
     else:
-        scale = tl.load(scales + 2 * group, mask=group < G, other=0.0)
-        scale_high = tl.load(scales + 2 * group + 1, mask=group < G, other=0.0)
-        if ASSEMBLY:
-            low, high = nf4_float32(q)
-        else:
-            low, high = nf4_levels(q & 15), nf4_levels(q >> 4)
+        scale = tl.load(scales + 2 * group, mask=there, other=0.0)
+        scale_high = tl.load(scales + 2 * group + 1, mask=there, other=0.0)
+        low, high = nf4_levels(q & 15), nf4_levels(q >> 4)
     k = group * 128 + byte
     weight += row * K + k
-    tl.store(weight, (low * scale).to(weight.dtype.element_ty), mask=k < K)
-    tl.store(weight + 64, (high * scale_high).to(weight.dtype.element_ty), mask=k + 64 < K)
+    tl.store(weight, (low * scale).to(weight.dtype.element_ty), mask=there & (k < K))
+    tl.store(weight + 64, (high * scale_high).to(weight.dtype.element_ty), mask=there & (k + 64 < K))

@@ -18,7 +18,7 @@ from ligermodels.ops.float8.linear import float8_unsupported
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.linear.epilogue import activated, check_activation
 from ligermodels.ops.linear.linear import few_rows_linear
-from ligermodels.ops.quantized.dequantize import dequantize_weight
+from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
@@ -79,7 +79,7 @@ def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: T
         scales: scales of the weight.
         bias: (N,), or None.
     """
-    return F.linear(x, dequantize_weight(codes, scales, x.shape[-1], x.dtype), bias)
+    return F.linear(x, dequantize_weight_reference(codes, scales, x.shape[-1], x.dtype), bias)
 
 
 @custom_op()

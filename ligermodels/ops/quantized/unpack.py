@@ -93,7 +93,6 @@ def _words(numbers: Sequence[int]) -> list[str]:
 _levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device="cpu")
 _BFLOAT16_LEVELS = _constant(_table_assembly(_levels.to(torch.bfloat16).view(torch.int16)))
 _FLOAT16_LEVELS = _constant(_table_assembly(_levels.to(torch.float16).view(torch.int16)))
-_LOWER_HALVES, _UPPER_HALVES = (_constant(_table_assembly(_levels.view(torch.int16)[half::2])) for half in (0, 1))
 _LEVELS = _constant(NF4_LEVELS)
 
 
@@ -114,23 +113,10 @@ def nf4_values(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def nf4_float32(codes):
-    """The levels of the low four bits and of the high four bits of bytes, in float32."""
-    low, high = tl.inline_asm_elementwise(
-        _LOWER_HALVES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=4
-    )
-    low_upper, high_upper = tl.inline_asm_elementwise(
-        _UPPER_HALVES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=4
-    )
-    low = (low.to(tl.uint32) | low_upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    high = (high.to(tl.uint32) | high_upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def nf4_levels(q):
-    """The levels of codes, one per byte, in float32."""
-    levels = tl.full(q.shape, _LEVELS[0], tl.float32)
-    for code in tl.static_range(1, 16):
-        levels = tl.where(q == code, _LEVELS[code], levels)
-    return levels
+def nf4_levels(codes):
+    """The levels of codes, one per byte, in float32: for any GPU, and slower than assembly."""
+    number = tl.arange(0, 16)
+    table = tl.zeros((16,), tl.float32)
+    for code in tl.static_range(16):
+        table = tl.where(number == code, _LEVELS[code], table)
+    return tl.reshape(tl.gather(table, tl.ravel(codes).to(tl.int32), 0), codes.shape)
