@@ -125,17 +125,24 @@ def _ways(
     nf4 = [m for m in mappings if layers[m.target].kind == "nf4"]
     fitting = [m for m in nf4 if all(part.fits(m, layers[m.target]) for part in exact.parts)]
     others = [m for m in mappings if m not in fitting]
-    in_4_bits = names_in_4_bits(reader)
-    twice = [m.target for m in nf4 if m in others and in_4_bits.issuperset(view.source for view in m.views)]
-    if twice:
-        warnings.warn(
-            f"{len(twice)} weights, such as {twice[0]}, are stored in 4 bits, but not as nf4 with blocks of {BLOCK} "
-            "inputs of a row: they are dequantised and rounded to nf4. Exclude layers (quantize_exclude, "
-            "--quantize-exclude) to leave them in the model's dtype",
-            CheckpointWarning,
-            stacklevel=4,
-        )
+    _warn_of_second_rounding([m for m in others if names_in_4_bits(reader) >= {v.source for v in m.views}], layers)
     return [(rounded, others), (exact, fitting)]
+
+
+def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> None:
+    if not mappings:
+        return
+    first, kind = mappings[0].target, layers[mappings[0].target].kind
+    advice = (
+        f"nf4 keeps only nf4 with blocks of {BLOCK} inputs of a row; exclude layers (quantize_exclude, "
+        "--quantize-exclude) to leave them in the model's dtype"
+        if kind == "nf4"
+        else 'quantize="nf4" (--quantize nf4) keeps stored nf4 weights as they are'
+    )
+    message = (
+        f"{len(mappings)} weights, such as {first}, are stored in 4 bits, dequantised and rounded to {kind}: {advice}"
+    )
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:

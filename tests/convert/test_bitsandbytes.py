@@ -141,7 +141,9 @@ def test_models_load_and_fine_tune(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
-    tuned = lm.add_lora(lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="int4"), r=4)
+    with pytest.warns(CheckpointWarning, match='rounded to int4: quantize="nf4"'):
+        tuned = lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="int4")
+    lm.add_lora(tuned, r=4)
     ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     tuned(ids, labels=ids).loss.backward()
     gradients = {name: p.grad for name, p in tuned.named_parameters() if p.requires_grad}
@@ -229,7 +231,7 @@ def test_4_bits_that_nf4_cannot_take_over(
 ) -> None:
     """They are rounded once more, and a warning says so."""
     make_pair(tmp_path, {**CONFIGS["llama-3"], **SIZES, **sizes}, nested=False, **{**NF4, **options})
-    with pytest.warns(CheckpointWarning, match=f"{count} weights, such as decoder.blocks.0.* dequantised and rounded"):
+    with pytest.warns(CheckpointWarning, match=f"{count} weights, such as decoder.blocks.0.* rounded to nf4: nf4 keeps only"):
         model = lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="nf4")
     wanted = lm.quantize(lm.from_pretrained(tmp_path / "plain", dtype=torch.float32), "nf4").state_dict()
     found = model.state_dict()
