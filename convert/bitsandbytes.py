@@ -86,7 +86,7 @@ class Bits4(NamedTuple):
         return values.mul_(scales).view(last - first, -1)
 
     def has(self, files: Checkpoint, values: Sequence[float], block: int) -> bool:
-        """Whether the codes stand for `values`, and the blocks for `block` elements of one row."""
+        """Whether the codes, read from `files`, stand for `values`, and each block is `block` elements of one row."""
         blocks = self.scales.block == block and self.shape[1] % block == 0
         return blocks and bool(files.read(self.table).tolist() == list(values))
 

@@ -88,7 +88,7 @@ def _stored_unquantized(model: CausalLM) -> Collection[str]:
 
 
 def _layers_to_quantize(model: CausalLM, exclude: Sequence[str], kept: Collection[str]) -> dict[str, Any]:
-    """Name -> linear layer, for all layers of the blocks that are not excluded and whose weights are not in `kept`.
+    """Name -> linear layer, for all layers of the blocks that are not excluded. Weights in `kept` are not quantised.
     Raises the errors of `quantize`."""
     excluded = Exclusion(exclude)
     layers: dict[str, Any] = {}

@@ -67,23 +67,17 @@ def load_weights(
     quantized = [mapping for mapping in weight_map.mappings if mapping.target in layers]
     plain = [mapping for mapping in weight_map.mappings if mapping.target not in layers]
     ways = _ways(_Reading((dense,), _fill), quantized, layers, reader)
-    parts = ((part, mapping) for way, mappings in ways for part in way.parts for mapping in mappings)
-    count = _Counting(progress, sum(part.stored_bytes(m, layers[m.target]) for part, m in parts))
+    count = _Counting(progress, sum(way.stored_bytes(mappings, layers) for way, mappings in ways))
     replace(weight_map, mappings=plain, ignored=[""]).load(reader, state, count, mapped=mapped)
     for way, mappings in ways:
         for group in _groups(mappings, layers, dtype):
-            tensors = [{m.target: part.empty(layers[m.target]) for m in group} for part in way.parts]
-            for part, read in zip(way.parts, tensors, strict=True):
-                count.next_part()
-                WeightMap(group, ignored=[""]).load(part.reader, read, count, mapped=mapped)
-            for mapping in group:
-                way.fill(layers[mapping.target], mapping.target, *(read.pop(mapping.target) for read in tensors))
+            way.load(group, layers, count, mapped)
     if tied is not None:
         _fill(tied, EMBEDDING, state[EMBEDDING])
 
 
 class _Part(NamedTuple):
-    """A part of the data of a weight (N, K), which is read as a tensor (N, K / block) of `dtype`."""
+    """Data of a weight (N, K) that a reader returns as a tensor (N, K / block) of `dtype`."""
 
     reader: Reader
     dtype: torch.dtype
@@ -112,6 +106,20 @@ class _Reading(NamedTuple):
 
     parts: tuple[_Part, ...]
     fill: Callable[..., None]
+
+    def stored_bytes(self, mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> int:
+        return sum(part.stored_bytes(m, layers[m.target]) for part in self.parts for m in mappings)
+
+    def load(
+        self, mappings: list[WeightMapping], layers: Mapping[str, QuantizedCompute], count: _Counting, mapped: bool
+    ) -> None:
+        """Fill the layers of the mappings."""
+        tensors = [{m.target: part.empty(layers[m.target]) for m in mappings} for part in self.parts]
+        for part, read in zip(self.parts, tensors, strict=True):
+            count.next_part()
+            WeightMap(mappings, ignored=[""]).load(part.reader, read, count, mapped=mapped)
+        for mapping in mappings:
+            self.fill(layers[mapping.target], mapping.target, *(read.pop(mapping.target) for read in tensors))
 
 
 def _ways(

@@ -41,7 +41,14 @@ def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: to
 
 
 def dequantize_weight_reference(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """The specification of `dequantize_weight`, in plain torch."""
+    """The specification of `dequantize_weight`, in plain torch.
+
+    Args:
+        codes: codes of the weight.
+        scales: scales of the codes.
+        in_features: number K of inputs.
+        dtype: floating dtype of the result.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     if codes.dtype == E4M3:
         return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)

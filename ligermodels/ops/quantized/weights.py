@@ -10,10 +10,10 @@ group, the high four bits are q + 8 for input 64 + j. So the low halves of a gro
 order, the high halves its last 64, and a kernel multiplies both without exchanging elements between threads.
 
 "nf4": the 16 levels of QLoRA's NormalFloat (https://arxiv.org/abs/2305.14314, appendix E), as bitsandbytes stores them,
-with one float32 scale per block of 64 inputs of an output channel, the block's largest magnitude. The layout is that of
-int4, with indices of levels in place of q + 8: a byte's low four bits belong to the first block of a group, its high
-four bits to the second. `scales` are (N, G, 2). If K is a multiple of 64, codes and scales equal those of bitsandbytes;
-otherwise the last block of each row is filled up with the level 0.
+with one float32 scale per block of 64 inputs of an output channel, the block's largest magnitude. `codes` have the
+layout of int4, with indices of levels in place of q + 8: a byte's low four bits belong to the first block of a group,
+its high four bits to the second. `scales` are (N, G, 2). If K is a multiple of 64, bitsandbytes computes the same codes
+and scales; otherwise the last block of each row is filled up with the level 0.
 
 Rounding is to nearest, so the error of an element is at most half the distance between neighbouring codes.
 """
@@ -164,7 +164,7 @@ def _to_nf4(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_nf4(levels: Tensor, scales: Tensor) -> QuantizedWeight:
-    """The weight whose nf4 levels and scales are known.
+    """An nf4 weight from its levels and scales.
 
     Args:
         levels: (N, K), uint8, the index of each element's level; K a multiple of 64.
