@@ -43,8 +43,14 @@ def save(folder: Path, model_type: str = "llama", **fields: Any) -> Path:
         "intermediate_size": 40,
         "num_hidden_layers": 2,
     }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    tokens = {
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    }
     config = AutoConfig.for_model(model_type, **{**sizes, **heads, **tokens, **fields})
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
