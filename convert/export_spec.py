@@ -43,6 +43,7 @@ class SourceCheckpoint:
         files: name -> path of the files that belong to the extra tensors.
         repo_id: its name on the hub, or None if it is a local folder.
         quantization: how its quantised tensors are stored, or None.
+        unquantized: native names of tensors that are not quantised, or only in part, in a checkpoint of bitsandbytes.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class SourceCheckpoint:
     files: Mapping[str, Path] = field(default_factory=dict)
     repo_id: str | None = None
     quantization: Quantization | None = None
+    unquantized: Collection[str] = ()
 
     def exported_config(
         self, export: Callable[[Mapping[str, Any]], dict[str, Any]], alone: Mapping[str, Any]

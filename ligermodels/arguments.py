@@ -11,7 +11,7 @@ from ligermodels.errors import InputError, short
 LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 
-QuantizedFormat = Literal["float8", "int4"]
+QuantizedFormat = Literal["float8", "int4", "nf4"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
 MOST_HEADS = 1000

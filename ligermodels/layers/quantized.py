@@ -14,7 +14,8 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.keeps_dtype import KeepsDtype
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.sharding import TensorSharding, gathered
-from ligermodels.ops import GLUOptions, QuantizedFormat
+from ligermodels.ops import GLUOptions, QuantizedFormat, QuantizedWeight
+from ligermodels.ops.quantized.weights import pack_nf4
 
 CHUNK_ELEMENTS = 2**24
 """Elements of a weight that are compared, or dequantised, at a time."""
@@ -29,7 +30,7 @@ class QuantizedCompute(Compute, KeepsDtype):
 
     Args:
         in_features, out_features: sizes of the weight.
-        kind: "float8" or "int4".
+        kind: "float8", "int4" or "nf4".
         device: of the codes, which are not filled: see `fill`.
     """
 
@@ -58,13 +59,24 @@ class QuantizedCompute(Compute, KeepsDtype):
         quantized.fill(weight)
         return quantized
 
-    @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
         """Keep `weight` (out_features, in_features), rounded. InputError if it has values that are not finite."""
-        codes, scales = ops.quantize_weight(weight, self.kind)
-        if codes.is_meta:
+        self._keep(ops.quantize_weight(weight, self.kind))
+
+    def fill_nf4(self, levels: Tensor, scales: Tensor) -> None:
+        """Keep a weight that is rounded to nf4 already.
+
+        Args:
+            levels: (out_features, in_features), uint8, the index of each element's level.
+            scales: (out_features, in_features / 64), float32, of each block.
+        """
+        self._keep(pack_nf4(levels, scales))
+
+    @torch.no_grad()
+    def _keep(self, quantized: QuantizedWeight) -> None:
+        if quantized.codes.is_meta:
             return
-        for parameter, whole in ((self.codes, codes.view(torch.uint8)), (self.scales, scales)):
+        for parameter, whole in ((self.codes, quantized.codes.view(torch.uint8)), (self.scales, quantized.scales)):
             if is_dtensor(parameter):
                 fill_shard(parameter, whole)
             else:
@@ -120,7 +132,7 @@ class QuantizedCompute(Compute, KeepsDtype):
         """See `Compute.forward`. InputError for x of another width."""
         codes, scales = shard.local(self.codes), shard.local(self.scales)
         if shard is UNSHARDED and (x.ndim == 0 or x.shape[-1] != self.in_features):
-            # Int4 codes alone tell the width only up to a multiple of 128.
+            # Codes of int4 and nf4 alone tell the width only up to a multiple of 128.
             raise InputError(f"x must be floating, of shape (..., {self.in_features}); got {tuple(x.shape)}")
         return ops.quantized_linear(x, self._coded(codes), scales, bias, activation=activation)
 
@@ -128,8 +140,8 @@ class QuantizedCompute(Compute, KeepsDtype):
         return QuantizedCompute(in_features, out_features, self.kind, torch.device("meta"))
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
-        """By output channels, or for "rows" by input channels, of which int4 needs whole groups of 128 on each rank
-        (ConfigError)."""
+        """By output channels, or for "rows" by input channels, of which int4 and nf4 need whole groups of 128 on
+        each rank (ConfigError)."""
         if split == "replicated":
             return {"codes": "replicated", "scales": "replicated"}
         if split != "rows":
@@ -138,8 +150,8 @@ class QuantizedCompute(Compute, KeepsDtype):
             return {"codes": 1, "scales": "replicated"}
         if in_features % 128:
             raise ConfigError(
-                f"int4 weights have groups of 128 inputs, and a rank has {in_features} of {self.in_features} inputs; "
-                "quantise to float8, or shard by FSDP2 alone"
+                f"{self.kind} weights have groups of 128 inputs, and a rank has {in_features} of {self.in_features} "
+                "inputs; quantise to float8, or shard by FSDP2 alone"
             )
         return {"codes": 1, "scales": 1}
 

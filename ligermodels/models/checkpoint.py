@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
-from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.dequantize import dequantized, names_in_4_bits
 from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
 from ligermodels.convert.loading import FileReader, Reader, Spec
 from ligermodels.convert.quantization import Quantization, without_quantization
@@ -63,8 +63,15 @@ class OpenCheckpoint(NamedTuple):
             files=self.companions.processors,
             repo_id=repo_id,
             quantization=self.quantization,
+            unquantized=self._unquantized(weight_map),
         )
         return replace(export_spec(self.hf_config, self.config, weight_map, self.companions), source=source)
+
+    def _unquantized(self, weight_map: WeightMap) -> frozenset[str]:
+        """Native tensors that are not, or only in part, in 4 bits in a checkpoint of bitsandbytes."""
+        in_4_bits = names_in_4_bits(self.reader)
+        parts = [(mapping.target, {view.source for view in mapping.views}) for mapping in weight_map.mappings]
+        return frozenset(target for target, sources in parts if in_4_bits and not sources <= in_4_bits)
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> OpenCheckpoint:

@@ -138,7 +138,7 @@ def qlora(kind: str, **options: Any) -> lm.CausalLM:
     return drawn(lm.add_lora(model, r=4))
 
 
-@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "float8", "nf4"])
 def test_qlora(kind: str, tmp_path: Path) -> None:
     """LoRA on quantised weights is LoRA on the rounded ones: gradients, decoding, adapters, merging."""
     model = qlora(kind)
@@ -163,7 +163,7 @@ def test_qlora(kind: str, tmp_path: Path) -> None:
 
 
 def qlora_on_two_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for kind in ("int4", "float8"):
+    for kind in ("int4", "float8", "nf4"):
         for plan in (lm.ParallelPlan(shard=2), lm.ParallelPlan(shard=1, tensor=2)):
             plain, model = qlora(kind), lm.parallelize(qlora(kind), plan)
             close(gradients(model), gradients(plain))
@@ -220,7 +220,7 @@ def test_kinds_of_linear_layers_are_named_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-3", "qwen3", "gemma2", "granite"])
-@pytest.mark.parametrize("kind", [None, "float8", "int4"])
+@pytest.mark.parametrize("kind", [None, "float8", "int4", "nf4"])
 def test_steps_of_decoding_activate_in_the_kernel(device: str, fused: list[bool], family: str, kind: Any) -> None:
     torch.manual_seed(0)
     model = lm.from_config(CONFIGS[family], dtype=torch.float16, device=device).eval()

@@ -60,6 +60,7 @@ MODELS = (
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.1-8B",
     "meta-llama/Llama-3.1-8B-Instruct",  # the base of the recipe llama-3
+    "unsloth/Llama-3.2-1B-bnb-4bit",
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen3.5-9B",
 )

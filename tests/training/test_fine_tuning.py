@@ -143,7 +143,7 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
         assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
 
 
-@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "float8", "nf4"])
 def test_lora_on_quantised_weights(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
     """It learns; the adapter is that of the quantised base; a run that was cut off resumes to the same adapter."""
     flags = ["--data", text, "--lr", 2e-2, "--seq-len", 32, "--batch-tokens", 128, "--lora-rank", 4]
