@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ligermodels.data.batches import Batch
 from ligermodels.errors import GraphWarning
 from ligermodels.generation.graph import Graphed
-from ligermodels.layers import Block
+from ligermodels.layers import Block, Router
+from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.training.fused_adamw import FusedAdamW
 from ligermodels.training.graph_numbers import GraphNumbers
 from ligermodels.training.reports import OutputMetrics
@@ -76,6 +77,9 @@ class GraphStep:
 
     def __init__(self, step: EagerStep) -> None:
         self._step = step
+        modules = step.model.modules() if isinstance(step.model, nn.Module) else ()
+        # A mixture's load-balancing loss would count padding.
+        self._pads_tokens = not any(isinstance(module, Router) for module in modules)
         self._graphs: dict[Any, _RecordedStep] = {}
         self._is_off = False
 
@@ -84,7 +88,7 @@ class GraphStep:
         if self._is_off:
             return self._step(parts, options)
         try:
-            inputs = _Inputs.of(parts, options)
+            inputs = _Inputs.of(parts, options, self._pads_tokens)
             return self._recorded(parts, inputs)(inputs.tensors)
         except _CannotRecord as error:
             warnings.warn(f"steps run without a CUDA graph: {error}", GraphWarning, stacklevel=2)
@@ -121,8 +125,8 @@ class _Inputs(NamedTuple):
     rebuild: Callable[[Sequence[Tensor]], tuple[list[dict[str, Tensor]], dict[str, Any]]]
 
     @classmethod
-    def of(cls, parts: Parts, options: Options) -> _Inputs:
-        groups = [_padded(part) for part in parts]
+    def of(cls, parts: Parts, options: Options, pads_tokens: bool) -> _Inputs:
+        groups = [_padded(part, pads_tokens) for part in parts]
         numbers = {
             name: torch.tensor(value)
             for name, value in options.items()
@@ -189,13 +193,32 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
     return numbers
 
 
-def _padded(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A micro-batch whose `cu_seqlens` has one of few lengths: empty documents follow the last one."""
-    bounds = part.get("cu_seqlens")
-    if bounds is None:
+def _padded(part: Mapping[str, Tensor], pads_tokens: bool) -> dict[str, Tensor]:
+    """A packed micro-batch with one of few shapes.
+
+    Args:
+        part: the micro-batch.
+        pads_tokens: whether a document without targets may follow, up to a multiple of at most a sixteenth of the row.
+
+    Returns:
+        The micro-batch; empty documents follow the last one.
+    """
+    if "cu_seqlens" not in part:
         return dict(part)
+    ids, labels, bounds = (part.get(name) for name in _PACKED)
+    total = cast(Tensor, labels).shape[1]
+    missing = -total % (1 << max(total.bit_length() - 5, 0)) if pads_tokens and part.keys() == set(_PACKED) else 0
+    padded = dict(part)
+    if missing:
+        padded["input_ids"] = F.pad(cast(Tensor, ids), (0, missing))
+        padded["labels"] = F.pad(cast(Tensor, labels), (0, missing), value=IGNORE_INDEX)
+    bounds = F.pad(cast(Tensor, bounds), (0, 1), value=total + missing)
     length = max(16, 1 << (len(bounds) - 1).bit_length())
-    return {**part, "cu_seqlens": F.pad(bounds, (0, length - len(bounds)), value=int(bounds[-1]))}
+    padded["cu_seqlens"] = F.pad(bounds, (0, length - len(bounds)), value=total + missing)
+    return padded
+
+
+_PACKED = ("input_ids", "labels", "cu_seqlens")
 
 
 def refusal(step: EagerStep, parts: Parts) -> str:

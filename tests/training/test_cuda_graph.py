@@ -18,6 +18,7 @@ from ligermodels.errors import GraphWarning
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training import FusedAdamW, StepMetrics, graph_step, train, warmup_cosine
 from ligermodels.training.cuda_graph import GraphStep, pays
+from ligermodels.training.step import EagerStep
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=(pytest.mark.gpu, pytest.mark.kernels))]
 """On a CPU the recorded function runs itself, on the same tensors at fixed addresses."""
@@ -127,6 +128,23 @@ def test_documents_of_other_numbers_share_a_graph() -> None:
         numbers.add(len(batch["cu_seqlens"]))
         step([batch], num_items_in_batch=int(model.num_targets(batch["labels"], cu_seqlens=batch["cu_seqlens"])))
     assert len(numbers) > 1 and len(step._graphs) == 1
+
+
+def test_rows_of_other_lengths_share_a_graph() -> None:
+    """Padding has no targets, and changes no loss and no gradient beyond rounding."""
+    torch.manual_seed(3)
+    models = [llama(), llama()]
+    models[1].load_state_dict(models[0].state_dict())
+    step = graph_step(models[0], FusedAdamW(models[0].parameters()))
+    eager = EagerStep(models[1], FusedAdamW(models[1].parameters()), 1.0)
+    for batch, length in zip(batches(), (1024, 1000, 1010, 1023), strict=False):
+        cut = {name: batch[name][:, :length] for name in ("input_ids", "labels")}
+        cut["cu_seqlens"] = torch.cat([batch["cu_seqlens"][batch["cu_seqlens"] < length], torch.tensor([length])]).int()
+        items = {"num_items_in_batch": models[0].num_targets(cut["labels"], cu_seqlens=cut["cu_seqlens"])}
+        found, wanted = step([cut], **items), eager([cut], items)
+        torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.grad_norm, wanted.grad_norm, rtol=2e-2, atol=0)
+    assert len(step._graphs) == 1
 
 
 def refused(kind: str) -> tuple[Any, FusedAdamW, dict[str, torch.Tensor]]:
