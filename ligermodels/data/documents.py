@@ -12,11 +12,12 @@ from datetime import datetime
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ligermodels.convert.config_json import read_json
 from ligermodels.data.chat import ChatTemplate, Message, encode_chat
-from ligermodels.data.corpus import Corpus, Indices
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.notes import Notes
 from ligermodels.data.records import Chat, NothingToLearn, parse_line
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -26,11 +27,24 @@ AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
 """Most documents, and most bytes of documents, that are read together: memory holds their tokens."""
 
 
+EMPTY = "have nothing to learn; they are left out"
+"""Reason of `Notes` for documents without labels."""
+
+PackingStrategy = Literal["bfd", "wrapped"]
+"""bfd: whole documents, by best-fit decreasing. wrapped: documents are split to fill sequences."""
+
+
 class Tokens(NamedTuple):
-    """A document: token ids, and as many labels: the id of the token, or -100 if it is not trained on."""
+    """A document as tokens.
+
+    ids: token ids.
+    labels: as many labels: the id of the token, or -100 if it is not trained on.
+    splits: whether the document may be split over sequences.
+    """
 
     ids: list[int]
     labels: list[int]
+    splits: bool = True
 
 
 class Documents:
@@ -41,7 +55,7 @@ class Documents:
     and skipped, up to a limit.
 
     `bad` has the indices of unusable documents, and `empty` the indices of documents without labels: these are skipped
-    without counting towards the limit.
+    without counting towards the limit. `notes` counts documents that are not used in full.
 
     Args:
         corpus: the files.
@@ -49,8 +63,10 @@ class Documents:
         template: function that returns the chat template, called for the first chat; None if there are no chats.
         eos_token_id: appended to texts that do not end with it; None appends nothing.
         max_bad_lines: most unusable lines; one more raises InputError.
-        on_bad_line: called with a message with file and line for each unusable line, and for the first document
-            without labels. Default: a warning.
+        on_bad_line: called with a message with file and line for each unusable line, and for the first document of
+            `notes`. Default: a warning.
+        packing_strategy: "bfd": no document is split over sequences, other than the pieces of a text file. "wrapped":
+            all may be. None: only texts may be.
 
     Examples:
         >>> documents = Documents(Corpus(["book.txt"]), Tokenizer("MODEL"))
@@ -68,10 +84,11 @@ class Documents:
         eos_token_id: int | None = None,
         max_bad_lines: int = 0,
         on_bad_line: Callable[[str], object] = warnings.warn,
+        packing_strategy: PackingStrategy | None = None,
     ) -> None:
-        self.corpus, self.tokenizer, self.bad, self.empty = corpus, tokenizer, set[int](), set[int]()
+        self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
         self._make_template, self._end = template, [] if eos_token_id is None else [eos_token_id]
-        self._max_bad_lines, self._on_bad_line = max_bad_lines, on_bad_line
+        self._max_bad_lines, self._packing_strategy = max_bad_lines, packing_strategy
 
     @classmethod
     def of_checkpoint(
@@ -94,7 +111,7 @@ class Documents:
             chat_template: path of another chat template. Default: the checkpoint's.
             date: YYYY-MM-DD, for templates that write the date. Default: today.
             piece: bytes of a piece of a text file. Default: 32 KiB.
-            options: `max_bad_lines` and `on_bad_line` of `Documents`.
+            options: `max_bad_lines`, `on_bad_line` and `packing_strategy` of `Documents`.
 
         Returns:
             The documents. Chat template and lines are read on demand.
@@ -126,6 +143,11 @@ class Documents:
         return self.corpus.name(index)
 
     @property
+    def empty(self) -> set[int]:
+        """Indices of the documents without labels that have been read."""
+        return self.notes.indices(EMPTY)
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """Number and bytes of the files, and a digest of their content."""
         return self.corpus.fingerprint
@@ -150,7 +172,8 @@ class Documents:
             with self._skipping(index):
                 record = _record(content, is_line)
                 if isinstance(record, str):
-                    texts.append(_Text(position, record, starts, ends))
+                    splits = not is_line or self._packing_strategy != "bfd"
+                    texts.append(_Text(position, record, starts, ends, splits))
                 else:
                     documents[position] = self._encode(*record)
         for starts in (True, False):  # Only the first piece of a text gets a BOS.
@@ -159,7 +182,7 @@ class Documents:
             for piece, ids in zip(pieces, encoded, strict=True):
                 if piece.ends and ids[-1:] != self._end:
                     ids = ids + self._end
-                documents[piece.position] = Tokens(ids, ids) if ids else None
+                documents[piece.position] = Tokens(ids, ids, piece.splits) if ids else None
         return documents
 
     def at_once(self, indices: Iterable[int]) -> int:
@@ -185,30 +208,12 @@ class Documents:
                 records[-1] = _record(content, is_line)
         return records
 
-    def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
-        """Number of tokens of these documents. Reads all of them, and reports unusable documents.
-
-        Args:
-            indices: the documents.
-            progress: called with the number of documents read so far, and their total number.
-        """
-        total, num_empty, start = 0, len(self.empty), 0
-        while start < len(indices):
-            end = start + self.at_once(indices[start : start + AT_ONCE])
-            total += sum(len(tokens.ids) for tokens in self.read(indices[start:end]) if tokens)
-            start = end
-            if progress is not None:
-                progress(start, len(indices))
-        if len(self.empty) > num_empty:
-            self._on_bad_line(f"{len(self.empty):,} documents in all have nothing to learn; they are left out")
-        return total
-
     def _encode(self, messages: list[Message], variables: dict[str, Any]) -> Tokens:
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         if not any(mask):
             raise NothingToLearn("no token is the assistant's")
         labels = [token if is_assistant else IGNORE_INDEX for token, is_assistant in zip(ids, mask, strict=True)]
-        return Tokens(ids, labels)
+        return Tokens(ids, labels, splits=self._packing_strategy == "wrapped")
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:
@@ -218,10 +223,8 @@ class Documents:
         except CheckpointError:  # The template is missing or unusable: the line is not at fault.
             raise
         except NothingToLearn as reason:
-            if not self.empty:
-                name = self.corpus.name(index)
-                self._on_bad_line(f"{name}: nothing to learn: {reason}; such documents are left out and counted")
-            self.empty.add(index)
+            message = f"nothing to learn: {reason}; it is left out"
+            self.notes.add(EMPTY, index, lambda: f"{self.corpus.name(index)}: {message}")
         except ValueError as error:
             self.skip(index, str(error))
 
@@ -235,7 +238,7 @@ class Documents:
             first = ", ".join(map(self.corpus.name, sorted(self.bad)[:10]))
             more = f"; {len(self.bad)} unusable lines, {self._max_bad_lines} allowed: {first}"
             raise InputError(f"{name}: {reason}{more if self._max_bad_lines else ''}")
-        self._on_bad_line(f"{name}: {reason}; line skipped")
+        self.notes.say(f"{name}: {reason}; line skipped")
 
 
 def _record(content: bytes, is_line: bool) -> str | Chat:
@@ -247,24 +250,31 @@ def _record(content: bytes, is_line: bool) -> str | Chat:
 
 
 class _Text(NamedTuple):
-    """A text to encode for `read`: the position of its document, and whether it is the first and the last piece."""
+    """A text to encode for `read`: the position of its document, whether it is the first and the last piece of a text,
+    and `Tokens.splits`."""
 
     position: int
     text: str
     starts: bool
     ends: bool
+    splits: bool
 
 
 class TokenDocuments:
     """Documents in memory, as lists of token ids; every token has a label.
 
+    Args:
+        documents: token ids of each document.
+        splits: whether documents may be split over sequences. Default: True.
+
     Examples:
         >>> TokenDocuments([[5, 6, 7], [8]]).read([1])
-        [Tokens(ids=[8], labels=[8])]
+        [Tokens(ids=[8], labels=[8], splits=True)]
     """
 
-    def __init__(self, documents: Iterable[Sequence[int]]) -> None:
+    def __init__(self, documents: Iterable[Sequence[int]], *, splits: bool = True) -> None:
         self.documents, self.bad = [list(ids) for ids in documents], set[int]()
+        self.splits, self.notes = splits, Notes(warnings.warn)
 
     @classmethod
     def chunks(cls, documents: Iterable[Sequence[int]], size: int) -> TokenDocuments:
@@ -276,7 +286,7 @@ class TokenDocuments:
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """These documents as tokens with labels; None for documents without tokens."""
-        return [Tokens(ids, ids) if (ids := self.documents[index]) else None for index in indices]
+        return [Tokens(ids, ids, self.splits) if (ids := self.documents[index]) else None for index in indices]
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of these documents to `read` together: all of them."""
