@@ -1,0 +1,64 @@
+"""Tokens that end a text, and a turn of the assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.convert.config_json import nested_configs, read_json
+from ligermodels.convert.input_files import is_present
+from ligermodels.data.chat import ChatTemplate, end_of_turn, token_text
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointError
+
+
+def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """The EOS tokens of a checkpoint; the first ends a text.
+
+    They are those of config.json, or else of the config of the language model in it (`text_config`), of
+    generation_config.json, or of the tokenizer.
+
+    Args:
+        config: path of config.json.
+        folder: folder of the tokenizer.
+        tokenizer: the tokenizer.
+
+    Returns:
+        Token ids; an empty list if there are none.
+
+    Raises:
+        ConfigError: a file is no JSON object, or there is no config.json.
+    """
+    configs: list[Mapping[str, Any]] = list(nested_configs(read_json(config)).values())
+    generation = config.parent / "generation_config.json"
+    if is_present(generation, CheckpointError):
+        configs.append(read_json(generation))
+    for fields in configs:
+        if ids := as_token_ids(fields.get("eos_token_id")):
+            return ids
+    path = folder / "tokenizer_config.json"
+    text = token_text(read_json(path).get("eos_token")) if is_present(path, CheckpointError) else None
+    token = None if text is None else tokenizer.backend.token_to_id(text)
+    return [] if token is None else [token]
+
+
+def with_end_of_turn(
+    generation_config: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """A generation config whose EOS tokens include the token that ends a turn of the assistant.
+
+    Args:
+        generation_config: fields of generation_config.json.
+        template: the chat template that the model was trained with.
+        tokenizer: the tokenizer.
+    """
+    ids = as_token_ids(generation_config.get("eos_token_id"))
+    ids += [token for token in end_of_turn(template, tokenizer) if token not in ids]
+    return {**generation_config, "eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else dict(generation_config)
+
+
+def as_token_ids(value: Any) -> list[int]:
+    """A token id, or a list of them, as a list; negative ids stand for no token."""
+    ids = value if isinstance(value, list) else [value]
+    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
