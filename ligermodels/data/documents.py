@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import islice
@@ -135,6 +135,17 @@ class Documents:
     def empty(self) -> set[int]:
         """Indices of the documents without labels that have been read."""
         return self.notes.indices(EMPTY)
+
+    def has_chats(self) -> bool:
+        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
+        for lines in self.corpus.files_of_lines():
+            for index in lines[:AT_ONCE]:
+                with suppress(ValueError):
+                    record, _ = read_record(self.corpus.read(index)[0])
+                    if not isinstance(record, Completion):
+                        return True
+                    break
+        return False
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ligermodels.convert.input_files import is_present
 from ligermodels.data.chat import ChatTemplate, end_of_turn, token_text
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError
+from ligermodels.generation.options import GENERATION
 
 
 def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[int]:
@@ -44,18 +45,29 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
 
 
 def with_end_of_turn(
-    generation_config: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """A generation config whose EOS tokens include the token that ends a turn of the assistant.
+    generation_config: dict[str, Any] | None, hf_config: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """A generation config with the token that ends the assistant's turns among its EOS tokens.
+
+    Base models have other EOS tokens, and would not stop after a turn.
 
     Args:
-        generation_config: fields of generation_config.json.
-        template: the chat template that the model was trained with.
+        generation_config: content of generation_config.json, None without this file.
+        hf_config: content of config.json, which has what generation_config.json does not have.
+        template: the chat template that the model is trained with.
         tokenizer: the tokenizer.
+
+    Returns:
+        The new config; `generation_config` itself, if it has the token or the template has none.
     """
-    ids = as_token_ids(generation_config.get("eos_token_id"))
-    ids += [token for token in end_of_turn(template, tokenizer) if token not in ids]
-    return {**generation_config, "eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else dict(generation_config)
+    ids = as_token_ids({**hf_config, **(generation_config or {})}.get("eos_token_id"))
+    new = [token for token in end_of_turn(template, tokenizer) if token not in ids]
+    if not new:
+        return generation_config
+    if generation_config is None:  # older checkpoints have its fields in config.json
+        names = (*GENERATION, "bos_token_id", "pad_token_id")
+        generation_config = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
+    return {**generation_config, "eos_token_id": [*ids, *new]}
 
 
 def as_token_ids(value: Any) -> list[int]:
