@@ -17,8 +17,8 @@ from ligermodels.generation.options import GENERATION
 def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The EOS tokens of a checkpoint; the first ends a text.
 
-    They are those of config.json, or else of the config of the language model in it (`text_config`), of
-    generation_config.json, or of the tokenizer.
+    The first of these files that names an EOS token counts: config.json, the config of the language model in it
+    (`text_config`), generation_config.json, tokenizer_config.json.
 
     Args:
         config: path of config.json.
@@ -53,7 +53,7 @@ def with_end_of_turn(
 
     Args:
         generation_config: content of generation_config.json, None without this file.
-        hf_config: content of config.json, which has what generation_config.json does not have.
+        hf_config: content of config.json, for fields that generation_config.json does not have.
         template: the chat template that the model is trained with.
         tokenizer: the tokenizer.
 

@@ -42,8 +42,8 @@ class PackedBatches:
         seed: shuffles the documents, differently in each epoch; None keeps their order.
         epochs: passes through the documents; None repeats them without end. The last batch may be smaller.
         excess_length_strategy: for a whole document with more than `seq_len` tokens: "truncate" keeps its first
-            `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences, of which the later ones are trained
-            on without the beginning, "raise" is an error. Such documents are counted in a message.
+            `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences (later sequences are trained on
+            without the beginning), "raise" is an error. Such documents are counted in a message.
 
     Raises:
         InputError: there are no documents, or a size is too small. During iteration, after an epoch in which no

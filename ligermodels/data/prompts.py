@@ -54,7 +54,16 @@ class OpenChat:
 
 
 def text_prompt(documents: Documents, record: Completion, prompt_tokens: int) -> list[int]:
-    """The tokens of a record's prompt, of any number; of a text without a prompt the first `prompt_tokens` tokens."""
+    """The prompt of a text.
+
+    Args:
+        documents: documents with the tokenizer.
+        record: the text.
+        prompt_tokens: tokens of the prompt, if the text has none of its own.
+
+    Returns:
+        Token ids of the record's own prompt, or of the beginning of its text.
+    """
     ids = documents.encoder.prompt(record.prompt or record.completion)
     return ids if record.prompt else ids[:prompt_tokens]
 

@@ -1,4 +1,4 @@
-"""Fields of records: which ones each format has, which ones are refused, and which ones are not used."""
+"""Fields of records: the fields of each format, refused fields, and unused fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY: tuple[Any, ...] = ("", [], {})
 class Format(NamedTuple):
     """A format of records.
 
-    required: fields by which the format is recognised.
+    required: fields that every record of the format has.
     optional: further fields that are used.
     """
 

@@ -35,9 +35,9 @@ Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
 
 
 class Completion(NamedTuple):
-    """A prompt and its completion, which alone is trained on.
+    """A prompt and its completion. Only the completion is trained on.
 
-    prompt: the prompt; "" for a text, all of which is trained on.
+    prompt: the prompt; "" for a text without a prompt.
     completion: the text after the prompt.
     is_finished: whether it ends with EOS.
     """
@@ -227,7 +227,7 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
         turns: the turns of the record.
         record: the record, for its other fields.
         from_sharegpt: start at the first turn of the system or the user.
-        untrained: number of the first turns, which are not trained on.
+        untrained: number of turns at the start that are not trained on.
     """
     turns = _check_type(turns, list, "a chat must be a list of turns")
     for number, turn in enumerate(turns, start=1):
@@ -262,7 +262,7 @@ def _with_system(messages: list[Message], record: Mapping[str, Any]) -> list[Mes
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The template variables of a chat: its tools, its documents, and what `chat_template_kwargs` has."""
+    """The template variables of a chat: its tools, its documents, and the entries of `chat_template_kwargs`."""
     variables: dict[str, Any] = {}
     for name in ("tools", "functions", "documents"):
         items = _check_type(_decoded(record.get(name)) or [], list, f'"{name}" must be a list')
@@ -280,7 +280,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """A tool in OpenAI's form, which templates expect, also if only its function is given."""
+    """A tool in OpenAI's form, as templates expect it. The record may give the function alone."""
     bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
     return {"type": "function", "function": tool} if bare and tool.get("type", "function") == "function" else tool
 

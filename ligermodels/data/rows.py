@@ -1,4 +1,4 @@
-"""Rows of packed documents: whole documents by best-fit decreasing, then texts, which are split to fill the rows."""
+"""Rows of packed documents: whole documents by best-fit decreasing; then texts, split to fill the rows."""
 
 from __future__ import annotations
 

@@ -134,6 +134,7 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     loss_options=lambda step: state.job.loss_options(step, plan.steps),
                     output_metrics=state.job.output_metrics,
                 )
+            plan.documents.notes.say_totals()
             _complete_checkpoint(step, save, state, folder, ranks, console)
             is_stopped = stop.should_stop()
     except BaseException:

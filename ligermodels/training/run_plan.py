@@ -191,8 +191,11 @@ def _count_steps(
         return sequences, tokens
 
     with console.progress("reading text") as update:
-        if len(validation):
-            count(validation, None)
+        try:
+            if len(validation):
+                count(validation, None)
+        except InputError as error:
+            raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
             return recipe.steps
         sequences, tokens = count(training, recipe.seed)

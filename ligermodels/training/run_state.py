@@ -118,8 +118,9 @@ def build_state(
         count = sum(parameter.numel() for parameter in model.parameters())
         console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
     model.activation_checkpointing = recipe.activation_checkpointing
-    _end_with_turns(model, plan.documents, console.say)
     job = make_job(recipe, model, resuming=plan.resumes)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
         parallelize(job.model, recipe.parallel)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
@@ -143,7 +144,7 @@ def build_state(
 
 
 def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:
-    """Add the token that ends a turn to the EOS tokens that the model's exports name, if it is trained on chats."""
+    """Add the token that ends a turn to the EOS tokens in the model's exports, if the documents have chats."""
     if not documents.has_chats():
         return
     spec = model.require_export_spec()

@@ -32,9 +32,9 @@ class SelfDistillation:
     """A model's own continuations of documents, as records of a .jsonl file that `Documents` reads.
 
     A text keeps its first `prompt_tokens` tokens, and the model continues them. In a chat the model writes every turn
-    of the assistant, given its own earlier turns, except turns with `weight` 0. What does not end within
-    `max_new_tokens` has `"finish_reason": "length"`, so that no end of it is trained on. Such an answer ends its chat;
-    `num_cut` counts them.
+    of the assistant, given its own earlier turns, except turns with `weight` 0. A text or an answer
+    that does not end within `max_new_tokens` has `"finish_reason": "length"`, so that no end of it is trained on. Such
+    an answer ends its chat; `num_cut` counts these answers.
     """
 
     def __init__(

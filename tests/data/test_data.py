@@ -100,6 +100,8 @@ PACKED = ("is compressed: unpack", b'{"text": "a"}')
         ("a.jsonl.ZST", *PACKED),
         ("a.txt.gz", *PACKED),
         ("a.parquet", "is binary: write it as JSON", b"PAR1"),
+        ("a.csv", "is a table: write its rows as JSON", b"prompt,completion\nHi,Hello\n"),
+        ("a.TSV", "is a table: write its rows as JSON", b"text\nHi\n"),
     ],
 )
 def test_files_that_are_no_lines_are_refused(tmp_path: Path, name: str, words: str, content: bytes) -> None:

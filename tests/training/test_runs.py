@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    recipe, out = recipe_for(base, data, steps=None, epochs=1.2, date=None), tmp_path / "out"
+    recipe, out = recipe_for(base, data, steps=None, epochs=2.5, date=None), tmp_path / "out"
     outcome = train_heads(recipe, out, console=Console(said.append))
     assert outcome.finished and outcome.steps > 12 and outcome.evaluation is not None
     assert any("data.jsonl:31: not an object" in message for message in said)
