@@ -99,13 +99,15 @@ def write_adapter(
     base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
-    own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
-    # Training on chats adds the token that ends a turn to the EOS tokens of a base model.
-    if source is not None and spec.generation_config not in (None, Companions.of(source.folder).generation_config):
-        own = {**own, GENERATION_CONFIG: as_json(spec.generation_config)}
+    own: dict[str, Path | str] = {
+        name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder
+    }
     # In the folder of a checkpoint, the tokenizer belongs to the checkpoint.
     folder = folder_to_write(folder)
     replaced = () if (folder / "config.json").is_file() else BESIDE
+    generation = spec.generation_config  # training on chats may have added an EOS token
+    if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
+        own[GENERATION_CONFIG] = as_json(generation)
     save_checkpoint(
         folder,
         adapter_map(updates).export(tensors),

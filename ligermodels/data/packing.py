@@ -106,7 +106,7 @@ class PackedBatches:
             pieces += self._row()
         if not pieces:
             raise StopIteration
-        sources = dict.fromkeys(piece.index for piece in pieces)
+        sources = dict.fromkeys(piece.document for piece in pieces)
         ids, labels = (np.concatenate(parts)[None] for parts in zip(*((p.ids, p.labels) for p in pieces), strict=True))
         bounds = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
         return Batch(
@@ -160,16 +160,16 @@ class PackedBatches:
             else:
                 yield from self._shorter(document)
 
-    def _shorter(self, document: Piece) -> list[Piece]:
+    def _shorter(self, whole: Piece) -> list[Piece]:
         """The pieces that remain of a whole document with more than `seq_len` tokens."""
-        index, size = document.index, len(document.ids)
+        index, size = whole.document, len(whole.ids)
         problem = f"more than seq_len ({self._seq_len:,}) tokens"
         if self._excess == "raise":
             name = self._documents.name(index)
             raise InputError(f"{name}: has {size:,} tokens, {problem}, and excess_length_strategy is 'raise'")
-        pieces = []
-        while len(document.ids):
-            piece, document = document.cut(self._seq_len)
+        pieces, rest = list[Piece](), whole
+        while len(rest.ids):
+            piece, rest = rest.cut(self._seq_len)
             pieces.append(piece)
         kept = {"truncate": pieces[:1], "drop": [], "split": pieces}[self._excess]
         kept = [piece for piece in kept if piece.has_target]
@@ -205,10 +205,11 @@ class PackedBatches:
         self._documents.bad |= set(state["unusable"])
         self._start(state["epoch"], state["place"])
         self._num_rows = state["rows"]
-        waiting, pieces = list(dict.fromkeys(index for index, _ in state["pool"])), {}
+        waiting = list(dict.fromkeys(index for index, _ in state["pool"]))
+        pieces: dict[tuple[int, int], Piece] = {}
         while waiting:
             count = self._documents.at_once(waiting)
-            pieces |= {(piece.index, piece.start): piece for piece in self._read(waiting[:count])}
+            pieces |= {(piece.document, piece.start): piece for piece in self._read(waiting[:count])}
             waiting = waiting[count:]
         for index, start in state["pool"]:
             self._pool.add(pieces[index, start] if (index, start) in pieces else pieces[index, 0].cut(start)[1])

@@ -137,8 +137,9 @@ def parse_line(line: bytes) -> str | Record:
         ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}], {})
     """
     record, _ = read_record(line)
-    is_text = isinstance(record, Completion) and not record.prompt and record.is_finished
-    return record.completion if is_text else record
+    if isinstance(record, Completion) and not record.prompt and record.is_finished:
+        return record.completion
+    return record
 
 
 def read_record(line: bytes) -> tuple[Record, list[str]]:

@@ -19,14 +19,14 @@ ROWS_AHEAD = 16
 class Piece(NamedTuple):
     """Consecutive tokens of a document.
 
-    index: index of the document.
+    document: index of the document.
     start: position of the first token in the document.
     ids: token ids, int32.
     labels: the ids, -100 for tokens that are not trained on, int32.
     splits: whether the piece may be split over rows.
     """
 
-    index: int
+    document: int
     start: int
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -114,5 +114,5 @@ class Pool:
         return row
 
     def positions(self) -> list[tuple[int, int]]:
-        """(index, start) of each piece, in the order of `add`, for `Piece`s to be found again."""
-        return [(piece.index, piece.start) for piece in (*self._whole, *self._texts)]
+        """(document, start) of each piece, in the order of `add`, so that it can be found again."""
+        return [(piece.document, piece.start) for piece in (*self._whole, *self._texts)]
