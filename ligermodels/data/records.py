@@ -243,7 +243,7 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
     if any(map(is_cut, messages[:-1])):
         raise ValueError(f'"{FINISH}" is "length" in a turn that is not the last one')
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
+    if not any(message.get("tool_calls") or message["content"].strip() for message in answers):
         raise NothingToLearn("the assistant does not say a word in the chat")
     if all("weight" in message for message in answers):
         raise NothingToLearn("no turn of the assistant is trained on")

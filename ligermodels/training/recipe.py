@@ -127,7 +127,7 @@ class TrainingRecipe(BaseModel):
     excess_length_strategy: Literal["truncate", "drop", "split", "raise"] = Field(
         "truncate", description="What happens to whole documents with more than seq_len tokens; a message counts them."
     )
-    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Tokens per optimizer step.")
+    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Most tokens per optimizer step.")
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )

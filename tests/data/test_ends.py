@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_templates import SPECIAL, save_template, template_of, tokenizer_of
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ligermodels.data import corpus
 from ligermodels.data.corpus import Corpus
@@ -70,6 +70,17 @@ def test_where_a_checkpoint_names_its_eos(
     hi = tokenizer.backend.token_to_id("Hi")
     wanted = tokenizer.backend.token_to_id(end) if isinstance(end, str) else end
     assert tokens is not None and tokens.ids == [hi, *([] if wanted is None else [wanted])]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_the_eos_in_configs_that_transformers_writes(tmp_path: Path, name: str) -> None:
+    """Only `text_config` has it."""
+    tokenizer, config = tokenizer_of("gemma-2", tmp_path), AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()).get("eos_token_id") is None
+    (tokens,) = Documents.of_checkpoint(tmp_path, [data(tmp_path, {"text": "Hi"})]).read([0])
+    assert tokens is not None
+    assert tokens.ids == [tokenizer.backend.token_to_id("Hi"), config.get_text_config().eos_token_id]
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds both ends"])

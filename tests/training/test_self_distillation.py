@@ -122,6 +122,20 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
         SelfDistillation(model, documents, temperature=-1)
 
 
+def test_a_prompt_and_given_turns_stay(base: Path, tmp_path: Path) -> None:
+    """The completion is the model's own; a turn that is not trained on is the record's."""
+    given = {"role": "assistant", "content": "fine", "weight": 0}
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}
+    lines = [{"prompt": "Hi there", "completion": "x"}, {"messages": [user, given, user, answer]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    documents = Documents.of_checkpoint(base, [tmp_path / "data.jsonl"])
+    source = SelfDistillation(lm.from_pretrained(base), documents, temperature=0, max_new_tokens=5)
+    completion, chat = source.records([0, 1])
+    assert completion is not None and chat is not None
+    assert completion["prompt"] == "Hi there" and completion["completion"] != "x"
+    assert chat["messages"][:3] == [user, given, user] and chat["messages"][3]["content"] != "x"
+
+
 def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> None:
     def run(name: str, *options: object) -> Any:
         arguments = ["medusa", "self-distillation-data", base, "--data", data, "--out", tmp_path / name]
