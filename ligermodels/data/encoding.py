@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
 from ligermodels.data.record_fields import is_cut
 from ligermodels.data.records import Completion, NothingToLearn
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import IGNORE_INDEX
 
 
@@ -103,11 +104,13 @@ class Encoder:
 
     def _check_written(self, messages: Sequence[Message], variables: dict[str, Any], name: str) -> None:
         """Raise ValueError if the template does not write the variable `name`."""
+        text = self.template.render(messages, **variables)
         others = {key: value for key, value in variables.items() if key != name}
-        if self.template.render(messages, **variables) == self.template.render(messages, **others):
-            raise ValueError(
-                f'{self.template.name}: does not write the "{name}" of the chat; remove them, or give another template'
-            )
+        with suppress(InputError):  # a template that needs the variable writes it
+            if self.template.render(messages, **others) == text:
+                raise ValueError(
+                    f'{self.template.name}: does not write the "{name}" of the chat; give another template'
+                )
         self._written.add(name)
 
     def _before(self, ids: list[int]) -> list[int]:

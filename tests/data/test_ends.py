@@ -10,6 +10,7 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoTokenizer
 
 from ligermodels.data import corpus
+from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
 from ligermodels.data.ends import with_end_of_turn
@@ -187,6 +188,17 @@ def test_what_the_template_does_not_write_is_named(tmp_path: Path, name: str, fi
     else:
         names = [token for token, _ in read(documents)]
         assert ("brief" in "".join(names)) == ("system" in fields) and ("tool" in "".join(names)) == ("tools" in fields)
+
+
+def test_variables_of_a_record_are_shown(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    template = ChatTemplate("{{ mood }} {% for d in documents %}{{ d.text }}{% endfor %}" + turns)
+    fields = {"documents": [{"text": "You are fine"}], "chat_template_kwargs": {"mood": "Hello"}}
+    line = {"messages": [USER, ASSISTANT], **fields}
+    documents = Documents(Corpus([data(tmp_path, line)]), tokenizer_of("qwen2.5", tmp_path), lambda: template)
+    tokens = read(documents)
+    assert [token for token, _ in tokens][:4] == ["Hello", "ĠYou", "Ġare", "Ġfine"]
+    assert [token for token, own in tokens if own] == ["ĠHello", "<|im_end|>"]
 
 
 def test_unused_fields_are_named_once(tmp_path: Path) -> None:
