@@ -27,6 +27,7 @@ from ligermodels.adapt.lora import (
 )
 from ligermodels.arguments import check_flag
 from ligermodels.convert import hub
+from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
@@ -46,8 +47,9 @@ from ligermodels.models.state_dict import layout_in_memory
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
-TOKENIZER = tuple(name for name in COMPANIONS if name not in ("config.json", "generation_config.json"))
-"""Names of tokenizer and chat template files that an adapter's folder may contain."""
+GENERATION_CONFIG = "generation_config.json"
+BESIDE = tuple(name for name in COMPANIONS if name != "config.json")
+"""Names of the files of the base checkpoint that an adapter's folder may contain too, changed."""
 
 
 def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -97,10 +99,15 @@ def write_adapter(
     base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
-    own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
+    own: dict[str, Path | str] = {
+        name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder
+    }
     # In the folder of a checkpoint, the tokenizer belongs to the checkpoint.
     folder = folder_to_write(folder)
-    replaced = () if (folder / "config.json").is_file() else TOKENIZER
+    replaced = () if (folder / "config.json").is_file() else BESIDE
+    generation = spec.generation_config  # training on chats may have added an EOS token
+    if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
+        own[GENERATION_CONFIG] = as_json(generation)
     save_checkpoint(
         folder,
         adapter_map(updates).export(tensors),

@@ -84,7 +84,7 @@ class ChatTemplate:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if is_present(folder / name, CheckpointError):
                 config = read_json(folder / name)
-                texts = {key: _token_text(config.get(key)) for key in TOKENS}
+                texts = {key: token_text(config.get(key)) for key in TOKENS}
                 tokens |= {key: text for key, text in texts.items() if text is not None}
         path = folder / "chat_template.jinja"
         if file is not None:
@@ -199,7 +199,8 @@ class ChatTemplate:
         template trims content, drops the reasoning of earlier turns or moves the system turn.
 
         Args:
-            messages: the turns, each a dict with `role` and `content`.
+            messages: the turns, each a dict with `role` and `content`. A turn of the assistant with `weight` 0 has no
+                span.
             special: pattern of the special tokens.
             variables: further variables of the template (`tools`, `documents` ...).
 
@@ -216,13 +217,19 @@ class ChatTemplate:
         messages = self._fitting(messages)
         turns = Turns(self, messages, special, variables)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        trained = [i for i in assistant if messages[i].get("weight") != 0]
         size = len(chat_json) + len(json.dumps(variables, ensure_ascii=False, default=str))
-        turns.render_ahead([] if self._marks_turns else assistant, size)
+        turns.render_ahead([] if self._marks_turns else trained, size)
         marked = turns.text
         turns.check_calls()
-        if self._marks_turns:
-            return _without_marks(marked)
-        return marked, [turns.span(i) for i in assistant]
+        if not self._marks_turns:
+            return marked, [turns.span(i) for i in trained]
+        text, spans = _without_marks(marked)
+        if len(trained) < len(assistant):
+            if len(spans) != len(assistant):
+                raise InputError(f"{self.name}: does not mark each turn of the assistant, and one has weight 0")
+            spans = [span for i, span in zip(assistant, spans, strict=True) if i in trained]
+        return text, spans
 
 
 def encode_chat(
@@ -321,7 +328,7 @@ def _default_source(source: Any, path: Path) -> str:
     return source
 
 
-def _token_text(value: Any) -> str | None:
+def token_text(value: Any) -> str | None:
     """The text of a special token, in the form of a text or of an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

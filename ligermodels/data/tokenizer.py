@@ -92,6 +92,14 @@ class Tokenizer:
                 token_ids.append(ids[1:] if has_two else ids)
         return token_ids
 
+    @property
+    def added_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before a text (usually a BOS), and after it."""
+        encoding = self.backend.encode("a")
+        added = [bool(special) for special in encoding.special_tokens_mask]  # 0 for special tokens of the text itself
+        start, end = added.index(False), len(added) - added[::-1].index(False)
+        return encoding.ids[:start], encoding.ids[end:]
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, and the span [start, end) of each token, in characters.
 
@@ -111,6 +119,11 @@ class Tokenizer:
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens."""
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, by default without special tokens. Raises InputError for values that are no token ids."""

@@ -35,6 +35,11 @@ CONDITIONS: tuple[Condition, ...] = (
     (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
     (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
     (
+        ("excess_length_strategy",),
+        lambda settings: settings["packing_strategy"] != "wrapped",
+        "is for whole documents, and packing_strategy is wrapped",
+    ),
+    (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
@@ -115,7 +120,15 @@ class TrainingRecipe(BaseModel):
     seq_len: int = Field(
         2048, ge=2, le=2**31 - 1, description="Tokens per sequence; documents are packed into sequences."
     )
-    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Tokens per optimizer step.")
+    packing_strategy: Literal["bfd", "wrapped"] | None = Field(
+        None,
+        description="bfd: whole documents, by best-fit decreasing; wrapped: documents are split to fill sequences.  "
+        "[default: bfd for chats, wrapped for texts]",
+    )
+    excess_length_strategy: Literal["truncate", "drop", "split", "raise"] = Field(
+        "truncate", description="What happens to whole documents with more than seq_len tokens; a message counts them."
+    )
+    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Most tokens per optimizer step.")
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )

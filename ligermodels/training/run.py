@@ -135,6 +135,7 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     output_metrics=state.job.output_metrics,
                     cuda_graph=recipe.cuda_graph,
                 )
+            plan.documents.notes.say_totals()
             _complete_checkpoint(step, save, state, folder, ranks, console)
             is_stopped = stop.should_stop()
     except BaseException:

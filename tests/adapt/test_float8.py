@@ -360,7 +360,7 @@ def test_lora(dropout: float) -> None:
 
 def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
     """`train --float8`, of a checkpoint, of a config; and Medusa heads on a frozen model."""
-    settings = ("--set=steps=6", "--set=seq_len=16", "--set=batch_tokens=64", "--set=max_bad_lines=1", "--lr=5e-3")
+    settings = ("--set=steps=6", "--set=seq_len=128", "--set=batch_tokens=256", "--set=max_bad_lines=1", "--lr=5e-3")
     flags = ("--float8", "--float8-exclude", "mlp", "--float8-gradients", "e4m3")
     shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
     found: dict[str, list[tuple[int, float, float]]] = {}

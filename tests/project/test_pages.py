@@ -36,6 +36,7 @@ PAGES = {
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
+    "docs/data.md": {"table.jsonl"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
@@ -64,7 +65,7 @@ MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen3.5-9B",
 )
-TRAINING = ["--seq-len", "64", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
+TRAINING = ["--seq-len", "256", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
     "train": [*TRAINING, "--device", "cpu"],
     "medusa train": [*TRAINING, "--device", "cpu"],

@@ -387,7 +387,7 @@ def test_settings_of_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_shipped_recipe_runs_on_a_small_sample(
     base: Path, config: Path, data: Path, tmp_path: Path, name: str
 ) -> None:
-    sizes = {"seq_len": 64, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01, "max_bad_lines": 1}
+    sizes = {"seq_len": 128, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01, "max_bad_lines": 1}
     recipe = FineTuningRecipe.read(name).changed({"base": config, "data": data, **sizes})
     assert fine_tune(recipe, tmp_path / "out").finished
     assert lm.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
