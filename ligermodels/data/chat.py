@@ -16,9 +16,12 @@ from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.input_files import as_path, is_present, read_text, shown
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
+from ligermodels.data.calls import CallForm
+from ligermodels.data.parts import PROBE, as_templates_expect
 from ligermodels.data.rendering import END, START
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.data.turns import PROBE, Turns
+from ligermodels.data.turns import Turns
+from ligermodels.data.versions import Versions
 from ligermodels.errors import CheckpointError, InputError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -58,7 +61,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
         self.name, self.source, self.tokens, self.now = name, source, dict(tokens or {}), datetime.now()
         rendering.render(name, source, self.now, None)
-        self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
@@ -133,10 +136,17 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
                 raise InputError(f"{self.name}: messages: turn {number} must be a dict with names as keys")
-        roles = [message.get("role") for message in messages[:2] if isinstance(message.get("content"), str)]
+        turns = [as_templates_expect(message) for message in messages]
+        turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
+        roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
         if roles != ["system", "user"] or self._supports_system:
-            return messages
-        return [join_turns(*messages[:2]), *messages[2:]]
+            return turns
+        return [join_turns(*turns[:2]), *turns[2:]]
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form of turns with tool calls that the template takes."""
+        return CallForm.of(self._try)
 
     @cached_property
     def _supports_system(self) -> bool:
@@ -145,11 +155,21 @@ class ChatTemplate:
         # If the template refuses the same content from a user, the system turn is not the reason.
         return self._writes(chat) or not self._writes([join_turns(*chat)])
 
+    @cached_property
+    def takes_prompt(self) -> bool:
+        """Whether `add_generation_prompt` changes the text; some templates always write a prompt, some never."""
+        chat = [{"role": "user", "content": "?"}]
+        return self._try(chat) != self._try(chat, add_generation_prompt=True)
+
     def _writes(self, messages: Sequence[Message]) -> bool:
+        return PROBE in self._try(messages)
+
+    def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The text of a chat; "" if the template refuses it."""
         try:
-            return PROBE in self.render_marked(messages, False, {})
+            return self.render_marked(messages, add_generation_prompt, {})
         except InputError:
-            return False
+            return ""
 
     def render_marked(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -180,12 +200,9 @@ class ChatTemplate:
             raise InputError(
                 f"{unsupported[0]}: is no variable of a chat template, but an argument of transformers; leave it out"
             )
-        # As in transformers: OpenAI's API and columns of tables have null for a missing key, and templates would write
-        # "None".
-        turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
         return {
             **{"tools": None, "documents": None, **self.tokens, **variables},
-            **{"messages": turns, "add_generation_prompt": add_generation_prompt},
+            **{"messages": messages, "add_generation_prompt": add_generation_prompt},
         }
 
     def spans(
@@ -213,16 +230,12 @@ class ChatTemplate:
         chat_json = json.dumps(messages, ensure_ascii=False, default=str)
         if any(mark in chat_json for mark in (START, END, PROBE)):
             raise InputError("the chat has U+FDD0, U+FDD1 or U+FDD2, which are noncharacters; remove them")
-        messages = self._fitting(messages)
-        turns = Turns(self, messages, special, variables)
-        assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        size = len(chat_json) + len(json.dumps(variables, ensure_ascii=False, default=str))
-        turns.render_ahead([] if self._marks_turns else assistant, size)
+        versions = Versions(self, self._fitting(messages), variables)
+        versions.render_ahead(len(chat_json) + len(json.dumps(variables, ensure_ascii=False, default=str)))
+        turns = Turns(versions, special)
         marked = turns.text
         turns.check_calls()
-        if self._marks_turns:
-            return _without_marks(marked)
-        return marked, [turns.span(i) for i in assistant]
+        return _without_marks(marked) if self.marks_turns else (marked, turns.spans())
 
 
 def encode_chat(

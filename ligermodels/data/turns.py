@@ -1,147 +1,264 @@
-"""Locating the assistant's turns in a rendered chat."""
+"""Which parts of a rendered chat the model wrote.
+
+A template may render a turn of the assistant in several pieces, put tool results between them, drop the reasoning of
+earlier turns, or write other text around the last turn. So nothing is searched for in the text. Instead the chat is
+rendered again:
+
+- with other values in one part of one message: the part is where the two texts differ;
+- up to a message, with and without a generation prompt: this splits the template's text between two parts.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
-from ligermodels.data import rendering
+from ligermodels.data.parts import PROBE, parts_of, probed
+from ligermodels.data.versions import Version, Versions
 from ligermodels.errors import InputError
 
-if TYPE_CHECKING:
-    from ligermodels.data.chat import ChatTemplate, Message
+TAIL = 1000
+"""Most characters of the template's text at the end of a turn."""
 
-PROBE = "\ufdd2"
-"""A marker in rendered text: a Unicode noncharacter, like START and END."""
+FURTHER = 8
+"""Pieces before a generation prompt that the text may lack."""
 
-AT_ONCE = 1 << 22
-"""Most characters of the versions of a chat that are rendered together."""
+
+class Leaf(NamedTuple):
+    """The span [start, end) of the text, in characters, that shows a part of a message."""
+
+    start: int
+    end: int
+    message: int
+    part: str
+
+
+class Head(NamedTuple):
+    """The rendered chat before a turn; `header`, its end, is the beginning of the turn."""
+
+    text: str
+    header: str
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Locates the assistant's turns in `text`, the rendered messages, by rendering other versions of the messages."""
+    """Finds the spans of a rendered chat that the model wrote.
 
-    template: ChatTemplate
-    messages: Sequence[Message]
+    Args:
+        versions: the chat and its other versions.
+        special: pattern of the special tokens.
+    """
+
+    versions: Versions
     special: re.Pattern[str]
-    variables: Mapping[str, Any]
-    answers: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    """Answers of `rendering.render_all` for versions that are already rendered."""
-
-    def render_ahead(self, assistant: Sequence[int], size: int) -> None:
-        """Render together all versions that are needed to locate these turns, if they have at most AT_ONCE characters;
-        a version has about `size` characters."""
-        needed = [("whole", 0)]
-        needed += [("without calls", i) for i, message in enumerate(self.messages) if message.get("tool_calls")]
-        needed += [(version, i) for i in assistant for version in ("last", "prompt", "earlier", "probed")]
-        if len(needed) * size <= AT_ONCE:
-            answers = self.template.render_all_marked([self._version(*key) for key in needed], self.variables)
-            self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
-
-    def _version(self, version: str, i: int) -> tuple[Sequence[Message], bool]:
-        """Messages of a version of the chat, and whether a generation prompt follows them.
-
-        "whole": all messages. "earlier": the messages before message i. "prompt": the same, and a generation prompt.
-        "last": the same, and a turn of the assistant with PROBE as its content. "so far": the messages up to message i.
-        "probed": all messages, message i with PROBE as its content. "without calls": all messages, message i without
-        its tool calls.
-        """
-        if version == "whole":
-            return self.messages, False
-        earlier, message, later = self.messages[:i], self.messages[i], self.messages[i + 1 :]
-        match version:
-            case "earlier" | "prompt":
-                return earlier, version == "prompt"
-            case "last":
-                return [*earlier, {"role": "assistant", "content": PROBE}], False
-            case "probed":
-                return [*earlier, {**message, "content": PROBE}, *later], False
-            case "so far":
-                return [*earlier, message], False
-        without = {key: value for key, value in message.items() if key != "tool_calls"}
-        return [*earlier, without, *later], False
 
     @cached_property
     def text(self) -> str:
-        """The text of all messages. Raises InputError if the template refuses them."""
-        return self._text("whole", 0)
+        """The rendered chat. Raises InputError if the template refuses it."""
+        return self.versions.text(Version())
+
+    @cached_property
+    def _pieces(self) -> re.Pattern[str]:
+        """Pieces of the template's text that are never divided."""
+        return re.compile(rf"(?:{self.special.pattern})|<[^<>]*>|\w+|\s|.", re.DOTALL)
+
+    # -- parts of messages ---------------------------------------------------------------------------------------------
 
     def check_calls(self) -> None:
-        """Raise InputError if the template omits tool calls: the model would be trained on an empty turn."""
-        for i, message in enumerate(self.messages):
-            if message.get("tool_calls") and self._try("without calls", i) == self.text:
-                raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
+        """Raise InputError if the template omits tool calls: the model would be trained on a turn without them."""
+        for i, message in enumerate(self.versions.messages):
+            if "calls" in parts_of(message):
+                _, count = probed(message, "calls")
+                other = self.versions.try_text(Version(probed=(i, "calls")))
+                if other is not None and other.count(PROBE) < count:
+                    raise InputError(f"{self.versions.template.name}: does not write the tool calls in message {i}")
 
-    def span(self, i: int) -> tuple[int, int]:
-        """Start and end of turn i of the assistant in `text`. Raises InputError if it cannot be located."""
-        # Rendered as the last turn, it shows the template's text before and after the content.
-        head, probed, tail = (self._try("last", i) or "").partition(PROBE)
-        content = self._content(i)
-        start = self._start(i, content, [head, head.rstrip()] if probed else [])
-        if start is not None and content is not None and not self.messages[i].get("tool_calls"):
-            return start, self._end(content[1], tail)
-        # The turn has more than its content (tool calls), or its content changes the surrounding text (reasoning).
-        end = self._end_of_more(i, content[1] if content else start, tail) if start is not None else None
-        if start is None or end is None:
-            raise InputError(
-                f"{self.template.name}: message {i}, of the assistant, cannot be located in the rendered chat"
-            )
-        return start, end
-
-    def _start(self, i: int, content: tuple[int, int] | None, heads: list[str]) -> int | None:
-        """The start of turn i: the end of its generation prompt, or the start of its content, or the end of a head."""
-        prompt = self._try("prompt", i)
-        has_prompt = prompt is not None and prompt != self._try("earlier", i)
-        start = len(prompt) if prompt is not None and self.text.startswith(prompt) else None
-        if content is not None:
-            is_before = start is not None and start <= content[0]
-            return start if is_before and (has_prompt or self.text[start : content[0]].isspace()) else content[0]
-        return start if has_prompt else next((len(head) for head in heads if self.text.startswith(head)), None)
-
-    def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
-        """The end, after `start`, of message i, or None if unknown. `tail` follows a last turn."""
-        so_far = self._try("so far", i)
-        if so_far is not None and self.text.startswith(so_far):
-            tokens = list(self.special.finditer(so_far, start))
-            if tokens and not so_far[tokens[-1].end() :].strip():
-                return tokens[-1].end()
-        token = self.special.match(tail.lstrip())
-        mark = token[0] if token else tail.strip()
-        end = self.text.find(mark, start) if mark else -1
-        return end + len(mark) if end >= 0 else None
-
-    def _content(self, i: int) -> tuple[int, int] | None:
-        """The span of the content of message i: the part of the text that changes with the content."""
-        probed = self._try("probed", i)
-        before, probe, after = (probed or "").partition(PROBE)
-        if not probe or PROBE in after or len(before) + len(after) > len(self.text):
+    def _leaf(self, i: int, part: str) -> Leaf | None:
+        """The place of a part of message i; None if the template does not write the part, or writes it twice."""
+        other = self.versions.try_text(Version(probed=(i, part)))
+        if other is None or other == self.text or other.count(PROBE) > probed(self.versions.messages[i], part)[1]:
             return None
-        if not (self.text.startswith(before) and self.text.endswith(after)):
-            return None
-        return len(before), len(self.text) - len(after)
+        start = common_start(self.text, other)
+        return Leaf(start, len(self.text) - common_end(self.text[start:], other[start:]), i, part)
 
-    def _end(self, content_end: int, tail: str) -> int:
-        """The end of a turn, from the end of its content; `tail` follows the content of a last turn."""
-        rest = tail.lstrip()
-        if token := self.special.match(rest):
-            after = len(self.text) - len(self.text[content_end:].lstrip())
-            return after + len(token[0]) if self.text.startswith(token[0], after) else content_end
-        mark = tail.rstrip()  # an end marker that is not a special token
-        return content_end + len(mark) if self.text.startswith(mark, content_end) else content_end
+    def _is_own(self, leaf: Leaf) -> bool:
+        """Whether the model wrote the part."""
+        return self.versions.messages[leaf.message].get("role") == "assistant" and leaf.part != "responses"
 
-    def _text(self, version: str, i: int) -> str:
-        """The text of a version of the messages. Raises InputError if the template refuses it."""
-        if (answer := self.answers.get((version, i))) is not None:
-            return rendering.text_of(self.template.name, answer)
-        return self.template.render_marked(*self._version(version, i), self.variables)
+    def _leaves(self) -> list[Leaf]:
+        """The parts of all messages in the order of the text.
 
-    def _try(self, version: str, i: int) -> str | None:
-        """The text of a version of the messages, or None if the template refuses it."""
-        try:
-            return self._text(version, i)
-        except InputError:
-            return None
+        Raises InputError if a turn of the assistant is not in the text, or overlaps another one.
+        """
+        messages = self.versions.messages
+        found = (self._leaf(i, part) for i, message in enumerate(messages) for part in parts_of(message))
+        leaves = sorted(leaf for leaf in found if leaf is not None)
+        own = [leaf for leaf in leaves if self._is_own(leaf)]
+        lost = {i for i, message in enumerate(messages) if message.get("role") == "assistant"}
+        lost -= {leaf.message for leaf in own}
+        lost |= {later.message for leaf, later in pairwise(own) if later.start < leaf.end}
+        if lost:
+            raise self._lost(min(lost))
+        # If a part changes the text around other messages, its place is unknown; it only narrows the search anyway.
+        return [a for a in leaves if self._is_own(a) or not any(a.start < b.end and b.start < a.end for b in own)]
+
+    def _lost(self, i: int) -> InputError:
+        name = self.versions.template.name
+        return InputError(f"{name}: message {i}, of the assistant, cannot be located in the rendered chat")
+
+    # -- spans ---------------------------------------------------------------------------------------------------------
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The spans (start, end) that the model wrote, with the tokens that end its turns; sorted, end exclusive.
+
+        Raises InputError if the template refuses the chat, or a turn of the assistant cannot be located.
+        """
+        runs = [list(run) for _, run in groupby(self._leaves(), key=lambda leaf: (self._is_own(leaf), leaf.message))]
+        spans, low, header = list[tuple[int, int]](), 0, ""
+        for k, run in enumerate(runs):
+            if self._is_own(run[0]):
+                high = runs[k + 1][0].start if k + 1 < len(runs) else len(self.text)
+                before, after = self._around(run, runs[:k], runs[k + 1 :])
+                head = self._head(before)
+                start, written = self._start(head, low, run[0])
+                header = written or header
+                end = self._end(after, head.header, run[-1].end, high)
+                spans += self._without_headers(run, start, end, header)
+                low = end
+            low = max(low, run[-1].end)
+        return spans
+
+    def _around(self, run: list[Leaf], earlier: list[list[Leaf]], later: list[list[Leaf]]) -> tuple[Version, Version]:
+        """The versions of the chat that end before, and after, a run of parts of one message.
+
+        Tool results may come between two parts of the message that calls the tools.
+        """
+        i = run[0].message
+        results = [leaf.message + 1 for leaves in earlier for leaf in leaves if leaf.message >= i and self._is_result(leaf)]
+        rest = frozenset(leaf.part for leaves in later for leaf in leaves if leaf.message == i)
+        before = Version(max(results), dropped=(i, rest | {leaf.part for leaf in run})) if results else Version(i)
+        return before, Version(max([i + 1, *results]), dropped=(i, rest) if rest else None)
+
+    def _is_result(self, leaf: Leaf) -> bool:
+        role = self.versions.messages[leaf.message].get("role")
+        return leaf.part == "responses" or role not in ("system", "developer", "user", "assistant")
+
+    def _head(self, before: Version) -> Head:
+        """The text before a turn that follows the version `before`; empty if the template refuses to render it."""
+        text, prompted = self.versions.try_text(before), self.versions.try_text(before._replace(prompt=True))
+        if text is None or prompted is None:
+            return Head("", "")
+        if text != prompted:
+            return self._split(text, prompted)
+        # The template writes a generation prompt always, or never.
+        answered = self.versions.try_text(before._replace(answered=True)) or ""
+        if standing := self._standing_prompt(text, answered):
+            return Head(text, standing)
+        head = self._split(text, answered.partition(PROBE)[0])
+        same = text[: len(head.text) - len(head.header)]
+        ends_alike = head.text.startswith(same) and not self.special.sub("", text[len(same) :]).strip()
+        return head if ends_alike and head.header.strip() else Head(text, "")
+
+    def _split(self, before: str, head: str) -> Head:
+        """`head`, with the text by which it is longer than `before` as its header."""
+        start = common_start(before, head)
+        for piece in self._pieces.finditer(head, max(0, start - TAIL)):
+            if piece.end() > start:
+                return Head(head, head[piece.start() :])
+        return Head(head, "")
+
+    def _standing_prompt(self, before: str, answered: str) -> str:
+        """The generation prompt of a template that always writes one; "" for other templates.
+
+        It ends the text after a turn of the assistant too, and starts with the token that starts the first message.
+        """
+        first = self.special.search(self.text, len(self.versions.template.tokens.get("bos_token", "")))
+        ending = before[len(before) - common_end(before, answered) :]
+        start = ending.rfind(first[0]) if first else -1
+        return ending[start:] if start >= 0 else ""
+
+    def _start(self, head: Head, low: int, first: Leaf) -> tuple[int, str]:
+        """The start of a turn between `low` and its first part, and its header in the text.
+
+        The text may have only the beginning of the header: if a template prompts for reasoning, an earlier turn without
+        reasoning starts with less than the prompt. Raises InputError if the start of tool calls cannot be located.
+        """
+        base, further = len(head.text) - len(head.header), 0
+        for piece in reversed(list(self._pieces.finditer(head.text, max(0, base - TAIL)))):
+            end = piece.end()
+            start = self._find_end(head.text[:end], low, first.start, max(end - base, len(piece[0])))
+            if start is not None:
+                return start, head.text[base:end]
+            further += end <= base
+            if further > FURTHER:
+                break
+        if first.part == "calls":
+            raise self._lost(first.message)
+        return first.start, ""
+
+    def _find_end(self, text: str, low: int, high: int, least: int) -> int | None:
+        """The position between `low` and `high` that `text` ends at, by its last characters, `least` or more."""
+        if low <= len(text) <= high and self.text.startswith(text):
+            return len(text)
+        mark, found = text[-least:], list[tuple[int, int]]()
+        start = self.text.find(mark, max(0, low - len(mark)), high)
+        while start >= 0:
+            end = start + len(mark)
+            found.append((common_end(self.text[:end], text), end))
+            start = self.text.find(mark, start + 1, high)
+        return max(found)[1] if found else None
+
+    def _end(self, after: Version, header: str, low: int, high: int) -> int:
+        """The end of a turn between the end of its last part `low` and `high`.
+
+        Args:
+            after: the version that ends with the turn.
+            header: the generation prompt. With it some templates end the turn as in the middle of a chat.
+            low: the end of the last part of the turn.
+            high: the start of the next part in the text.
+        """
+        prompted = self.versions.try_text(after._replace(prompt=True)) if header else None
+        cut = prompted.removesuffix(header) if prompted is not None else None
+        for text in (cut if cut != prompted else None, self.versions.try_text(after)):
+            found = [
+                (size + common_end(self.text[:low], text[:-size]), low + size)
+                for size in range(1, min(high - low, len(text), TAIL) + 1)
+                if text.endswith(self.text[low : low + size])
+            ] if text is not None else []
+            if found:
+                return low + len(self.text[low : max(found)[1]].rstrip())
+        return low
+
+
+    def _without_headers(self, run: list[Leaf], start: int, end: int, header: str) -> list[tuple[int, int]]:
+        """The span of a run of parts, divided where the template ends the turn and starts another one with `header`.
+
+        The other turn is left out if it is empty.
+        """
+        last = [piece[0] for piece in self._pieces.finditer(self.text, run[-1].end, end)][-1:]
+        spans = []
+        for leaf, following in zip(run, [*run[1:], None], strict=True):
+            stop = following.start if following else end
+            again = self.text.find(last[0] + header, leaf.end, stop) if last and header.strip() else -1
+            if again >= 0:
+                spans.append((start, again + len(last[0])))
+                start = again + len(last[0]) + len(header) if following else end
+        return [*spans, (start, end)] if start < end or not spans else spans
+
+
+def common_start(a: str, b: str) -> int:
+    """Number of characters that two texts have in common at their starts."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+def common_end(a: str, b: str) -> int:
+    """Number of characters that two texts have in common at their ends."""
+    return common_start(a[::-1], b[::-1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.data import rendering, turns
+from ligermodels.data import rendering, versions
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -356,12 +356,12 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
         return ask(request, count)
 
     monkeypatch.setattr(rendering._process, "ask", counted)
-    assert template.spans(CHAT, special=special) == expected and counts == [9]
+    assert template.spans(CHAT, special=special) == expected and counts == [15]
     counts.clear()
-    large = [{"text": "x" * turns.AT_ONCE}]  # variables weigh too
+    large = [{"text": "x" * versions.AT_ONCE}]  # variables weigh too
     assert template.spans(CHAT, special=special, documents=large) == expected and set(counts) == {1}
     counts.clear()
-    monkeypatch.setattr(turns, "AT_ONCE", 100)
+    monkeypatch.setattr(versions, "AT_ONCE", 100)
     assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
     monkeypatch.undo()
 
@@ -372,7 +372,7 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
     counts.clear()
     with pytest.raises(CheckpointError, match="takes more than 1 s"):
         ChatTemplate(slow).spans(CHAT, special=special)
-    assert counts[:3] == [1, 9, 1]  # to compile it; all; the whole chat alone
+    assert counts[:3] == [1, 15, 1]  # to compile it; all; the whole chat alone
     assert template.spans(CHAT, special=special) == expected
 
 

@@ -1,0 +1,99 @@
+"""The parts of a message that a template writes, and messages with other values in a part."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+PROBE = "\ufdd2"
+"""A value that no text has: a Unicode noncharacter, like `rendering.START` and `rendering.END`."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of the reasoning of a turn, the first that is given wins."""
+
+FIELDS = {
+    "reasoning": REASONING,
+    "content": ("content",),
+    "calls": ("tool_calls",),
+    "responses": ("tool_responses",),  # results that Gemma 4's templates take from the assistant's message
+}
+"""Part of a message -> the keys that hold it."""
+
+TAGS = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
+"""Tags, such as <think>, by which templates split a content."""
+
+
+def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers gives it to templates: without keys that are null, which templates would write as
+    "None", and with its reasoning under the keys that templates read."""
+    present = {key: value for key, value in message.items() if value is not None}
+    for key in REASONING:
+        if key in present:
+            return {"thinking": present[key], **present, "reasoning_content": present[key]}
+    return present
+
+
+def parts_of(message: Mapping[str, Any]) -> list[str]:
+    """The parts of a message that are not empty; the content if all are empty."""
+    return [part for part, keys in FIELDS.items() if any(_is_filled(message.get(key)) for key in keys)] or ["content"]
+
+
+def without(message: Mapping[str, Any], parts: Collection[str]) -> Mapping[str, Any]:
+    """The message without these parts; its content is empty instead, because templates expect one."""
+    dropped = {key for part in parts for key in FIELDS[part]}
+    kept = {key: value for key, value in message.items() if key not in dropped}
+    return {**kept, "content": ""} if "content" in dropped else kept
+
+
+def probed(message: Mapping[str, Any], part: str) -> tuple[Mapping[str, Any], int]:
+    """The message with PROBE for the values of a part, and how many PROBEs a text has that shows them once.
+
+    Tags in texts stay, and so do names and ids of tool calls, which templates repeat in the results.
+    """
+    if part == "calls":
+        return with_arguments(message, _other_arguments), len(message["tool_calls"])
+    keys = [key for key in FIELDS[part] if key in message] or ["content"]
+    changed = {key: _other(message.get(key)) for key in keys}
+    return {**message, **changed}, max(map(_count, changed.values()))
+
+
+def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """The message with `convert(arguments)` for the arguments of each tool call, with or without "function"."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if isinstance(function, Mapping):
+            function = {**function, "arguments": convert(function.get("arguments"))}
+            call = {**call, "function": function} if "function" in call else function
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _is_filled(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def _other_arguments(arguments: Any) -> Any:
+    return json.dumps({"x": PROBE}, ensure_ascii=False) if isinstance(arguments, str) else {"x": PROBE}
+
+
+def _other(value: Any) -> Any:
+    """`value` with PROBE for its texts; if it has no text, followed or replaced by PROBE."""
+    changed = _other_texts(value)
+    return changed if _count(changed) else value + PROBE if isinstance(value, str) else PROBE
+
+
+def _other_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(PROBE if i % 2 == 0 and text.strip() else text for i, text in enumerate(TAGS.split(value)))
+    if isinstance(value, list | tuple):
+        return [_other_texts(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: item if key in ("type", "name") else _other_texts(item) for key, item in value.items()}
+    return value
+
+
+def _count(value: Any) -> int:
+    return json.dumps(value, ensure_ascii=False, default=str).count(PROBE)

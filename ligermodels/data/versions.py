@@ -1,0 +1,96 @@
+"""A chat, and other versions of it, as texts: shorter ones, and ones with other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ligermodels.data import rendering
+from ligermodels.data.parts import PROBE, parts_of, probed, without
+from ligermodels.errors import InputError
+
+if TYPE_CHECKING:
+    from ligermodels.data.chat import ChatTemplate, Message
+
+AT_ONCE = 1 << 22
+"""Most characters of the versions of a chat that are rendered together."""
+
+
+class Version(NamedTuple):
+    """A version of a chat.
+
+    count: number of messages; None for all.
+    prompt: append a generation prompt.
+    probed: index of a message, and the part of it that has PROBE as its value.
+    dropped: index of a message, and the parts of it that are left out.
+    answered: append a turn of the assistant with PROBE as its content.
+    """
+
+    count: int | None = None
+    prompt: bool = False
+    probed: tuple[int, str] | None = None
+    dropped: tuple[int, frozenset[str]] | None = None
+    answered: bool = False
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Renders versions of a chat, each once.
+
+    Args:
+        template: the chat template.
+        messages: the messages, as the template expects them.
+        variables: further variables of the template.
+    """
+
+    template: ChatTemplate
+    messages: Sequence[Message]
+    variables: Mapping[str, Any]
+    answers: dict[Version, tuple[str, str]] = field(default_factory=dict)
+    """Answers of `rendering.render_all`."""
+
+    def render_ahead(self, size: int) -> None:
+        """Render all versions that are usually needed in one exchange with the process that renders, if they have at
+        most AT_ONCE characters together; each has about `size`."""
+        needed = list(self._needed())
+        if len(needed) * size <= AT_ONCE:
+            answers = self.template.render_all_marked([self._chat(version) for version in needed], self.variables)
+            self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
+
+    def _needed(self) -> Iterable[Version]:
+        marked = self.template.marks_turns
+        yield Version()
+        for i, message in enumerate(self.messages):
+            yield from (Version(probed=(i, part)) for part in parts_of(message) if part == "calls" or not marked)
+        for i, message in enumerate(self.messages):
+            if message.get("role") == "assistant" and not marked:
+                yield from (Version(count, prompt) for count in (i, i + 1) for prompt in (False, True))
+                if not self.template.takes_prompt:
+                    yield Version(i, answered=True)
+
+    def _chat(self, version: Version) -> tuple[Sequence[Message], bool]:
+        """The messages of a version, and whether a generation prompt follows them."""
+        messages = list(self.messages[: version.count])
+        if version.probed is not None:
+            i, part = version.probed
+            messages[i], _ = probed(messages[i], part)
+        if version.dropped is not None:
+            i, parts = version.dropped
+            messages[i] = without(messages[i], parts)
+        if version.answered:
+            messages.append({"role": "assistant", "content": PROBE})
+        return messages, version.prompt
+
+    def text(self, version: Version) -> str:
+        """The text of a version. Raises InputError if the template refuses it."""
+        if version not in self.answers:
+            (self.answers[version],) = self.template.render_all_marked([self._chat(version)], self.variables)
+        return rendering.text_of(self.template.name, self.answers[version])
+
+    def try_text(self, version: Version) -> str | None:
+        """The text of a version, or None if the template refuses it."""
+        try:
+            return self.text(version)
+        except InputError:
+            return None
