@@ -89,6 +89,7 @@ class Turns:
         """Whether the model wrote the part."""
         return self.versions.messages[leaf.message].get("role") == "assistant" and leaf.part != "responses"
 
+    @cached_property
     def _leaves(self) -> list[Leaf]:
         """The parts of all messages in the order of the text.
 
@@ -117,7 +118,7 @@ class Turns:
 
         Raises InputError if the template refuses the chat, or a turn of the assistant cannot be located.
         """
-        runs = [list(run) for _, run in groupby(self._leaves(), key=lambda leaf: (self._is_own(leaf), leaf.message))]
+        runs = [list(run) for _, run in groupby(self._leaves, key=lambda leaf: (self._is_own(leaf), leaf.message))]
         spans, low, header = list[tuple[int, int]](), 0, ""
         for k, run in enumerate(runs):
             if self._is_own(run[0]):
@@ -176,7 +177,8 @@ class Turns:
 
         It ends the text after a turn of the assistant too, and starts with the token that starts the first message.
         """
-        first = self.special.search(self.text, len(self.versions.template.tokens.get("bos_token", "")))
+        bos = self.versions.template.tokens.get("bos_token", "")
+        first = self.special.search(self.text, len(bos) if self.text.startswith(bos) else 0, self._leaves[0].start)
         ending = before[len(before) - common_end(before, answered) :]
         start = ending.rfind(first[0]) if first else -1
         return ending[start:] if start >= 0 else ""

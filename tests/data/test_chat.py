@@ -367,12 +367,12 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
 
     monkeypatch.setattr(rendering, "SECONDS", 1)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    slow = "{% if messages|length == 1 %}" + loop + "{% endif %}" + template.source
+    slow = "{% if messages|length == 2 %}" + loop + "{% endif %}" + template.source
     monkeypatch.setattr(rendering._process, "ask", counted)
     counts.clear()
     with pytest.raises(CheckpointError, match="takes more than 1 s"):
         ChatTemplate(slow).spans(CHAT, special=special)
-    assert counts[:3] == [1, 15, 1]  # to compile it; all; the whole chat alone
+    assert counts[:5] == [1, 1, 1, 15, 1]  # to compile it; does it prompt; all versions; the whole chat alone
     assert template.spans(CHAT, special=special) == expected
 
 
