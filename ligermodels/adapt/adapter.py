@@ -29,7 +29,7 @@ from ligermodels.arguments import check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER
 from ligermodels.convert.input_files import folder_to_write, is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
@@ -46,8 +46,6 @@ from ligermodels.models.state_dict import layout_in_memory
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
-TOKENIZER = tuple(name for name in COMPANIONS if name not in ("config.json", "generation_config.json"))
-"""Names of tokenizer and chat template files that an adapter's folder may contain."""
 
 
 def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -97,10 +95,10 @@ def write_adapter(
     base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
-    own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
+    own = {name: path for name, path in spec.files.items() if source and path.absolute() != source.folder / name}
     # In the folder of a checkpoint, the tokenizer belongs to the checkpoint.
     folder = folder_to_write(folder)
-    replaced = () if (folder / "config.json").is_file() else TOKENIZER
+    replaced = () if (folder / "config.json").is_file() else (*TOKENIZER, CHAT_TEMPLATES)
     save_checkpoint(
         folder,
         adapter_map(updates).export(tensors),

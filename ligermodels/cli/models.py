@@ -82,11 +82,10 @@ class Source:
 
 def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
     """Add the tokenizer and chat template beside the adapter to the exports of `model`; returns `model`."""
-    from ligermodels.adapt.adapter import TOKENIZER
+    from ligermodels.convert.companions import tokenizer_files
 
-    own = {name: path for name in TOKENIZER if (path := adapter / name).is_file()}
     spec = model.require_export_spec()
-    model.export_spec = replace(spec, files={**spec.files, **own})
+    model.export_spec = replace(spec, files={**spec.files, **tokenizer_files(adapter)})
     return model
 
 

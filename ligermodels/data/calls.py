@@ -1,8 +1,8 @@
 """The forms in which a chat template takes turns with tool calls.
 
-OpenAI's API has arguments as JSON in a string, transformers' documentation has them as a dict. A template may take both,
-encode what it gets as JSON (a string would be encoded twice), iterate over a dict, or concatenate strings. Where there
-is no content, OpenAI's API has null; transformers leaves the key out; some templates test for none.
+OpenAI's API has arguments as JSON in a string, transformers' documentation has them as a dict. A template may take
+both, encode what it gets as JSON (a string would be encoded twice), iterate over a dict, or concatenate strings. Where
+there is no content, OpenAI's API has null; transformers leaves the key out; some templates test for none.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,9 +20,6 @@ FIELDS = {
 }
 """Part of a message -> the keys that hold it."""
 
-TAGS = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""Tags, such as <think>, by which templates split a content."""
-
 
 def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as transformers gives it to templates: without keys that are null, which templates would write as
@@ -37,7 +33,18 @@ def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def parts_of(message: Mapping[str, Any]) -> list[str]:
     """The parts of a message that are not empty; the content if all are empty."""
-    return [part for part, keys in FIELDS.items() if any(_is_filled(message.get(key)) for key in keys)] or ["content"]
+    return [part for part in FIELDS if is_filled(message, part)] or ["content"]
+
+
+def is_filled(message: Mapping[str, Any], part: str) -> bool:
+    """Whether a part of a message is not empty."""
+    values = [message.get(key) for key in FIELDS[part]]
+    return any(value.strip() if isinstance(value, str) else value for value in values)
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether to train on a turn of the assistant: not if it has `"train": false` or `"weight": 0`."""
+    return bool(message.get("train", True)) and message.get("weight", 1) != 0
 
 
 def without(message: Mapping[str, Any], parts: Collection[str]) -> Mapping[str, Any]:
@@ -50,7 +57,7 @@ def without(message: Mapping[str, Any], parts: Collection[str]) -> Mapping[str, 
 def probed(message: Mapping[str, Any], part: str) -> tuple[Mapping[str, Any], int]:
     """The message with PROBE for the values of a part, and how many PROBEs a text has that shows them once.
 
-    Tags in texts stay, and so do names and ids of tool calls, which templates repeat in the results.
+    Names and ids of tool calls stay, because templates repeat them in the results.
     """
     if part == "calls":
         return with_arguments(message, _other_arguments), len(message["tool_calls"])
@@ -71,10 +78,6 @@ def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) ->
     return {**message, "tool_calls": calls}
 
 
-def _is_filled(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
 def _other_arguments(arguments: Any) -> Any:
     return json.dumps({"x": PROBE}, ensure_ascii=False) if isinstance(arguments, str) else {"x": PROBE}
 
@@ -87,7 +90,7 @@ def _other(value: Any) -> Any:
 
 def _other_texts(value: Any) -> Any:
     if isinstance(value, str):
-        return "".join(PROBE if i % 2 == 0 and text.strip() else text for i, text in enumerate(TAGS.split(value)))
+        return PROBE if value.strip() else value
     if isinstance(value, list | tuple):
         return [_other_texts(item) for item in value]
     if isinstance(value, Mapping):

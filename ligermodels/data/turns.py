@@ -11,14 +11,14 @@ rendered again:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from ligermodels.data.parts import PROBE, parts_of, probed
-from ligermodels.data.versions import Version, Versions
+from ligermodels.data.parts import PROBE, is_filled, is_trained, parts_of, probed
+from ligermodels.data.versions import Version, Versions, without_marks
 from ligermodels.errors import InputError
 
 TAIL = 1000
@@ -35,6 +35,14 @@ class Leaf(NamedTuple):
     end: int
     message: int
     part: str
+
+
+class Span(NamedTuple):
+    """A span [start, end) of the text, in characters, that the model wrote in a turn."""
+
+    start: int
+    end: int
+    message: int
 
 
 class Head(NamedTuple):
@@ -68,14 +76,26 @@ class Turns:
 
     # -- parts of messages ---------------------------------------------------------------------------------------------
 
-    def check_calls(self) -> None:
-        """Raise InputError if the template omits tool calls: the model would be trained on a turn without them."""
-        for i, message in enumerate(self.versions.messages):
-            if "calls" in parts_of(message):
-                _, count = probed(message, "calls")
-                other = self.versions.try_text(Version(probed=(i, "calls")))
-                if other is not None and other.count(PROBE) < count:
-                    raise InputError(f"{self.versions.template.name}: does not write the tool calls in message {i}")
+    def check_written(self) -> None:
+        """Raise InputError if the template omits tool calls; warn once if it omits another part.
+
+        Many templates omit the reasoning of earlier turns: that is no reason to warn.
+        """
+        messages, template = self.versions.messages, self.versions.template
+        last = max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
+        for i, message in enumerate(messages):
+            for part in parts_of(message):
+                other, (_, count) = self.versions.try_text(Version(probed=(i, part))), probed(message, part)
+                if part == "calls" and other is not None and other.count(PROBE) < count:
+                    raise InputError(f"{template.name}: does not write the tool calls in message {i}")
+                what, is_earlier = (message.get("role"), part), part == "reasoning" and i < last
+                if other == self.text and not is_earlier and is_filled(message, part) and what not in template.omitted:
+                    template.omitted.add(what)
+                    warnings.warn(
+                        f"{template.name}: does not write the {part} of the {what[0]} (message {i}): the model is "
+                        "trained without it",
+                        stacklevel=2,
+                    )
 
     def _leaf(self, i: int, part: str) -> Leaf | None:
         """The place of a part of message i; None if the template does not write the part, or writes it twice."""
@@ -111,15 +131,29 @@ class Turns:
         name = self.versions.template.name
         return InputError(f"{name}: message {i}, of the assistant, cannot be located in the rendered chat")
 
-    # -- spans ---------------------------------------------------------------------------------------------------------
+    # -- spans to train on ---------------------------------------------------------------------------------------------
 
-    def spans(self) -> list[tuple[int, int]]:
-        """The spans (start, end) that the model wrote, with the tokens that end its turns; sorted, end exclusive.
+    def trained_spans(self) -> list[tuple[int, int]]:
+        """The spans (start, end) of the turns to train on. Raises InputError if a turn cannot be located."""
+        return [(span.start, span.end) for span in self.spans() if is_trained(self.versions.messages[span.message])]
+
+    def marked_spans(self) -> list[tuple[int, int]]:
+        """The spans (start, end) that the template marks, without turns that are not to be trained on."""
+        _, marked = without_marks(self.versions.marked_text(Version()))
+        if all(map(is_trained, self.versions.messages)):
+            return marked
+        left_out = [span for span in self.spans() if not is_trained(self.versions.messages[span.message])]
+        return [a for a in marked if not any(a[0] < b.end and b.start < a[1] for b in left_out)]
+
+    # -- what the model wrote ------------------------------------------------------------------------------------------
+
+    def spans(self) -> list[Span]:
+        """The spans that the model wrote, with the tokens that end its turns, in the order of the text.
 
         Raises InputError if the template refuses the chat, or a turn of the assistant cannot be located.
         """
         runs = [list(run) for _, run in groupby(self._leaves, key=lambda leaf: (self._is_own(leaf), leaf.message))]
-        spans, low, header = list[tuple[int, int]](), 0, ""
+        spans, low, header = list[Span](), 0, ""
         for k, run in enumerate(runs):
             if self._is_own(run[0]):
                 high = runs[k + 1][0].start if k + 1 < len(runs) else len(self.text)
@@ -139,7 +173,9 @@ class Turns:
         Tool results may come between two parts of the message that calls the tools.
         """
         i = run[0].message
-        results = [leaf.message + 1 for leaves in earlier for leaf in leaves if leaf.message >= i and self._is_result(leaf)]
+        results = [
+            leaf.message + 1 for leaves in earlier for leaf in leaves if leaf.message >= i and self._is_result(leaf)
+        ]
         rest = frozenset(leaf.part for leaves in later for leaf in leaves if leaf.message == i)
         before = Version(max(results), dropped=(i, rest | {leaf.part for leaf in run})) if results else Version(i)
         return before, Version(max([i + 1, *results]), dropped=(i, rest) if rest else None)
@@ -159,10 +195,11 @@ class Turns:
         answered = self.versions.try_text(before._replace(answered=True)) or ""
         if standing := self._standing_prompt(text, answered):
             return Head(text, standing)
-        head = self._split(text, answered.partition(PROBE)[0])
-        same = text[: len(head.text) - len(head.header)]
-        ends_alike = head.text.startswith(same) and not self.special.sub("", text[len(same) :]).strip()
-        return head if ends_alike and head.header.strip() else Head(text, "")
+        beginning, _, ending = answered.partition(PROBE)
+        head = self._split(text, beginning)
+        # The last turn may end otherwise than a turn in the middle of a chat.
+        is_last_ending = ending.endswith(text[len(head.text) - len(head.header) :])
+        return head if is_last_ending and head.header.strip() else Head(text, "")
 
     def _split(self, before: str, head: str) -> Head:
         """`head`, with the text by which it is longer than `before` as its header."""
@@ -186,12 +223,15 @@ class Turns:
     def _start(self, head: Head, low: int, first: Leaf) -> tuple[int, str]:
         """The start of a turn between `low` and its first part, and its header in the text.
 
-        The text may have only the beginning of the header: if a template prompts for reasoning, an earlier turn without
-        reasoning starts with less than the prompt. Raises InputError if the start of tool calls cannot be located.
+        The text may have only the beginning of the header, up to a tag: if a template prompts for reasoning, an earlier
+        turn without reasoning starts with less than the prompt. Raises InputError if the start of tool calls cannot be
+        located.
         """
         base, further = len(head.text) - len(head.header), 0
         for piece in reversed(list(self._pieces.finditer(head.text, max(0, base - TAIL)))):
             end = piece.end()
+            if end > base and head.text[end : end + 1] not in ("", "<", "["):
+                continue
             start = self._find_end(head.text[:end], low, first.start, max(end - base, len(piece[0])))
             if start is not None:
                 return start, head.text[base:end]
@@ -226,30 +266,33 @@ class Turns:
         prompted = self.versions.try_text(after._replace(prompt=True)) if header else None
         cut = prompted.removesuffix(header) if prompted is not None else None
         for text in (cut if cut != prompted else None, self.versions.try_text(after)):
-            found = [
-                (size + common_end(self.text[:low], text[:-size]), low + size)
-                for size in range(1, min(high - low, len(text), TAIL) + 1)
-                if text.endswith(self.text[low : low + size])
-            ] if text is not None else []
+            found = (
+                [
+                    (size + common_end(self.text[:low], text[:-size]), low + size)
+                    for size in range(1, min(high - low, len(text), TAIL) + 1)
+                    if text.endswith(self.text[low : low + size])
+                ]
+                if text is not None
+                else []
+            )
             if found:
                 return low + len(self.text[low : max(found)[1]].rstrip())
         return low
 
-
-    def _without_headers(self, run: list[Leaf], start: int, end: int, header: str) -> list[tuple[int, int]]:
+    def _without_headers(self, run: list[Leaf], start: int, end: int, header: str) -> list[Span]:
         """The span of a run of parts, divided where the template ends the turn and starts another one with `header`.
 
         The other turn is left out if it is empty.
         """
         last = [piece[0] for piece in self._pieces.finditer(self.text, run[-1].end, end)][-1:]
-        spans = []
+        spans = list[Span]()
         for leaf, following in zip(run, [*run[1:], None], strict=True):
             stop = following.start if following else end
             again = self.text.find(last[0] + header, leaf.end, stop) if last and header.strip() else -1
             if again >= 0:
-                spans.append((start, again + len(last[0])))
+                spans.append(Span(start, again + len(last[0]), leaf.message))
                 start = again + len(last[0]) + len(header) if following else end
-        return [*spans, (start, end)] if start < end or not spans else spans
+        return [*spans, Span(start, end, run[0].message)] if start < end or not spans else spans
 
 
 def common_start(a: str, b: str) -> int:

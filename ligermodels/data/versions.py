@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ligermodels.data import rendering
 from ligermodels.data.parts import PROBE, parts_of, probed, without
+from ligermodels.data.rendering import END, START
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,12 +61,10 @@ class Versions:
             self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
 
     def _needed(self) -> Iterable[Version]:
-        marked = self.template.marks_turns
         yield Version()
         for i, message in enumerate(self.messages):
-            yield from (Version(probed=(i, part)) for part in parts_of(message) if part == "calls" or not marked)
-        for i, message in enumerate(self.messages):
-            if message.get("role") == "assistant" and not marked:
+            yield from (Version(probed=(i, part)) for part in parts_of(message))
+            if message.get("role") == "assistant" and not self.template.marks_turns:
                 yield from (Version(count, prompt) for count in (i, i + 1) for prompt in (False, True))
                 if not self.template.takes_prompt:
                     yield Version(i, answered=True)
@@ -82,11 +82,15 @@ class Versions:
             messages.append({"role": "assistant", "content": PROBE})
         return messages, version.prompt
 
-    def text(self, version: Version) -> str:
-        """The text of a version. Raises InputError if the template refuses it."""
+    def marked_text(self, version: Version) -> str:
+        """The text of a version, with the marks of `{% generation %}`. Raises InputError if the template refuses it."""
         if version not in self.answers:
             (self.answers[version],) = self.template.render_all_marked([self._chat(version)], self.variables)
         return rendering.text_of(self.template.name, self.answers[version])
+
+    def text(self, version: Version) -> str:
+        """The text of a version. Raises InputError if the template refuses it."""
+        return without_marks(self.marked_text(version))[0]
 
     def try_text(self, version: Version) -> str | None:
         """The text of a version, or None if the template refuses it."""
@@ -94,3 +98,17 @@ class Versions:
             return self.text(version)
         except InputError:
             return None
+
+
+def without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without the marks of `{% generation %}`, and the spans (start, end) between them."""
+    parts, spans, size, start = [], [], 0, 0
+    for piece in re.split(f"([{START}{END}])", marked):
+        if piece == START:
+            start = size
+        elif piece == END:
+            spans.append((start, size))
+        else:
+            parts.append(piece)
+            size += len(piece)
+    return "".join(parts), spans

@@ -36,7 +36,7 @@ class Published(NamedTuple):
 
 NO_THINKING = {"enable_thinking": False}
 CHATML = r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
-NO_THOUGHTS = r"<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?(.*?<\|im_end\|>)"
+NO_THOUGHTS = r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)"
 MISTRAL = r"(?:\[/INST\]|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\]))(.*?</s>)"
 DEEPSEEK = (
     "(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>|<｜tool▁output▁end｜>(?=\n<｜tool▁call▁begin))(.*?<｜end▁of▁sentence｜>)"

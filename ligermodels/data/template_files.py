@@ -1,0 +1,82 @@
+"""The chat templates and the special tokens in the files of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ligermodels.convert.companions import chat_templates
+from ligermodels.convert.config_json import read_json, short
+from ligermodels.convert.input_files import as_path, is_present, read_text, shown
+from ligermodels.errors import CheckpointError
+
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens in templates."""
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: transformers uses the second for chats with tools, and the first for other chats."""
+
+
+class Source(NamedTuple):
+    """A jinja2 template, and its place for messages."""
+
+    place: str
+    text: str
+
+
+def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> dict[str, Source]:
+    """Name -> chat template of a checkpoint, read as transformers does.
+
+    Templates are in chat_template.jinja ("default") and additional_chat_templates/NAME.jinja; or else in the field
+    `chat_template`, a text or a list of texts with names, of tokenizer_config.json or chat_template.json.
+
+    Args:
+        folder: local folder of the checkpoint.
+        file: path of another template, to use instead of the checkpoint's.
+
+    Raises:
+        CheckpointError: there is no template, or a file cannot be read.
+    """
+    if file is not None:
+        path = as_path(file, CheckpointError, "the file of the chat template")
+        return {DEFAULT: Source(str(path), read_text(path, CheckpointError))}
+    files = {Path(name).stem: folder / name for name in chat_templates(folder)}
+    if is_present(folder / "chat_template.jinja", CheckpointError):
+        files[DEFAULT] = folder / "chat_template.jinja"
+    if files:
+        return {name: Source(str(path), read_text(path, CheckpointError)) for name, path in files.items()}
+    for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+        field = read_json(path).get("chat_template") if is_present(path, CheckpointError) else None
+        if field is not None:
+            return {name: Source(f"{path}: chat_template", text) for name, text in _named(field, path).items()}
+    raise CheckpointError(f"{shown(folder)}: has no chat template (base models have none): give the file of one")
+
+
+def read_tokens(folder: Path) -> dict[str, str]:
+    """Name -> text of the special tokens of a checkpoint, variables of its chat templates."""
+    tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = read_json(folder / name) if is_present(folder / name, CheckpointError) else {}
+        texts = {key: _token_text(config.get(key)) for key in TOKENS}
+        tokens |= {key: text for key, text in texts.items() if text is not None}
+    return tokens
+
+
+def _named(field: Any, path: Path) -> dict[str, str]:
+    """Name -> template in a field `chat_template`: a text, or a list of objects with `name` and `template`."""
+    entries = field if isinstance(field, list) else [{"name": DEFAULT, "template": field}]
+    templates = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
+    for template in templates.values():
+        if not isinstance(template, str):
+            raise CheckpointError(f"{path}: chat_template: must be text, got {short(template)}")
+    if not {DEFAULT, TOOL_USE} & templates.keys():
+        raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(templates))}")
+    return templates
+
+
+def _token_text(value: Any) -> str | None:
+    """The text of a special token, in the form of a text or of an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
