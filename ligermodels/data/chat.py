@@ -16,6 +16,7 @@ from ligermodels.convert.input_files import as_path
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
 from ligermodels.data.calls import CallForm
+from ligermodels.data.frames import Frame
 from ligermodels.data.parts import PROBE, as_templates_expect
 from ligermodels.data.rendering import END, START
 from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_templates, read_tokens
@@ -61,7 +62,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
         self.name, self.source, self.tokens, self.now = name, source, dict(tokens or {}), datetime.now()
         rendering.render(name, source, self.now, None)
-        self.omitted = set[tuple[object, str]]()
+        self.omitted, self.frames = set[tuple[object, str]](), dict[Any, Frame]()
         self.tool_use: ChatTemplate | None = None
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
@@ -148,19 +149,13 @@ class ChatTemplate:
         # If the template refuses the same content from a user, the system turn is not the reason.
         return self._writes(chat) or not self._writes([join_turns(*chat)])
 
-    @cached_property
-    def takes_prompt(self) -> bool:
-        """Whether `add_generation_prompt` changes the text; some templates always write a prompt, some never."""
-        chat = [{"role": "user", "content": "?"}]
-        return self._try(chat) != self._try(chat, add_generation_prompt=True)
-
     def _writes(self, messages: Sequence[Message]) -> bool:
         return PROBE in self._try(messages)
 
-    def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _try(self, messages: Sequence[Message]) -> str:
         """The text of a chat; "" if the template refuses it."""
         try:
-            return self.render_marked(messages, add_generation_prompt, {})
+            return self.render_marked(messages, False, {})
         except InputError:
             return ""
 
@@ -224,12 +219,9 @@ class ChatTemplate:
         if any(mark in chat_json for mark in (START, END, PROBE)):
             raise InputError("the chat has U+FDD0, U+FDD1 or U+FDD2, which are noncharacters; remove them")
         template = self.chosen(variables)
-        versions = Versions(template, template._fitting(messages), variables)
-        versions.render_ahead(len(chat_json) + len(json.dumps(variables, ensure_ascii=False, default=str)))
-        turns = Turns(versions, special)
-        text = turns.text
-        turns.check_written()
-        return text, turns.marked_spans() if template.marks_turns else turns.trained_spans()
+        turns = Turns(Versions(template, template._fitting(messages), variables), special)
+        spans = turns.trained_spans()
+        return turns.text, spans
 
 
 def encode_chat(

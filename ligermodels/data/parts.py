@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 PROBE = "\ufdd2"
@@ -64,6 +64,26 @@ def probed(message: Mapping[str, Any], part: str) -> tuple[Mapping[str, Any], in
     keys = [key for key in FIELDS[part] if key in message] or ["content"]
     changed = {key: _other(message.get(key)) for key in keys}
     return {**message, **changed}, max(map(_count, changed.values()))
+
+
+def outlined(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[tuple[int, str]]]:
+    """The messages with a numbered marker for each part that is a text, and these parts: index of the message, name.
+
+    The marker of part number k is PROBE, k in digits, PROBE.
+    """
+    outline, parts = list(messages), list[tuple[int, str]]()
+    for i, message in enumerate(messages):
+        for part in parts_of(message):
+            keys = [key for key in FIELDS[part] if key in message] or ["content"]
+            if all(isinstance(message.get(key, ""), str) for key in keys):
+                outline[i] = {**outline[i], **dict.fromkeys(keys, f"{PROBE}{len(parts)}{PROBE}")}
+                parts.append((i, part))
+    return outline, parts
+
+
+def text_of(message: Mapping[str, Any], part: str) -> str:
+    """The text of a part that `outlined` has a marker for."""
+    return next((message[key] for key in FIELDS[part] if key in message), "")
 
 
 def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ligermodels.data import rendering
-from ligermodels.data.parts import PROBE, parts_of, probed, without
+from ligermodels.data.parts import PROBE, outlined, probed, without
 from ligermodels.data.rendering import END, START
 from ligermodels.errors import InputError
 
@@ -27,6 +29,7 @@ class Version(NamedTuple):
     probed: index of a message, and the part of it that has PROBE as its value.
     dropped: index of a message, and the parts of it that are left out.
     answered: append a turn of the assistant with PROBE as its content.
+    outlined: the texts of all messages are markers: see `parts.outlined`.
     """
 
     count: int | None = None
@@ -34,6 +37,7 @@ class Version(NamedTuple):
     probed: tuple[int, str] | None = None
     dropped: tuple[int, frozenset[str]] | None = None
     answered: bool = False
+    outlined: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,26 +56,23 @@ class Versions:
     answers: dict[Version, tuple[str, str]] = field(default_factory=dict)
     """Answers of `rendering.render_all`."""
 
-    def render_ahead(self, size: int) -> None:
-        """Render all versions that are usually needed in one exchange with the process that renders, if they have at
-        most AT_ONCE characters together; each has about `size`."""
-        needed = list(self._needed())
-        if len(needed) * size <= AT_ONCE:
+    @cached_property
+    def _size(self) -> int:
+        """Characters of a version, approximately."""
+        return len(json.dumps([self.messages, self.variables], ensure_ascii=False, default=str))
+
+    def render_ahead(self, versions: Sequence[Version]) -> None:
+        """Render versions in one exchange with the process that renders, if they have at most AT_ONCE characters."""
+        needed = [version for version in dict.fromkeys(versions) if version not in self.answers]
+        if len(needed) * self._size <= AT_ONCE:
             answers = self.template.render_all_marked([self._chat(version) for version in needed], self.variables)
             self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
-
-    def _needed(self) -> Iterable[Version]:
-        yield Version()
-        for i, message in enumerate(self.messages):
-            yield from (Version(probed=(i, part)) for part in parts_of(message))
-            if message.get("role") == "assistant" and not self.template.marks_turns:
-                yield from (Version(count, prompt) for count in (i, i + 1) for prompt in (False, True))
-                if not self.template.takes_prompt:
-                    yield Version(i, answered=True)
 
     def _chat(self, version: Version) -> tuple[Sequence[Message], bool]:
         """The messages of a version, and whether a generation prompt follows them."""
         messages = list(self.messages[: version.count])
+        if version.outlined:
+            messages, _ = outlined(messages)
         if version.probed is not None:
             i, part = version.probed
             messages[i], _ = probed(messages[i], part)
