@@ -45,13 +45,15 @@ def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> 
     files = {Path(name).stem: folder / name for name in chat_templates(folder)}
     if is_present(folder / "chat_template.jinja", CheckpointError):
         files[DEFAULT] = folder / "chat_template.jinja"
-    if files:
-        return {name: Source(str(path), read_text(path, CheckpointError)) for name, path in files.items()}
+    sources = {name: Source(str(path), read_text(path, CheckpointError)) for name, path in files.items()}
     for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
-        field = read_json(path).get("chat_template") if is_present(path, CheckpointError) else None
-        if field is not None:
-            return {name: Source(f"{path}: chat_template", text) for name, text in _named(field, path).items()}
-    raise CheckpointError(f"{shown(folder)}: has no chat template (base models have none): give the file of one")
+        if not sources and is_present(path, CheckpointError):
+            sources = _named(read_json(path).get("chat_template"), f"{path}: chat_template")
+    if not sources:
+        raise CheckpointError(f"{shown(folder)}: has no chat template (base models have none): give the file of one")
+    if not {DEFAULT, TOOL_USE} & sources.keys():
+        raise CheckpointError(f"{shown(folder)}: chat templates: none is named 'default', only {short(list(sources))}")
+    return sources
 
 
 def read_tokens(folder: Path) -> dict[str, str]:
@@ -64,16 +66,14 @@ def read_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def _named(field: Any, path: Path) -> dict[str, str]:
-    """Name -> template in a field `chat_template`: a text, or a list of objects with `name` and `template`."""
-    entries = field if isinstance(field, list) else [{"name": DEFAULT, "template": field}]
+def _named(field: Any, place: str) -> dict[str, Source]:
+    """Name -> template in a field `chat_template`: null, a text, or a list of objects with `name` and `template`."""
+    entries = field if isinstance(field, list) else [{"name": DEFAULT, "template": field}] if field is not None else []
     templates = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
     for template in templates.values():
         if not isinstance(template, str):
-            raise CheckpointError(f"{path}: chat_template: must be text, got {short(template)}")
-    if not {DEFAULT, TOOL_USE} & templates.keys():
-        raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(templates))}")
-    return templates
+            raise CheckpointError(f"{place}: must be text, got {short(template)}")
+    return {name: Source(place, template) for name, template in templates.items()}
 
 
 def _token_text(value: Any) -> str | None:

@@ -64,7 +64,7 @@ class Versions:
     def render_ahead(self, versions: Sequence[Version]) -> None:
         """Render versions in one exchange with the process that renders, if they have at most AT_ONCE characters."""
         needed = [version for version in dict.fromkeys(versions) if version not in self.answers]
-        if len(needed) * self._size <= AT_ONCE:
+        if needed and len(needed) * self._size <= AT_ONCE:
             answers = self.template.render_all_marked([self._chat(version) for version in needed], self.variables)
             self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
 

@@ -33,7 +33,14 @@ SHARDS = {f"model-{i:05d}-of-00003.safetensors": bytes([i]) * 60_000 for i in ra
 INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("abc", SHARDS, strict=True))}).encode()}
 SMALL = {
     name: f"{name} of the test".encode()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja")
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    )
 }
 SINGLE = {"model.safetensors": b"s" * 70_000}
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"a" * 5_000}
