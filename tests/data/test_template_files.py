@@ -23,15 +23,9 @@ from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
 CHAT = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
-ONE, TOOL_USE = (
-    "one {{ bos_token }}{{ messages[0].content }}",
-    "tools {{ tools[0].function.name }} {{ messages[0].content }}",
-)
-LIST = [
-    {"name": "default", "template": ONE},
-    {"name": "tool_use", "template": TOOL_USE},
-    {"name": "rag", "template": "r"},
-]
+ONE = "one {{ bos_token }}{{ messages[0].content }}"
+TOOL_USE = "tools {{ tools[0].function.name }} {{ messages[0].content }}"
+LIST = [{"name": name, "template": text} for name, text in {"default": ONE, "tool_use": TOOL_USE, "rag": "r"}.items()]
 
 PLACES: dict[str, dict[str, object]] = {
     "files": {"chat_template.jinja": ONE, "additional_chat_templates/tool_use.jinja": TOOL_USE},
@@ -70,9 +64,7 @@ def test_templates_are_chosen_as_by_transformers(place: str, tools: list | None,
             template.render(CHAT, tools=tools)
         return
     assert template.render(CHAT, tools=tools) == wanted
-    assert template.spans(
-        [*CHAT, {"role": "assistant", "content": ""}][:1], special=re.compile("(?!)"), tools=tools
-    ) == (wanted, [])
+    assert template.spans(CHAT, special=re.compile("(?!)"), tools=tools) == (wanted, [])
     other = folder / "other.jinja"
     other.write_text("mine")
     assert ChatTemplate.from_folder(folder, other).render(CHAT, tools=tools) == "mine"
