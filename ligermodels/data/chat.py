@@ -130,7 +130,7 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
                 raise InputError(f"{self.name}: messages: turn {number} must be a dict with names as keys")
-        turns = [as_templates_expect(message) for message in messages]
+        turns: list[Message] = [as_templates_expect(message) for message in messages]
         turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
         roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
         if roles != ["system", "user"] or self._supports_system:

@@ -128,30 +128,35 @@ class Frames:
         The text may have only the beginning of the header, up to a tag: if a template prompts for reasoning, an earlier
         turn without reasoning starts with less than the prompt.
         """
-        base, further = len(head.text) - len(head.header), 0
+        base, without_header = len(head.text) - len(head.header), list[tuple[int, int]]()
         for piece in reversed(list(self.pieces.finditer(head.text, max(0, base - TAIL)))):
             end = piece.end()
-            if end > base and head.text[end : end + 1] not in ("", "<", "["):
-                continue
-            start = self._find_end(head.text[:end], low, high, max(end - base, len(piece[0])))
-            if start is not None:
-                return start, head.text[base:end]
-            further += end <= base
-            if further > FURTHER:
+            if end <= base:
+                without_header.append(self._find_end(head.text[:end], low, high, len(piece[0])))
+            elif head.text[end : end + 1] in ("", "<", "["):
+                length, start = self._find_end(head.text[:end], low, high, end - base)
+                if length:
+                    return start, head.text[base:end]
+            if len(without_header) > FURTHER:
                 break
-        return None
+        length, start = max(without_header, default=(0, 0))
+        return (start, "") if length else None
 
-    def _find_end(self, text: str, low: int, high: int, least: int) -> int | None:
-        """The position between `low` and `high` that `text` ends at, by its last characters, `least` or more."""
+    def _find_end(self, text: str, low: int, high: int, least: int) -> tuple[int, int]:
+        """The place between `low` and `high` where the rendered chat is as at the end of `text`.
+
+        Returns:
+            The number of characters before the place that are the same, and the place; zeros if fewer than `least` are.
+        """
         if low <= len(text) <= high and self.text.startswith(text):
-            return len(text)
-        mark, found = text[-least:], list[tuple[int, int]]()
+            return len(text), len(text)
+        mark, found = text[-least:], [(0, 0)]
         start = self.text.find(mark, max(0, low - len(mark)), high)
         while start >= 0:
             end = start + len(mark)
             found.append((common_end(self.text[:end], text), end))
             start = self.text.find(mark, start + 1, high)
-        return max(found)[1] if found else None
+        return max(found)
 
     def _end(self, after: Version, header: str, low: int, high: int) -> int:
         """The end of a turn between the end of its last part `low` and `high`.

@@ -69,11 +69,13 @@ def read_tokens(folder: Path) -> dict[str, str]:
 def _named(field: Any, place: str) -> dict[str, Source]:
     """Name -> template in a field `chat_template`: null, a text, or a list of objects with `name` and `template`."""
     entries = field if isinstance(field, list) else [{"name": DEFAULT, "template": field}] if field is not None else []
-    templates = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
-    for template in templates.values():
+    sources = {}
+    for entry in entries:
+        template = entry.get("template") if isinstance(entry, Mapping) else None
         if not isinstance(template, str):
             raise CheckpointError(f"{place}: must be text, got {short(template)}")
-    return {name: Source(place, template) for name, template in templates.items()}
+        sources[str(entry.get("name"))] = Source(place, template)
+    return sources
 
 
 def _token_text(value: Any) -> str | None:

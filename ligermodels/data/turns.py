@@ -111,16 +111,13 @@ class Turns:
 
         The same text of the template, between parts of the same kind, is divided in the same way: it is remembered.
         """
-        run, previous, following = (
-            runs[k],
-            runs[k - 1][-1] if k else None,
-            runs[k + 1][0] if k + 1 < len(runs) else None,
-        )
+        run, previous = runs[k], runs[k - 1][-1] if k else None
+        following = runs[k + 1][0] if k + 1 < len(runs) else None
         start, end, high = run[0].start, run[-1].end, following.start if following else len(self.text)
         before, after = self._around(runs, k)
         around = self.text[previous.end if previous else 0 : start], self.text[end:high]
         kinds = tuple(map(self._kind, (previous, run[0], run[-1], following)))
-        known, key = self.versions.template.frames, (*around, kinds, before.dropped is None, self._variables)
+        known, key = self.versions.template.frames, (*around, kinds, before.dropped is None, self._settings)
         if key in known:
             return known[key]
         frame = frames.frame(before, after, low, start, end, high)
@@ -134,10 +131,10 @@ class Turns:
         return None if leaf is None else (self.versions.messages[leaf.message].get("role"), leaf.part)
 
     @cached_property
-    def _variables(self) -> str:
-        """The variables of the template that may change the text around turns."""
-        short = {key: key in ("tools", "documents") or value for key, value in self.versions.variables.items()}
-        return json.dumps(short, sort_keys=True, default=str)
+    def _settings(self) -> tuple[str, str]:
+        """The variables that may change the template's text around turns, as JSON; the pattern of special tokens."""
+        values = {key: key in ("tools", "documents") or value for key, value in self.versions.variables.items()}
+        return json.dumps(values, sort_keys=True, default=str), self.special.pattern
 
     def _around(self, runs: list[list[Leaf]], k: int) -> tuple[Version, Version]:
         """The versions of the chat that end before, and after, run k of the parts.

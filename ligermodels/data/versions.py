@@ -24,7 +24,7 @@ AT_ONCE = 1 << 22
 class Version(NamedTuple):
     """A version of a chat.
 
-    count: number of messages; None for all.
+    length: number of messages; None for all.
     prompt: append a generation prompt.
     probed: index of a message, and the part of it that has PROBE as its value.
     dropped: index of a message, and the parts of it that are left out.
@@ -32,7 +32,7 @@ class Version(NamedTuple):
     outlined: the texts of all messages are markers: see `parts.outlined`.
     """
 
-    count: int | None = None
+    length: int | None = None
     prompt: bool = False
     probed: tuple[int, str] | None = None
     dropped: tuple[int, frozenset[str]] | None = None
@@ -70,7 +70,7 @@ class Versions:
 
     def _chat(self, version: Version) -> tuple[Sequence[Message], bool]:
         """The messages of a version, and whether a generation prompt follows them."""
-        messages = list(self.messages[: version.count])
+        messages = list(self.messages[: version.length])
         if version.outlined:
             messages, _ = outlined(messages)
         if version.probed is not None:

@@ -208,7 +208,8 @@ def test_connection_cut_in_the_middle_of_a_file(hub: Hub, tmp_path: Path, repo: 
     assert kind == "HubError" and message.startswith(f"{repo}: download failed, run again to retry: ")
     assert f"{repo}/{file}" in hub.served
     for path in filter(Path.is_file, tmp_path.rglob("snapshots/*/**/*")):
-        assert path.name != file and path.read_bytes() == REPOS[repo][path.name]
+        name = "/".join(path.parts[path.parts.index("snapshots") + 2 :])
+        assert name != file and path.read_bytes() == REPOS[repo][name]
 
     hub.cut.clear()
     [(kind, folder)] = resolve(hub, tmp_path, {"name_or_path": repo})

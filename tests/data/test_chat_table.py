@@ -42,7 +42,7 @@ class Published(NamedTuple):
 NO_THINKING = {"enable_thinking": False}
 CHATML = r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
 NO_THOUGHTS = r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)"
-MISTRAL = r"(?:\[/INST\]|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\]))(.*?</s>)"
+MISTRAL = r"(?:\[/INST\]|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\]))(.*?</s>(?:[a-z].*?</s>)?)"
 DEEPSEEK = (
     "(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>|<｜tool▁output▁end｜>(?=\n<｜tool▁call▁begin))(.*?<｜end▁of▁sentence｜>)"
 )
@@ -52,18 +52,19 @@ R1 = DEEPSEEK.replace(  # which starts another turn for the content of a turn wi
     "(?:(?<!<｜end▁of▁sentence｜>)<｜Assistant｜>|(?<=<｜end▁of▁sentence｜>)<｜Assistant｜>(?!<｜end▁of▁sentence｜>)",
 )
 WITH_CALLS = ".*call.*|two rounds.*"
+ALTERNATING = "|two in a row"
 PUBLISHED = {
     "Qwen2.5": Published("qwen2_5", CHATML),
     "Qwen3": Published("qwen3", CHATML, "both"),
     "Qwen3, no thinking": Published("qwen3", NO_THOUGHTS, "both", variables=NO_THINKING),
     "Qwen3.5": Published("qwen3_5", r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>)"),
     "Qwen3.5, no thinking": Published("qwen3_5", NO_THOUGHTS, variables=NO_THINKING),
-    "GLM-4.5": Published("glm4_5", r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|observation\|>|$)"),
-    "Mistral v3": Published("mistral_v3", MISTRAL),
+    "GLM-4.5": Published("glm4_5", r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|assistant\|>|<\|observation\|>|$)"),
+    "Mistral v3": Published("mistral_v3", MISTRAL, refuses=ALTERNATING),
     "Mistral v7": Published("mistral_v7", MISTRAL, "both"),
     "Llama 3.2": Published("llama3_2", LLAMA, refuses="two calls"),
     "Llama 3.2, built-in": Published("llama3_2", LLAMA, refuses="two calls", variables={"builtin_tools": ["f"]}),
-    "Gemma 3": Published("gemma3", r"<start_of_turn>model\n(.*?<end_of_turn>)", refuses=WITH_CALLS),
+    "Gemma 3": Published("gemma3", r"<start_of_turn>model\n(.*?<end_of_turn>)", refuses=WITH_CALLS + ALTERNATING),
     "Gemma 4": Published(
         "gemma4",
         r"(?:<\|turn>model\n|<tool_response\|>(?!<\|tool_response>))(.*?(?:<\|tool_response>|<turn\|>|$))",
@@ -76,7 +77,8 @@ PUBLISHED = {
     ),
     "gpt-oss": Published(
         "gpt_oss",
-        r"<\|start\|>assistant(.*?(?:<\|call\|>|<\|return\|>|<\|end\|>(?!<\|start\|>assistant)))",
+        r"<\|start\|>assistant((?:<\|channel\|>analysis<\|message\|>[^<]*<\|end\|><\|start\|>assistant)?"
+        r".*?(?:<\|call\|>|<\|return\|>|<\|end\|>))",
         refuses="two calls|reasoning, content and call",  # it writes the first of two calls
     ),
     "DeepSeek-V3": Published("deepseek_v3", DEEPSEEK, "text"),
@@ -85,7 +87,9 @@ PUBLISHED = {
         "cohere_command", r"<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>(.*?<\|END_OF_TURN_TOKEN\|>)"
     ),
     "Cohere 2": Published(
-        "cohere2", r"<\|CHATBOT_TOKEN\|><\|START_RESPONSE\|>(.*?<\|END_OF_TURN_TOKEN\|>)", refuses=WITH_CALLS
+        "cohere2",
+        r"<\|CHATBOT_TOKEN\|><\|START_RESPONSE\|>(.*?<\|END_OF_TURN_TOKEN\|>)",
+        refuses=WITH_CALLS + ALTERNATING,
     ),
     "Phi-3": Published("phi3", r"<\|assistant\|>\n(.*?<\|end\|>)", refuses=WITH_CALLS),
     "Phi-4-mini": Published("phi4_mini", r"<\|assistant\|>(.*?<\|end\|>)"),
@@ -149,6 +153,7 @@ CHATS: dict[str, list[Turn]] = {
     "turns": [turn for i in (1, 2, 3) for turn in (user(i), says(f"said{i}"))],
     "same words, tools": [turn for _ in range(3) for turn in (user(1), says("said1"))],
     "same words": [turn for _ in range(3) for turn in (user(1), says("said1"))],
+    "two in a row": [user(1), says("said1"), says("said2", reasoning_content="thought2")],
     "empty": [user(1), says(""), user(2), says("said2")],
     "call": CALLED,
     "call, system": [SYSTEM, *CALLED],
