@@ -61,7 +61,7 @@ def read_tokens(folder: Path) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         config = read_json(folder / name) if is_present(folder / name, CheckpointError) else {}
-        texts = {key: _token_text(config.get(key)) for key in TOKENS}
+        texts = {key: token_text(config.get(key)) for key in TOKENS}
         tokens |= {key: text for key, text in texts.items() if text is not None}
     return tokens
 
@@ -78,7 +78,7 @@ def _named(field: Any, place: str) -> dict[str, Source]:
     return sources
 
 
-def _token_text(value: Any) -> str | None:
+def token_text(value: Any) -> str | None:
     """The text of a special token, in the form of a text or of an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

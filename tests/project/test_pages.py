@@ -37,6 +37,7 @@ PAGES = {
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/chats.md": set[str](),
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
