@@ -21,7 +21,16 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CHAT_TEMPLATES,
+    COMPANIONS,
+    INDEX,
+    PROCESSORS,
+    SINGLE,
+    read_index,
+)
 from ligermodels.convert.input_files import as_path, shown
 from ligermodels.convert.journal import settle
 from ligermodels.convert.patience import patient
@@ -146,7 +155,7 @@ def explained(
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
+    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[f"{CHAT_TEMPLATES}/*.jinja"])
     commit = folder.name  # used from here on, so that all files are of one commit
     _require(name, commit, "config.json", options)
     if weights:
@@ -161,7 +170,9 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
     return folder
 
 
-def snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
+def snapshot(
+    name: str, revision: str | None, files: Iterable[str], options: dict[str, Any], *, patterns: Iterable[str] = ()
+) -> Path:
     """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
 
     Args:
@@ -169,10 +180,11 @@ def snapshot(name: str, revision: str | None, files: Iterable[str], options: dic
         revision: branch, tag or commit; None for "main".
         files: names of files.
         options: further arguments of `huggingface_hub.snapshot_download`.
+        patterns: patterns of the names of further files.
     """
     try:
-        patterns = [glob.escape(file) for file in files]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, **options))
+        allowed = [*map(glob.escape, files), *patterns]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, **options))
     except LocalEntryNotFoundError:
         # A snapshot without optional files counts as incomplete, but may have all files that are needed.
         config = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)

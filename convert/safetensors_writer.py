@@ -54,7 +54,7 @@ def save_checkpoint(
         tensors: the tensors. One shard at a time is fetched, so the host holds at most one shard.
         name: file name before ".safetensors", instead of "model".
         max_shard_size: bytes, or text such as "5GB" (10^9) or "5GiB" (2^30). A larger tensor gets a shard of its own.
-        files: name -> content of further files, or the path of a file to copy.
+        files: name -> content of further files, or the path of a file to copy. A name may have one folder.
         overwrite: replace a checkpoint in `folder`. Files there that match none of `replaced` stay.
         replaced: patterns of the names of a checkpoint's files.
         check: called with the temporary folder, with all files in it, before they replace the files of `folder`. If it
@@ -143,6 +143,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def _write(path: Path, content: bytes | str | Path) -> None:
+    path.parent.mkdir(exist_ok=True)
     if isinstance(content, Path):
         shutil.copyfile(content, path)
     else:

@@ -136,7 +136,7 @@ def _remove_partial(folder: Path, parent: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         sync(path)
     sync_folder(folder)
 

@@ -30,7 +30,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER
 from ligermodels.convert.input_files import folder_to_write, is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
@@ -48,7 +48,7 @@ from ligermodels.models.state_dict import layout_in_memory
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
 GENERATION_CONFIG = "generation_config.json"
-BESIDE = tuple(name for name in COMPANIONS if name != "config.json")
+BESIDE = (*TOKENIZER, CHAT_TEMPLATES, GENERATION_CONFIG)
 """Names of the files of the base checkpoint that an adapter's folder may contain too, changed."""
 
 
@@ -100,7 +100,7 @@ def write_adapter(
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
     own: dict[str, Path | str] = {
-        name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder
+        name: path for name, path in spec.files.items() if source and path.absolute() != source.folder / name
     }
     # In the folder of a checkpoint, the tokenizer belongs to the checkpoint.
     folder = folder_to_write(folder)

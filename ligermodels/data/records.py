@@ -303,17 +303,18 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     role, content = fields.pop("role", role), _joined(fields.pop("content", content))
     function_call = fields.pop("function_call", None)  # OpenAI's format before tool_calls
     calls = _decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
-    if content is None and calls:
-        content = ""
     no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
-    role, content = _check_type(role, str, no_text).strip().lower(), _check_type(content, str, no_text)
+    role = _check_type(role, str, no_text).strip().lower()
+    if content is not None or not calls:
+        content = _check_type(content, str, no_text)
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")
     if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
-        calls, content = call if isinstance(call, list) else [call], ""
+        calls = call if isinstance(call, list) else [call]
+        content = None if calls else ""
     if calls:
         fields["tool_calls"] = _calls(calls, number)
-    return {"role": ROLES[role], "content": content, **fields}
+    return {"role": ROLES[role], **({} if content is None else {"content": content}), **fields}
 
 
 def _check_parts(content: Any, number: int) -> None:
@@ -340,14 +341,11 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments in text form (OpenAI) are
-    decoded, because templates encode them as JSON."""
+    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments stay in their form, a dict or
+    JSON in a string, until it is known which form the chat template takes."""
     call = _without_nulls(call)
     function = _without_nulls(call.get("function", call))
     _check_type(function.get("name"), str, f"turn {number} of the chat calls a tool without a name")
-    arguments = _decoded(function.get("arguments"))
-    if isinstance(arguments, dict):
-        function["arguments"] = arguments
     return {"type": "function", **(call if "function" in call else {}), "function": function}
 
 

@@ -33,7 +33,14 @@ SHARDS = {f"model-{i:05d}-of-00003.safetensors": bytes([i]) * 60_000 for i in ra
 INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("abc", SHARDS, strict=True))}).encode()}
 SMALL = {
     name: f"{name} of the test".encode()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja")
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    )
 }
 SINGLE = {"model.safetensors": b"s" * 70_000}
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"a" * 5_000}
@@ -200,8 +207,9 @@ def test_connection_cut_in_the_middle_of_a_file(hub: Hub, tmp_path: Path, repo: 
     [(kind, message)] = resolve(hub, tmp_path, {"name_or_path": repo})
     assert kind == "HubError" and message.startswith(f"{repo}: download failed, run again to retry: ")
     assert f"{repo}/{file}" in hub.served
-    for path in tmp_path.rglob("snapshots/*/*"):
-        assert path.name != file and path.read_bytes() == REPOS[repo][path.name]
+    for path in filter(Path.is_file, tmp_path.rglob("snapshots/*/**/*")):
+        name = "/".join(path.parts[path.parts.index("snapshots") + 2 :])
+        assert name != file and path.read_bytes() == REPOS[repo][name]
 
     hub.cut.clear()
     [(kind, folder)] = resolve(hub, tmp_path, {"name_or_path": repo})

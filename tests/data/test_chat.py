@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.data import rendering, turns
+from ligermodels.data import rendering, versions
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -344,7 +344,10 @@ def test_a_limit_of_memory_that_cannot_be_raised() -> None:
 
 
 def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless one of its renderings goes beyond a limit, which is that of each: then those that are needed, alone."""
+    """Of two renderings, once the frames of its turns are known.
+
+    Unless a rendering goes beyond a limit, which is that of each: then those that are needed, alone.
+    """
     special = re.compile("<e>")
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}")
     expected = template.spans(CHAT, special=special)
@@ -356,23 +359,23 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
         return ask(request, count)
 
     monkeypatch.setattr(rendering._process, "ask", counted)
-    assert template.spans(CHAT, special=special) == expected and counts == [9]
+    assert template.spans(CHAT, special=special) == expected and counts == [2]
     counts.clear()
-    large = [{"text": "x" * turns.AT_ONCE}]  # variables weigh too
+    large = [{"text": "x" * versions.AT_ONCE}]  # variables weigh too
     assert template.spans(CHAT, special=special, documents=large) == expected and set(counts) == {1}
     counts.clear()
-    monkeypatch.setattr(turns, "AT_ONCE", 100)
+    monkeypatch.setattr(versions, "AT_ONCE", 100)
     assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
     monkeypatch.undo()
 
     monkeypatch.setattr(rendering, "SECONDS", 1)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    slow = "{% if messages|length == 1 %}" + loop + "{% endif %}" + template.source
+    slow = "{% if messages|length == 2 %}" + loop + "{% endif %}" + template.source
     monkeypatch.setattr(rendering._process, "ask", counted)
     counts.clear()
     with pytest.raises(CheckpointError, match="takes more than 1 s"):
         ChatTemplate(slow).spans(CHAT, special=special)
-    assert counts[:3] == [1, 9, 1]  # to compile it; all; the whole chat alone
+    assert counts[:3] == [1, 2, 4] and set(counts[3:]) == {1}  # to compile it, the chat, the first frame, alone
     assert template.spans(CHAT, special=special) == expected
 
 

@@ -10,7 +10,7 @@ from ligermodels.data.records import Completion, NothingToLearn, parse_line, rea
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
 SYSTEM = {"role": "system", "content": "x"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "5"}
 
 
@@ -28,6 +28,10 @@ QUESTIONS = [
 ]
 NULLS = {"tool_calls": None, "name": None, "tool_call_id": None, "from": None, "value": None}
 TEXT_CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": None}
+CALLING_BY_TEXT = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": TEXT_CALL["function"]}],
+}  # the template decides on the form of arguments
 ODD_CALL = {"id": "c1", "function": {"name": "f", "arguments": "none"}}
 
 GOOD: dict[str, tuple[object, object]] = {
@@ -37,13 +41,17 @@ GOOD: dict[str, tuple[object, object]] = {
     "nulls": (messages({**ASSISTANT, **NULLS}, tools=None), [USER, ASSISTANT]),
     "no calls": (messages({**ASSISTANT, "tool_calls": []}), [USER, ASSISTANT]),
     "other keys": (messages({**RESULT, "call": 1}, ASSISTANT), [USER, {**RESULT, "call": 1}, ASSISTANT]),
-    "arguments as text": (messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING]),
+    "arguments as text": (
+        messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING_BY_TEXT]
+    ),
     "arguments that are no object": (
         messages({**CALLING, "tool_calls": [ODD_CALL]}),
         [USER, {**CALLING, "tool_calls": [{"type": "function", **ODD_CALL}]}],
     ),
     "a call without its wrapping": (messages({"role": "assistant", "tool_calls": [CALL["function"]]}), [USER, CALLING]),
-    "OpenAI's older call": (messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING]),
+    "OpenAI's older call": (
+        messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING_BY_TEXT]
+    ),
     "parts": (
         messages({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
         [USER, {"role": "assistant", "content": "ab"}],

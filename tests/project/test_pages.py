@@ -38,6 +38,7 @@ PAGES = {
     "docs/coming-from.md": set[str](),
     "docs/data.md": {"table.jsonl"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/chats.md": set[str](),
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
