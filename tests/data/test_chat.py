@@ -319,6 +319,8 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
         (TEMPLATES["llama-3.1"], [CHAT[0], {**CHAT[1], "tool_calls": []}], "single tool-calls"),
         (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the tool calls in message 1"),
         (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "tool calls"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": 5}], "turn 2: tool_calls: must be a list of dicts"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": ["f"]}], "turn 2: tool_calls: must be a list of dicts"),
         ("{{ messages[0].content.x.y }}", CHAT, "x"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
         ("{{ messages.append(1) }}", CHAT, "unsafe|not safely callable"),
