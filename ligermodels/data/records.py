@@ -148,7 +148,8 @@ def _message(turn: Any, number: int) -> Message:
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")
     if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
-        calls, content = call if isinstance(call, list) else [call], None
+        calls = call if isinstance(call, list) else [call]
+        content = None if calls else ""
     if calls:
         fields["tool_calls"] = _calls(calls, number)
     return {"role": ROLES[role], **({} if content is None else {"content": content}), **fields}
