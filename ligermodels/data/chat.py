@@ -130,6 +130,9 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
                 raise InputError(f"{self.name}: messages: turn {number} must be a dict with names as keys")
+            calls = message.get("tool_calls") or []
+            if not is_sequence(calls) or not all(isinstance(call, Mapping) for call in calls):
+                raise InputError(f"{self.name}: messages: turn {number}: tool_calls: must be a list of dicts")
         turns: list[Message] = [as_templates_expect(message) for message in messages]
         turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
         roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
@@ -233,14 +236,15 @@ def encode_chat(
     No special tokens are added: the template writes them.
 
     Args:
-        messages: the turns, each a dict with `role` and `content`.
+        messages: the turns, each a dict with `role`, and `content` or `tool_calls`. A turn of the assistant with
+            `"weight": 0` or `"train": false` is not trained on.
         template: the chat template.
         tokenizer: the tokenizer.
         variables: further variables of the template (`tools`, `documents` ...).
 
     Returns:
-        Token ids; and for each token whether it belongs, at least in part, to the content of a turn of the assistant or
-        is the token that ends the turn.
+        Token ids; and for each token whether it belongs, at least in part, to the content, reasoning or tool calls of a
+        turn of the assistant, or is a token that ends the turn.
 
     Raises:
         InputError: the template refuses the chat or omits its tool calls, or a turn cannot be located.

@@ -8,7 +8,8 @@ from typing import Any
 
 from ligermodels.convert.config_json import nested_configs, read_json
 from ligermodels.convert.input_files import is_present
-from ligermodels.data.chat import ChatTemplate, end_of_turn, token_text
+from ligermodels.data.chat import ChatTemplate, end_of_turn
+from ligermodels.data.template_files import token_text
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError
 from ligermodels.generation.options import GENERATION

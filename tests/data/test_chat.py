@@ -1,6 +1,5 @@
 """Chats: the text that transformers renders, and a mask that is right to the token, whatever the template does."""
 
-import json
 import re
 import subprocess
 import sys
@@ -275,42 +274,6 @@ def test_helpers_and_the_clock_that_stands_still() -> None:
     assert wanted.count("é") == 2
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "list", "chat_template.json"])
-def test_where_a_template_is_found(place: str, tmp_path: Path) -> None:
-    config = {"bos_token": {"content": "<é>", "lstrip": False}, "eos_token": None, "chat_template": "{{ 'no' }}"}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>", "bos_token": "no"}))
-    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
-    if place == "chat_template.jinja":
-        (tmp_path / place).write_text(source)
-    elif place == "chat_template.json":
-        del config["chat_template"]
-        (tmp_path / place).write_text(json.dumps({"chat_template": source}))
-    else:
-        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": source}]
-        config["chat_template"] = named if place == "list" else source
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "<é>Hi there!<e>"
-    (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
-    assert ChatTemplate.from_folder(tmp_path, tmp_path / "other.jinja").render(CHAT) == "other <é>"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "has no chat template"),
-        ([{"name": "rag", "template": "x"}], "none is named 'default', only \\['rag'\\]"),
-        (5, "must be text, got 5"),
-        ("{% for %}", "not a jinja2 template"),
-    ],
-)
-def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(CheckpointError, match=words):
-        ChatTemplate.from_folder(tmp_path)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        ChatTemplate.from_folder(tmp_path, tmp_path / "nowhere.jinja")
-
-
 @pytest.mark.parametrize(
     ("source", "messages", "words"),
     [
@@ -319,6 +282,8 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
         (TEMPLATES["llama-3.1"], [CHAT[0], {**CHAT[1], "tool_calls": []}], "single tool-calls"),
         (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the tool calls in message 1"),
         (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "tool calls"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": 5}], "turn 2: tool_calls: must be a list of dicts"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": ["f"]}], "turn 2: tool_calls: must be a list of dicts"),
         ("{{ messages[0].content.x.y }}", CHAT, "x"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
         ("{{ messages.append(1) }}", CHAT, "unsafe|not safely callable"),

@@ -11,6 +11,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant"
 SYSTEM = {"role": "system", "content": "x"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 CALLING = {"role": "assistant", "tool_calls": [CALL]}
+CALLING_BY_TEXT = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]}
 RESULT = {"role": "tool", "content": "5"}
 
 
@@ -42,15 +43,16 @@ GOOD: dict[str, tuple[object, object]] = {
     "no calls": (messages({**ASSISTANT, "tool_calls": []}), [USER, ASSISTANT]),
     "other keys": (messages({**RESULT, "call": 1}, ASSISTANT), [USER, {**RESULT, "call": 1}, ASSISTANT]),
     "arguments as text": (
-        messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING_BY_TEXT]
+        messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING_BY_TEXT],
     ),
+    "a call with an empty content": (messages({**CALLING, "content": ""}), [USER, {**CALLING, "content": ""}]),
     "arguments that are no object": (
         messages({**CALLING, "tool_calls": [ODD_CALL]}),
         [USER, {**CALLING, "tool_calls": [{"type": "function", **ODD_CALL}]}],
     ),
     "a call without its wrapping": (messages({"role": "assistant", "tool_calls": [CALL["function"]]}), [USER, CALLING]),
     "OpenAI's older call": (
-        messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING_BY_TEXT]
+        messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING_BY_TEXT],
     ),
     "parts": (
         messages({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),

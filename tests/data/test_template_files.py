@@ -52,6 +52,42 @@ def write(folder: Path, contents: dict[str, object]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "list", "chat_template.json"])
+def test_where_a_template_is_found(place: str, tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<é>", "lstrip": False}, "eos_token": None, "chat_template": "{{ 'no' }}"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>", "bos_token": "no"}))
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(source)
+    elif place == "chat_template.json":
+        del config["chat_template"]
+        (tmp_path / place).write_text(json.dumps({"chat_template": source}))
+    else:
+        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": source}]
+        config["chat_template"] = named if place == "list" else source
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "<é>Hi<e>"
+    (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
+    assert ChatTemplate.from_folder(tmp_path, tmp_path / "other.jinja").render(CHAT) == "other <é>"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template"),
+        ([{"name": "rag", "template": "x"}], "none is named 'default', only \\['rag'\\]"),
+        (5, "must be text, got 5"),
+        ("{% for %}", "not a jinja2 template"),
+    ],
+)
+def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match=words):
+        ChatTemplate.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        ChatTemplate.from_folder(tmp_path, tmp_path / "nowhere.jinja")
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["none", "empty", "tools"])
 def test_templates_are_chosen_as_by_transformers(place: str, tools: list | None, tmp_path: Path) -> None:
