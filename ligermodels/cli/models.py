@@ -180,13 +180,13 @@ def locate(path: str, *, weights: bool = True) -> Path:
 
 def adapter_folder(name: str) -> Path:
     """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one."""
-    from ligermodels.adapt.adapter import TOKENIZER
     from ligermodels.convert import hub
+    from ligermodels.convert.files import NAMED_TEMPLATES, TOKENIZER
 
     folder = hub.resolve_adapter(name)
     if folder != Path(name).expanduser():
         with hub.explained(name, folder.name):
-            hub.snapshot(name, folder.name, TOKENIZER, {})
+            hub.snapshot(name, folder.name, TOKENIZER, {}, patterns=[NAMED_TEMPLATES])
     return folder
 
 
