@@ -35,6 +35,9 @@ TOKENIZER = (
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder, within a checkpoint, of chat templates by name: tool_use.jinja, rag.jinja ..."""
 
+NAMED_TEMPLATES = f"{CHAT_TEMPLATES}/*.jinja"
+"""Pattern of their names."""
+
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER)
 """Further files of a checkpoint: configs and the tokenizer."""
 

@@ -24,9 +24,9 @@ from huggingface_hub.errors import (
 from ligermodels.convert.files import (
     ADAPTER,
     ADAPTER_CONFIG,
-    CHAT_TEMPLATES,
     COMPANIONS,
     INDEX,
+    NAMED_TEMPLATES,
     PROCESSORS,
     SINGLE,
     read_index,
@@ -155,7 +155,7 @@ def explained(
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[f"{CHAT_TEMPLATES}/*.jinja"])
+    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[NAMED_TEMPLATES])
     commit = folder.name  # used from here on, so that all files are of one commit
     _require(name, commit, "config.json", options)
     if weights:

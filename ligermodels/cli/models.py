@@ -184,11 +184,12 @@ def adapter_folder(name: str) -> Path:
     """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one."""
     from ligermodels.adapt.adapter import BESIDE
     from ligermodels.convert import hub
+    from ligermodels.convert.files import NAMED_TEMPLATES
 
     folder = hub.resolve_adapter(name)
     if folder != Path(name).expanduser():
         with hub.explained(name, folder.name):
-            hub.snapshot(name, folder.name, BESIDE, {})
+            hub.snapshot(name, folder.name, BESIDE, {}, patterns=[NAMED_TEMPLATES])
     return folder
 
 
