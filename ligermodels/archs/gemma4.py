@@ -137,20 +137,19 @@ LAYOUTS = layouts(
 )
 
 
-def families(name: str, architecture: str, *, unified: bool) -> tuple[Family, Family]:
+def families(name: str, *, unified: bool) -> tuple[Family, Family]:
     """The families of the text model alone, and of multimodal checkpoints.
 
     Args:
         name: `model_type` of the multimodal checkpoints.
-        architecture: class of the text model in transformers.
         unified: the argument of `gemma4`.
     """
     compose = partial(gemma4, unified=unified)
     text = Family(f"{name}_text", compose, [{"names": EXPERTS}], ROPES, attribute_map=dict.fromkeys(UNREAD_ROPE))
-    return text, wrapper(name, {text.model_type: TextModel(text, architecture)}, LAYOUTS, tied=True)
+    return text, wrapper(name, {text.model_type: TextModel(text)}, LAYOUTS, tied=True)
 
 
 FAMILIES = (
-    *families("gemma4", "Gemma4ForCausalLM", unified=False),
-    *families("gemma4_unified", "Gemma4UnifiedForCausalLM", unified=True),
+    *families("gemma4", unified=False),
+    *families("gemma4_unified", unified=True),
 )

@@ -120,19 +120,23 @@ def save_heads(
         InputError: the format needs `base_model`.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
+    whole = None
     if base is not None:
-        weights = replace(base.weight_map, mappings=[*base.weight_map.mappings, *weights.mappings])
+        whole = base.with_heads(
+            weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(profile.prefix)
+        )
+        weights = whole.whole_map
     tensors, ranks = weights.export(state), Ranks(state.values())
+    others = whole.source.extra if whole is not None and whole.source is not None else ()
     planned = {tensor.name: tensor.shape for tensor in tensors}
 
     def check(written: Path) -> None:
         with _opened(written, profile.file) as reader:
-            sizes = {name: tuple(header.shape) for name, header in reader.headers.items()}
+            sizes = {name: tuple(header.shape) for name, header in reader.headers.items() if name not in others}
         if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
             raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
 
-    if base is not None:
-        whole = replace(base, hf_config={**base.hf_config, **config}, weight_map=weights)
+    if whole is not None:
         whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, check=check)
     elif profile.file.endswith(".safetensors"):
         save_checkpoint(

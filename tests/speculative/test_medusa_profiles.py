@@ -191,7 +191,7 @@ def test_a_whole_checkpoint_opens_everywhere(base: lm.CausalLM, tmp_path: Path) 
     config = json.loads((folder / "config.json").read_text())
     assert (config.pop("medusa_num_heads"), config.pop("medusa_num_layers")) == (3, 2)
     for name, source in (("base", base), ("alone", alone)):
-        source.save_pretrained(tmp_path / name)
+        source.save_pretrained(tmp_path / name, keep="model")
     assert json.loads((tmp_path / "alone" / "config.json").read_text()) == config
     assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (
         tmp_path / "base" / "model.safetensors"

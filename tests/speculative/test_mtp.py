@@ -299,9 +299,9 @@ def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, dtyp
     oracle = make_checkpoint(tmp_path / "in", with_layers(name, num_layers), dtype=dtype)
     tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS, num_layers=num_layers)
     model = lm.MTPModel.from_pretrained(tmp_path / "in", dtype=dtype)
-    model.save_pretrained(tmp_path / "out", keep="all")
+    model.save_pretrained(tmp_path / "out")
     same_files(tmp_path / "in", tmp_path / "out")
-    model.save_pretrained(tmp_path / "alone")
+    model.save_pretrained(tmp_path / "alone", keep="model")
     assert load_file(tmp_path / "alone" / "model.safetensors").keys() >= tensors.keys()
     model.save_head(tmp_path / "head")
     own = load_file(tmp_path / "head" / "model.safetensors")
@@ -333,9 +333,14 @@ def test_a_new_head_goes_out_and_comes_back(name: str, num_layers: int, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     again.save_pretrained(tmp_path / "twice")
     same_files(tmp_path / "out", tmp_path / "twice")
-    # The model alone, in this library and in transformers, is the one that it was.
-    lm.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "model")
-    same_files(tmp_path / "in", tmp_path / "model")
+    # The model with the head is the checkpoint that it was, and without it, the checkpoint before it had the head.
+    base = lm.from_pretrained(tmp_path / "out")
+    base.save_pretrained(tmp_path / "whole")
+    same_files(tmp_path / "out", tmp_path / "whole")
+    for keep in ("model", "without-heads"):
+        base.save_pretrained(tmp_path / keep, keep=keep)
+        same_files(tmp_path / "in", tmp_path / keep)
+        assert json.loads((tmp_path / keep / "config.json").read_text())[field] == 0
     theirs, ids = type(oracle).from_pretrained(tmp_path / "out", attn_implementation="eager").eval(), ids_of(9)
     if name != "glm4_moe":
         assert torch.equal(theirs(ids).logits, oracle(ids).logits)
@@ -413,5 +418,5 @@ def test_a_head_in_fp8_is_dequantised(tmp_path: Path) -> None:
     found = load_file(tmp_path / "head" / "model.safetensors")
     assert found.keys() == {name for name in plain if name.startswith("mtp.")}
     assert all(torch.equal(tensor, plain[name].float()) for name, tensor in found.items())
-    model.save_pretrained(tmp_path / "out", keep="all")
+    model.save_pretrained(tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == plain.keys()
