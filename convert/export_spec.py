@@ -123,7 +123,6 @@ class ExportSpec:
                 ranks=ranks,
             )
 
-
     @property
     def whole_map(self) -> WeightMap:
         """The weight map of the language model in the whole checkpoint that it was loaded from."""

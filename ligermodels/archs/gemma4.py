@@ -149,7 +149,4 @@ def families(name: str, *, unified: bool) -> tuple[Family, Family]:
     return text, wrapper(name, {text.model_type: TextModel(text)}, LAYOUTS, tied=True)
 
 
-FAMILIES = (
-    *families("gemma4", unified=False),
-    *families("gemma4_unified", unified=True),
-)
+FAMILIES = (*families("gemma4", unified=False), *families("gemma4_unified", unified=True))

@@ -138,11 +138,7 @@ FAMILIES = (
     TEXT,
     MOE_TEXT,
     wrapper("qwen3_5", {"qwen3_5_text": TextModel(TEXT)}, layouts(NESTED, ignored=BESIDE)),
-    wrapper(
-        "qwen3_5_moe",
-        {"qwen3_5_moe_text": TextModel(MOE_TEXT)},
-        layouts(NESTED, ignored=BESIDE, names=EXPERTS),
-    ),
+    wrapper("qwen3_5_moe", {"qwen3_5_moe_text": TextModel(MOE_TEXT)}, layouts(NESTED, ignored=BESIDE, names=EXPERTS)),
     Family(
         "qwen3_next",
         qwen3_next,
