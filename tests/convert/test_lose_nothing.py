@@ -11,13 +11,19 @@ from chat_templates import TEXT, tokenizer_of
 from mtp_oracle import add_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from typer.testing import CliRunner
 from zoo import CONFIGS, LATENT, MIXTURES, MULTIMODAL, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.archs import FAMILIES
 from ligermodels.cli import app
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, CheckpointWarning
+from ligermodels.integrations import wrap
 from ligermodels.training import FineTuningRecipe, fine_tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,6 +124,52 @@ def test_a_checkpoint_without_heads_claims_none(name: str, tmp_path: Path) -> No
     # Random weights have no heads either, whatever the config says that they are made from.
     lm.from_config(folder / "config.json", dtype="float32").save_pretrained(tmp_path / "new")
     assert not json.loads((tmp_path / "new" / "config.json").read_text()).get(field)
+
+
+def test_wrap_says_what_transformers_will_not_write(tmp_path: Path) -> None:
+    make("qwen3_5", tmp_path / "model")
+    with pytest.warns(CheckpointWarning, match=r"wrap: 36 tensors of .* outside the language model, such as model\.v"):
+        hf = wrap(lm.from_pretrained(tmp_path / "model"))
+    hf.save_pretrained(tmp_path / "out")
+    assert not any(name.startswith("mtp.") for name in stored(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+    # As the warning says.
+    model = lm.from_pretrained(tmp_path / "model")
+    model.load_hf_state_dict(hf.state_dict())
+    model.save_pretrained(tmp_path / "whole")
+    assert stored(tmp_path / "whole").keys() == stored(tmp_path / "model").keys()
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}])
+def test_generation_configs_go_out_as_transformers_writes_them(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Also those that transformers calls invalid, but for which it saves what it has loaded."""
+    make_checkpoint(tmp_path, CONFIGS["llama-3"])
+    fields = {"eos_token_id": [1, 7], **fields}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    lm.from_pretrained(tmp_path).save_pretrained(tmp_path / "ours")
+    wrap(lm.from_pretrained(tmp_path)).save_pretrained(tmp_path / "wrapped")
+    AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+    written = [json.loads((tmp_path / at / "generation_config.json").read_text()) for at in ("wrapped", "theirs")]
+    assert written[0] == written[1] and written[0].items() >= fields.items()
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text()) == fields
+
+
+def test_architectures_are_those_of_transformers(tmp_path: Path) -> None:
+    """For configs that name none; servers choose the class by it."""
+    names = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    text_models = {family.model_type for family in FAMILIES.values() if family.text is None}
+    assert {model_type: FAMILIES[model_type].causal_lm for model_type in text_models} == {
+        model_type: names[model_type] for model_type in text_models
+    }
+    fields = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "vocab_size": 16}
+    fields |= {"intermediate_size": 8, "num_key_value_heads": 1}
+    for config, architecture in (
+        ({"model_type": "gemma3_text"}, "Gemma3ForCausalLM"),
+        ({"model_type": "llama", "architectures": None}, "LlamaForCausalLM"),
+        ({"model_type": "llama", "architectures": ["MyLlama"]}, "MyLlama"),
+    ):
+        lm.from_config({**fields, **config}).save_pretrained(tmp_path, overwrite=True)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [architecture]
 
 
 def test_later_changes_of_the_config_go_out_too(tmp_path: Path) -> None:
