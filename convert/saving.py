@@ -112,6 +112,12 @@ def is_empty(folder: Path) -> bool:
     )
 
 
+def require_free(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a file, or holds files."""
+    if folder.exists() and not (folder.is_dir() and is_empty(folder)):
+        raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or overwrite=True")
+
+
 def _is_partial(path: Path, folder: Path) -> bool:
     """Whether `path` is a temporary folder of a save into `folder`: see `temporary_name`."""
     match = re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", path.name)

@@ -24,7 +24,7 @@ from ligermodels.archs import FAMILIES
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, CheckpointWarning
 from ligermodels.integrations import wrap
-from ligermodels.training import FineTuningRecipe, fine_tune
+from ligermodels.training import FineTuningRecipe, MedusaRecipe, MTPRecipe, fine_tune, train_heads, train_mtp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = {**CONFIGS, **MIXTURES, **LATENT, **MULTIMODAL}
@@ -170,6 +170,20 @@ def test_architectures_are_those_of_transformers(tmp_path: Path) -> None:
     ):
         lm.from_config({**fields, **config}).save_pretrained(tmp_path, overwrite=True)
         assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize("run", [fine_tune, train_heads, train_mtp])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_does_not_replace_another_model(run: Any, resume: bool, tmp_path: Path) -> None:
+    make("llama-3", tmp_path / "model")
+    make("qwen3_5_text", tmp_path / "other")
+    (tmp_path / "data.txt").write_text(TEXT)
+    before = {path: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    recipe = {fine_tune: FineTuningRecipe, train_heads: MedusaRecipe, train_mtp: MTPRecipe}[run]
+    settings = {"base": tmp_path / "model", "data": tmp_path / "data.txt", "steps": 1}
+    with pytest.raises(CheckpointError, match=r"other: .*overwrite=True"):
+        run(recipe().changed(settings), tmp_path / "other", resume=resume)
+    assert {path: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
 
 
 def test_later_changes_of_the_config_go_out_too(tmp_path: Path) -> None:
