@@ -124,6 +124,13 @@ class ExportSpec:
             )
 
     @property
+    def base_name(self) -> str | None:
+        """The model's name for files that refer to it: its name on the hub, or the absolute path of its folder."""
+        if self.source is None:
+            return self.hf_config.get("_name_or_path") or None
+        return self.source.repo_id or str(self.source.folder)
+
+    @property
     def whole_map(self) -> WeightMap:
         """The weight map of the language model in the whole checkpoint that it was loaded from."""
         return self.source.weight_map if self.source is not None and self.source.nested else self.weight_map

@@ -212,10 +212,7 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
     state, spec = _state(head), base.export_spec
     config: dict[str, Any] = {"model_type": MODEL_TYPE}
     if spec is not None:
-        config |= {
-            "base_model_type": spec.hf_config["model_type"],
-            "base_model_name_or_path": spec.hf_config.get("_name_or_path") or (spec.source and spec.source.repo_id),
-        }
+        config |= {"base_model_type": spec.hf_config["model_type"], "base_model_name_or_path": spec.base_name}
     config |= {
         layout.format.fields[0]: layout.num_layers,
         "hidden_size": base.config.hidden_size,

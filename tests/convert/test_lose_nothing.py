@@ -186,6 +186,25 @@ def test_a_run_does_not_replace_another_model(run: Any, resume: bool, tmp_path: 
     assert {path: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
 
 
+def test_heads_and_adapters_name_their_base_wherever_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its absolute path, also where the model was loaded, or named, by a relative path."""
+    make_checkpoint(tmp_path / "model", CONFIGS["llama-3"])
+    monkeypatch.chdir(tmp_path)
+    model = lm.from_pretrained("model")
+    medusa = lm.MedusaModel.from_base(model, num_heads=2)
+    medusa.export("tgi", "tgi")
+    medusa.export("named", "tgi", base_model="model")
+    medusa.export("hub", "tgi", base_model="me/model")
+    lm.MTPModel.from_base(model).save_head("mtp")
+    lm.save_adapter(lm.add_lora(lm.from_pretrained("model"), 2), "adapter")
+    wanted = dict.fromkeys(("tgi", "named", "mtp", "adapter"), str(tmp_path / "model")) | {"hub": "me/model"}
+    for folder, base in wanted.items():
+        (file,) = (tmp_path / folder).glob("*config.json")
+        assert json.loads(file.read_text())["base_model_name_or_path"] == base
+
+
 def test_later_changes_of_the_config_go_out_too(tmp_path: Path) -> None:
     make("qwen3_5", tmp_path / "model")
     found = json.loads((tmp_path / "model" / "config.json").read_text())
