@@ -21,7 +21,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint, headless
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import InputError, short
+from ligermodels.errors import ConfigError, InputError, short
 
 Keep = Literal["all", "without-heads", "model"]
 """What to write: the whole checkpoint that a language model was loaded from, with its other tensors unchanged; the same
@@ -199,5 +199,12 @@ def _adapter_in(folder: Path) -> tuple[str, ...]:
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """`content` as the text of a JSON file."""
+    """`content` as the text of a JSON file. ConfigError, naming the field, for a value that JSON cannot hold."""
+    for name, value in content.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+            raise ConfigError(
+                f"field {short(name)}: {short(value)} cannot be written as JSON in UTF-8: {error}; correct it"
+            ) from None
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -121,9 +121,7 @@ def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
     if not fields.flag("enable_moe_block", False):
         return None
     own = Fields(fields.config, where=f"{fields.where}: enable_moe_block")
-    count, chosen, size = (own.size(name) for name in names)
-    if chosen > count:
-        raise ConfigError(f"{own.where}: top_k_experts {chosen} is above num_experts {count}")
+    (count, chosen), size = own.experts(*names[:2]), own.size(names[2])
     scaled = NormConfig(norm.eps)  # here rounded values are multiplied by the weight
     factor = fields.size("hidden_size") ** -0.5
     router = RouterConfig(count, chosen, norm=scaled, input_scale=factor, expert_scales=True)

@@ -25,7 +25,7 @@ from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
-from ligermodels.convert.weight_map import LazyTensor, WeightMap
+from ligermodels.convert.weight_map import LISTED, LazyTensor, WeightMap, raise_faults
 from ligermodels.errors import CheckpointError, short
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
@@ -242,6 +242,10 @@ def _recognise(folder: Path, opened: ExitStack) -> Heads:
                 f"{folder}: the heads have a truncated vocabulary (token_map), which is not implemented; "
                 "give heads with logits of every token"
             )
+        gaps = {name: PROFILES[name].missing(count, reader.headers) for name, count in counts.items()}
+        if all(gaps.values()):  # before tensors of that many heads are made
+            first = next(iter(gaps.values()))
+            raise_faults(str(folder), {f"{'or more ' * (len(first) == LISTED)}missing from the checkpoint": first})
         nearest = min(counts, key=lambda name: PROFILES[name].distance(counts[name], names, config))
         profile = PROFILES[nearest]
         return Heads(profile, *counts[nearest], profile.has_biases(names), reader)
