@@ -24,7 +24,7 @@ from ligermodels.convert.weight_map import WeightMap
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, require_model, without_heads
+from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, without_heads
 from ligermodels.models.families import Family, family_of
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.models.untie import TIED
@@ -98,8 +98,6 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
         CheckpointError: files are missing or damaged.
     """
     stored_config, quantization = without_quantization(read_json(folder / "config.json"))
-    if "model_type" not in stored_config:
-        require_model(stored_config)
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None

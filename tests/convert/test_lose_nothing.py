@@ -126,6 +126,35 @@ def test_a_checkpoint_without_heads_claims_none(name: str, tmp_path: Path) -> No
     assert not json.loads((tmp_path / "new" / "config.json").read_text()).get(field)
 
 
+def test_new_heads_take_the_place_of_old_ones_alone(tmp_path: Path) -> None:
+    """Beside a vision tower and a head of the other kind, in whichever order they are added."""
+    folder, medusa, both = (tmp_path / name for name in ("model", "medusa", "both"))
+    make("qwen3_5", folder)
+    before = stored(folder)
+    for base, out in ((folder, medusa), (medusa, both)):
+        lm.MedusaModel.from_base(lm.from_pretrained(base), num_heads=2).export(out, "full-hf")
+        after = stored(out)
+        heads = {name for name in after if name.startswith("medusa_head.")}
+        assert after.keys() == before.keys() | heads and len(heads) == 6
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        config = json.loads((out / "config.json").read_text())
+        assert (config["medusa_num_heads"], config["text_config"]["mtp_num_hidden_layers"]) == (2, 1)
+    mtp = lm.MTPModel.from_pretrained(both)
+    with torch.no_grad():
+        for parameter in mtp.head_parameters():
+            parameter += 1
+    mtp.save_pretrained(tmp_path / "out")
+    after, wanted = stored(tmp_path / "out"), stored(both)
+    assert {name for name in wanted if not torch.equal(after[name], wanted[name])} == {
+        name for name in before if name.startswith("mtp.")
+    }
+    assert lm.MedusaModel.from_pretrained(mtp.base, tmp_path / "out").num_heads == 2
+    mtp.save_pretrained(tmp_path / "without", keep="without-heads")
+    assert stored(tmp_path / "without").keys() == before.keys()
+    config = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert "medusa_num_heads" not in config and config["text_config"]["mtp_num_hidden_layers"] == 1
+
+
 def test_wrap_says_what_transformers_will_not_write(tmp_path: Path) -> None:
     make("qwen3_5", tmp_path / "model")
     with pytest.warns(CheckpointWarning, match=r"wrap: 36 tensors of .* outside the language model, such as model\.v"):
