@@ -125,8 +125,9 @@ def train_heads(
 
     run = getattr(training, train)
     with resumable(out):
-        options_of_run = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-        outcome = run(chosen, out, console=console(), **options_of_run)
+        outcome = run(
+            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=console()
+        )
     show_end(outcome, out)
     if (evaluation := outcome.evaluation) is not None:
         show_scores(evaluation.scores)

@@ -48,8 +48,9 @@ def train(
     from ligermodels.training import fine_tune
 
     with runs.resumable(out):
-        options_of_run = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-        outcome = fine_tune(chosen, out, console=runs.console(), **options_of_run)
+        outcome = fine_tune(
+            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=runs.console()
+        )
     runs.show_end(outcome, out)
     if (evaluation := outcome.evaluation) is not None:
         say(f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}")
