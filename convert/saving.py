@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ligermodels.convert.files import CHECKPOINT
-from ligermodels.convert.input_files import shown
+from ligermodels.convert.input_files import folder_to_write, shown
 from ligermodels.convert.journal import (
     JOURNAL,
     LOCK,
@@ -110,6 +110,16 @@ def is_empty(folder: Path) -> bool:
         _is_partial(path, folder) or (re.fullmatch(r"\.\w+\.lock", path.name) and path.is_file())
         for path in folder.iterdir()
     )
+
+
+def require_free(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a file, holds files, or cannot be written."""
+    try:
+        free = not folder_to_write(folder).exists() or (folder.is_dir() and is_empty(folder))
+    except OSError as error:
+        raise CheckpointError(f"{shown(folder)}: cannot be read: {error.strerror or error}") from None
+    if not free:
+        raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or overwrite=True")
 
 
 def _is_partial(path: Path, folder: Path) -> bool:

@@ -36,6 +36,7 @@ from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.checkpoint import choose_layout, export_spec, keep_stored_dtypes, open_checkpoint
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.extra_heads import without_heads
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import move_state_dict
 from ligermodels.ops.attention.attention import backends
@@ -77,7 +78,7 @@ def from_pretrained(
     Tensors are read one by one, cast and placed on `device`, so the host holds little more than the model itself. FP8,
     MXFP4 and bitsandbytes' 4-bit tensors are dequantised to `dtype`, and the model is saved without
     `quantization_config`; `quantize="nf4"` keeps bitsandbytes' nf4 weights in 4 bits. Draft heads in the checkpoint
-    (Medusa heads, layers of multi-token prediction) are left out; `MedusaModel.from_pretrained` and
+    (Medusa heads, layers of multi-token prediction) are not loaded; `MedusaModel.from_pretrained` and
     `MTPModel.from_pretrained` load them.
 
     Args:
@@ -201,7 +202,7 @@ def from_config(
     check_function("prepare", prepare)
     target, model_dtype = _device(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     stored_config, companions = _read_config(config)
-    hf_config, _ = without_quantization(stored_config)
+    hf_config, _ = without_heads(without_quantization(stored_config)[0])
     composed = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
     model = _on_meta(composed, export_spec(hf_config, composed, companions=companions))
     if prepare is not None:

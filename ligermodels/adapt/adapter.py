@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.adapt.adapter_base import check_family
 from ligermodels.adapt.adapter_config import PATTERNS, adapter_config, check_config, values_by_path
 from ligermodels.adapt.lora import (
     Model,
@@ -96,7 +97,6 @@ def write_adapter(
     """
     spec = model.require_export_spec()
     source = spec.source
-    base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
     own: dict[str, Path | str] = {
@@ -113,7 +113,7 @@ def write_adapter(
         adapter_map(updates).export(tensors),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, base))},
+        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name))},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=Ranks(tensors.values()),
@@ -149,7 +149,8 @@ def load_adapter(
     Raises (before the model is changed):
         HubError: the repository cannot be found or reached.
         ConfigError: adapter_config.json is missing, or a field has a value that native LoRA does not support; the
-            message names it: another `peft_type`, DoRA, biases, `modules_to_save`, ...
+            message names it: another `peft_type`, DoRA, biases, `modules_to_save`, ... Or the adapter's base model is
+            of another family.
         CheckpointError: tensors are missing, damaged, of other layers or of the wrong shape; the message names them.
         InputError: the model has LoRA already, or is sharded; or an argument has the wrong type.
 
@@ -244,6 +245,7 @@ def _updates(
 ) -> dict[str, LoRA]:
     """Empty LoRA updates of an adapter, not yet in the model. Raises the errors of `load_adapter`."""
     check_config(config)
+    check_family(model, config)
     known = _targets(model, paths := _paths(checkpoint.headers))
     if unknown := [path for path in paths if path not in known]:
         names = ", ".join(dict.fromkeys(map(leaf, known)))

@@ -110,12 +110,11 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.layers.initialization import persistent_tensors
     from ligermodels.models.attention_summary import attention_summary
     from ligermodels.models.checkpoint import choose_layout
-    from ligermodels.models.extra_heads import without_heads
     from ligermodels.pretrained import from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
-    model = from_config(without_heads(hf_config)[0], device="meta")
+    model = from_config(hf_config, device="meta")
     config = model.config
     thetas = family_of(model.hf_config).default_theta
     rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)

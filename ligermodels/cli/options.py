@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
-from ligermodels.errors import BackendError, CheckpointError, arguments_named
+from ligermodels.errors import BackendError, arguments_named
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
@@ -141,22 +141,17 @@ def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
         return load_multi_head(base, heads, progress=update)
 
 
-def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:
+def require_free(folder: Path, overwrite: bool) -> None:
     """Raise CheckpointError if the command could not write to `folder` at its end.
 
     Args:
         folder: the output folder.
         overwrite: whether its content may be replaced.
-        is_run: whether it holds checkpoints of a run.
     """
-    if is_run and not overwrite:
-        raise CheckpointError(
-            f"{folder}: holds checkpoints of a run; --resume continues from the newest, --overwrite starts over"
-        )
-    from ligermodels.convert.saving import is_empty
+    from ligermodels.convert import saving
 
-    if not overwrite and folder.exists() and not (folder.is_dir() and is_empty(folder)):
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
+    if not overwrite:
+        saving.require_free(folder)
 
 
 def renaming(flags: Mapping[str, str], values: Mapping[tuple[str, str], str] | None = None) -> type[TyperCommand]:

@@ -139,19 +139,23 @@ class Linear(nn.Linear):
             self.store(None)
 
     @torch.no_grad()
-    def merge_update(self, dtype: torch.dtype) -> None:
-        """Add the update to the weight, which stays kept as it is (codes are rounded anew), and remove the update.
+    def merge_update(self, dense: torch.dtype | None = None) -> None:
+        """Add the update to the weight, rounded once, and remove the update.
 
         Args:
-            dtype: in which a weight that `compute` holds is dequantised, updated and rounded anew.
+            dense: keep a weight that `compute` holds as a frozen parameter of this dtype. Default: None, its codes are
+                rounded anew.
         """
         if self.update is None:
             return
         held = self.compute if self.compute is not None and self.compute.holds_weight else None
-        weight = self.weight.detach() if held is None else held.dense(dtype)
+        weight = self.weight.detach() if held is None else held.dense(torch.float32)
         self.update.add_to(weight)
-        if held is not None:
+        if held is not None and dense is None:
             held.fill(weight)
+        elif held is not None and dense is not None:
+            self.weight = nn.Parameter(weight.to(dense), requires_grad=False)
+            self.store(None)
         del self._modules["update"]
 
     def init_weights(self, std: float) -> None:

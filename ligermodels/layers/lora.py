@@ -158,12 +158,11 @@ class LoRA(Update):
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:
-        """Add scaling * B A to `weight` (out, in) in place, rounded as PEFT rounds it."""
+        """Add scaling * B A to `weight` (out, in) in place: computed in float32 or wider, and rounded once."""
         a = self.lora_A.split([part.r for part in self.parts])
+        wide = torch.promote_types(self.lora_A.dtype, torch.float32)
         for part, name, down in zip(self.parts, self._names, a, strict=True):
-            up, dtype = self.get_parameter(name), self.lora_A.dtype
-            wide = torch.promote_types(dtype, torch.float32) if up.device.type == "cpu" else dtype
-            part.scatter(weight, ((up.to(wide) @ down.to(wide)) * part.scaling).to(dtype))
+            part.scatter(weight, (self.get_parameter(name).to(wide) @ down.to(wide)) * part.scaling)
 
     def weight_mappings(self, native: str) -> list[WeightMapping]:
         """Where PEFT's files have the parameters of the update that the model calls `native`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class Family:
         attribute_map: field name in older checkpoints -> its name in newer checkpoints. None instead of a newer name
             means that no release of transformers reads the field for this family; exports leave it out.
         mtp: how checkpoints of this family store layers of multi-token prediction.
+        architecture: class of transformers that opens the language model alone, for exports of a config that names no
+            `architectures`. By default the `model_type` as the name of a class: "Qwen3MoeForCausalLM".
 
     Examples:
         >>> from ligermodels.archs import Family, register
@@ -48,6 +51,14 @@ class Family:
     text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     mtp: MTPFormat = field(default_factory=MTPFormat)
+    architecture: str | None = None
+
+    @property
+    def causal_lm(self) -> str:
+        """`architecture`, or its default."""
+        words = re.sub(r"_(?=\d)", "-", self.model_type.removesuffix("_text")).split("_")
+        name = "".join(word[:1].upper() + word[1:] for word in words).replace("-", "_")
+        return self.architecture or f"{name}ForCausalLM"
 
     def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
         """The weight map of `config` in each of the `layouts`."""

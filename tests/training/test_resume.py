@@ -258,7 +258,7 @@ def test_a_last_checkpoint_that_fails_does_not_keep_the_heads_from_being_written
     recipe = recipe_for(base, data, steps=2, checkpoint_every=None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").write_text("in the way")
-    assert train_heads(recipe, tmp_path / "out", console=Console(said.append)).finished
+    assert train_heads(recipe, tmp_path / "out", overwrite=True, console=Console(said.append)).finished
     assert any("cannot be written" in line and "the result is written all the same" in line for line in said)
 
 
@@ -299,8 +299,13 @@ def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_
         train_heads(recipe.changed({"steps": 3}), out, resume=True)
     free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
     assert train_heads(free, out, resume=True).finished
-    # Without --resume it begins anew, and leaves nothing of the old one.
-    train_heads(recipe.changed({"steps": 1, "checkpoint_every": None}), out)
+    # It starts over only with overwrite, and leaves nothing of the old run.
+    short = recipe.changed({"steps": 1, "checkpoint_every": None})
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of a run; resume=True.*overwrite=True starts over"):
+        train_heads(short, out)
+    train_heads(short, out, overwrite=True)
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):  # finished, without checkpoints
+        train_heads(short, out)
     assert len(losses(out)) == 1 and not (out / "checkpoints").exists()
 
 
@@ -488,7 +493,7 @@ def test_a_folder_has_one_run_at_a_time(base: Path, data: Path, tmp_path: Path, 
     child.join()
     (out / ".run.lock").touch()
     short = recipe.changed({"steps": 2, "checkpoint_every": None})
-    assert train_heads(short, out).finished and not list(out.glob(".*"))
+    assert train_heads(short, out, overwrite=True).finished and not list(out.glob(".*"))
     with pytest.raises(ConfigError):  # Before there is anything to write, nothing is left.
         train_heads(recipe.changed({"base": None}), tmp_path / "none" / "out")
     assert not (tmp_path / "none").exists()

@@ -54,7 +54,7 @@ def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> No
     assert losses(tmp_path / "again") == found and equal_heads(out, tmp_path / "again")
     # Another seed does not, and Adafactor is another optimiser.
     for change in ({"seed": 4}, {"optimizer": "adafactor"}):
-        train_heads(written.changed(change), tmp_path / "other")
+        train_heads(written.changed(change), tmp_path / "other", overwrite=True)
         assert losses(tmp_path / "other") != found
 
 
@@ -74,7 +74,7 @@ def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp
     for dtype, rounding in (("float32", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "nearest")):
         recipe = recipe_for(base, data, steps=60, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
         recipe = recipe.changed({"validation_fraction": 0, "dtype": dtype, "rounding": rounding})
-        train_heads(recipe, tmp_path / "out")
+        train_heads(recipe, tmp_path / "out", overwrite=True)
         weight = load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"]
         moved[dtype, rounding] = (weight.double() - model.head.weight.detach().to(weight.dtype)).flatten()
     wanted, stochastic, nearest = moved.values()
@@ -102,7 +102,7 @@ def test_the_untouched_model_is_kept_only_when_it_is_asked_for(
     recipe, outcomes = recipe_for(base, data, **{**STAGE_2, "distill": False}, steps=3), []
     kl = {"kl_to_reference": True}
     for change in ({}, kl, {**kl, "reference": "cpu_offload"}, {"distill": True}):
-        outcomes.append(train_heads(recipe.changed(change), tmp_path / "out"))
+        outcomes.append(train_heads(recipe.changed(change), tmp_path / "out", overwrite=True))
     assert copies == ["device", "cpu_offload", "device"]
     assert [outcome.evaluation.kl is None for outcome in outcomes] == [True, False, False, False]
     kls = [outcome.evaluation.kl for outcome in outcomes]
