@@ -174,6 +174,8 @@ def test_from_hf_needs_the_right_base(adapter: Path, speaker: Path, tmp_path: Pa
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(speaker)
     make_checkpoint(tmp_path / "other", CONFIGS["phi3"])
     failed = refused("lora", "from-hf", adapter, tmp_path / "no", "--base", tmp_path / "other")
+    assert "has model_type 'llama', but this model has 'phi3'" in failed
+    failed = refused("lora", "from-hf", nameless, tmp_path / "no", "--base", tmp_path / "other")
     assert "are no linear layers of this model" in failed and not (tmp_path / "no").exists()
 
 
