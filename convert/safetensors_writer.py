@@ -145,7 +145,8 @@ def _write_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def _write(path: Path, content: bytes | str | Path) -> None:
-    path.parent.mkdir(exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir()
     if isinstance(content, Path):
         shutil.copyfile(content, path)
     else:
