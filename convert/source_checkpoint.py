@@ -126,9 +126,9 @@ class SourceCheckpoint:
         """CheckpointError if an extra tensor has a size that the model had when it was loaded and has no longer, such
         as the size of its vocabulary."""
         resized: dict[int, tuple[str, int]] = {}
-        for name in sorted(model.keys() & stored.headers.keys()):
+        for name in (name for name in model if name in stored.headers):
             shapes = zip(stored.headers[name].shape, model[name].shape, strict=False)
-            resized |= {before: (name, now) for before, now in shapes if before != now}
+            resized = {before: (name, now) for before, now in shapes if before != now} | resized
         for tensor in extra:
             for size in tensor.shape:
                 if size in resized:

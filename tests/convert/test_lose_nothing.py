@@ -11,11 +11,13 @@ from chat_templates import TEXT, tokenizer_of
 from mtp_oracle import add_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from two_ranks import in_two_ranks
 from typer.testing import CliRunner
 from zoo import CONFIGS, LATENT, MIXTURES, MULTIMODAL, make_checkpoint
 
@@ -103,6 +105,26 @@ def test_every_tensor_goes_out_again(name: str, write: Callable[[Path, Path], No
     assert info == wanted and not info["missing_keys"], info
     # transformers does not know Medusa heads, and GLM's head only at the number that it has in published sizes.
     assert bool(info["unexpected_keys"]) == (name in ("llama-3", "glm4_moe"))
+
+
+def save_shards(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    model = lm.from_pretrained(folder / "model", plan=lm.ParallelPlan(shard=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    model.save_pretrained(folder / "out", max_shard_size="60KB")
+
+
+def test_a_sharded_model_goes_out_whole(tmp_path: Path) -> None:
+    """By FSDP2 on two ranks; the copies of embedding and head in the layer of the head follow the model's."""
+    make("glm4_moe", tmp_path / "model")
+    in_two_ranks(save_shards, tmp_path)
+    before, after = stored(tmp_path / "model"), stored(tmp_path / "out")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(after[name], before[name])}
+    copies = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert {name for name in changed if name.startswith("model.layers.3.")} == copies
+    assert torch.equal(after["model.layers.3.embed_tokens.weight"], before["model.embed_tokens.weight"] + 1)
 
 
 @pytest.mark.parametrize("name", CLAIMS)
