@@ -23,7 +23,7 @@ from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_model, without_heads
-from ligermodels.models.families import Family, family_of
+from ligermodels.models.families import Family, family_of, warn_of_other_family
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.models.untie import TIED
 
@@ -85,6 +85,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
         require_model(stored_config)
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    warn_of_other_family(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None
     reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
     if config is None:

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+from typer.testing import CliRunner
 from zoo import CONFIGS, NEEDED
 
 import ligermodels as lm
-from ligermodels.archs import FAMILIES, family_of, fields
+from ligermodels.archs import FAMILIES, fields
 from ligermodels.archs.unread import COMPUTATION, HARMLESS
+from ligermodels.cli import app
 from ligermodels.convert.config_json import for_export
 from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.models.families import warn_of_other_family
 
 LLAMA = CONFIGS["llama-3"]
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
@@ -201,10 +204,38 @@ def test_architectures_of_another_family_are_a_warning(model_type: str) -> None:
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES):
         named = mapping.get(model_type, [])
         for name in [named] if isinstance(named, str) else named:
-            family_of({"model_type": model_type, "architectures": [name]})
+            warn_of_other_family({"model_type": model_type, "architectures": [name]})
     other = "GemmaForCausalLM" if model_type != "gemma" else "LlamaForCausalLM"
     with pytest.warns(ConfigWarning, match=rf"architectures names '{other}', but model_type is '{model_type}'"):
-        family_of({"model_type": model_type, "architectures": [other]})
+        warn_of_other_family({"model_type": model_type, "architectures": [other]})
+
+
+def test_a_warning_comes_once(tmp_path: Path) -> None:
+    """When the config is read; not for its weights, for text, nor when it goes out again."""
+    fields = {**LLAMA, "colour": "red", "architectures": ["GemmaForCausalLM"]}
+    names = ["'colour' = 'red'", "architectures names 'GemmaForCausalLM'"]
+
+    def shown(action: Callable[[], Any]) -> list[bool]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        messages = [str(each.message) for each in caught if each.category is ConfigWarning]
+        assert len(messages) in (0, len(names))
+        return [any(name in message for message in messages) for name in names]
+
+    model = lm.from_config(LLAMA)
+    assert shown(lambda: lm.from_config(fields, device="meta")) == [True, True]
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    loaded = []
+    assert shown(lambda: loaded.append(lm.from_pretrained(tmp_path / "model"))) == [True, True]
+    assert shown(lambda: loaded[0].generate([[1, 2]], 2)) == [False, False]
+    assert shown(lambda: loaded[0].save_pretrained(tmp_path / "out")) == [False, False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / "model")])
+    assert [result.stderr.count(name) for name in names] == [1, 1]
 
 
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])

@@ -38,5 +38,6 @@ def test_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.M
 def test_the_classes_of_the_reference_have_examples() -> None:
     documented = {example.name.removeprefix("ligermodels.").removeprefix("data.") for example in EXAMPLES}
     expected = "tokenizer.Tokenizer tokenizer.Tokenizer.from_pretrained generation.text_stream.TextStream"
-    expected += " chat.ChatTemplate chat.encode_chat records.parse_line corpus.Corpus documents.Documents documents.TokenDocuments"
+    expected += " chat.ChatTemplate chat.encode_chat records.parse_line corpus.Corpus documents.Documents"
+    expected += " documents.TokenDocuments"
     assert {*expected.split(), "documents.Documents.of_checkpoint", "packing.PackedBatches"} <= documented

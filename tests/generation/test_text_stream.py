@@ -89,7 +89,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(tokenizer: Tokenize
     lengths = [max(lengths[: end + 1]) for end in range(len(lengths))]
     for start in range(1, len(ids)):
         for stop in STOPS:
-            prompts = prepare_prompts([ids[:start]], None, None, 300)
+            prompts = prepare_prompts([ids[:start]], None, None, [], 300)
             stopping, done = Stopping(None, [stop, "#"], tokenizer, prompts), torch.tensor([False])
             ended = [bool(stopping(torch.tensor([ids[:end]]), done)) for end in range(start + 1, len(ids) + 1)]
             ends = [match.end() for match in re.finditer(re.escape(stop), text) if match.end() > lengths[start]]
