@@ -33,8 +33,10 @@ from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
+from ligermodels.models.transformers_tools import native_config
 
 
+@native_config
 @dataclass(frozen=True)
 class DecoderConfig:
     """A whole decoder as data.
