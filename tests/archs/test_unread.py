@@ -2,12 +2,14 @@
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -19,10 +21,10 @@ from zoo import CONFIGS, NEEDED
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, fields
-from ligermodels.archs.unread import COMPUTATION, HARMLESS
+from ligermodels.archs.unread import COMPUTATION, DROPOUT, HARMLESS
 from ligermodels.cli import app
 from ligermodels.convert.config_json import for_export
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.errors import ConfigError, ConfigWarning, InputError
 from ligermodels.models.families import warn_of_other_family
 
 LLAMA = CONFIGS["llama-3"]
@@ -127,7 +129,7 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
     assert read.keys() == FAMILIES.keys()
     read = {model_type: names for model_type, names in read.items() if FAMILIES[model_type].text is None}
     for_some = set.union(*read.values()) - set.intersection(*read.values())
-    assert for_some <= COMPUTATION.keys() | HARMLESS, for_some
+    assert for_some <= {*COMPUTATION, *HARMLESS, *DROPOUT}, for_some
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,6 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
         ("attn_logit_softcapping", 50.0),
         ("hidden_activation", "gelu"),
         ("activation", "relu"),
-        ("embd_pdrop", 0.1),
         ("is_encoder_decoder", True),
         ("vision_config", {"hidden_size": 3}),
     ],
@@ -258,12 +259,39 @@ def test_fields_beside_a_text_model() -> None:
 
 @pytest.mark.parametrize("name", NO_DROPOUT)
 def test_the_dropout_of_published_seed_oss_is_a_warning(name: str) -> None:
-    """They all say 0.1; training is without. Any other is an error, as everywhere."""
+    """They all say 0.1; training is without. Training with any other is an error, as everywhere."""
     config = {**CONFIGS["seed_oss"], **NO_DROPOUT}
     with pytest.warns(ConfigWarning, match=f"{name} = 0.1 is not implemented: training is without dropout"):
         assert compose({**config, name: 0.1}) == compose(config)
-    with pytest.raises(ConfigError, match=f"{name} = 0.2 is not implemented"):
-        compose({**config, name: 0.2})
+    assert compose({**config, name: 0.2}).dropout == (f"{name} = 0.2",)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (LLAMA, {"attention_dropout": 0.1}),
+        (LLAMA, {"hidden_dropout": 0.1, "attention_dropout": 0}),
+        (CONFIGS["phi3"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1}),
+    ],
+)
+def test_dropout_is_loaded_and_training_with_it_is_an_error(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    """In evaluation it changes nothing."""
+    model = lm.from_config({**config, **fields})
+    ids = torch.arange(3, 9)[None]
+    loss = model(ids, labels=ids).loss
+    loss.backward()  # in eval mode, as a new model is
+    asked = ", ".join(f"{name} = {value}" for name, value in fields.items() if value)
+    message = f"{asked}, and dropout is not implemented; to train without it, set it to 0"
+    with pytest.raises(InputError, match=re.escape(message)):
+        model.train()
+    plain = lm.from_config({**config, **dict.fromkeys(fields, 0.0)}).eval()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain(ids, labels=ids).loss, loss)
+    assert torch.equal(plain.generate(ids, 4), model.generate(ids, 4))
+    heads = lm.MedusaModel.from_base(model, num_heads=2).train()  # freezes the model
+    assert heads(ids, labels=ids).loss.isfinite()
+    with pytest.raises(ConfigError, match="must be 0 or above"):
+        lm.from_config({**config, **dict.fromkeys(fields, -0.1)})
 
 
 @pytest.mark.parametrize(
