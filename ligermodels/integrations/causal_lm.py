@@ -96,7 +96,7 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
 
 
 @cache
-def takes_loss_options(kind: type) -> bool:
+def takes_loss_options(kind: Any) -> bool:
     """Whether the forward of a class of transformers passes its further arguments on to the loss."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
 

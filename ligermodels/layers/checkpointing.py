@@ -52,5 +52,20 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
         return function(*args)
     if mode == "full":
         return checkpoint(function, *args, use_reentrant=False)
+    compiled = getattr(module, "compiled_selective", None)
+    if compiled is not None and parts is None:
+        return compiled(module, *args)
+    return _selective(function, *args)
+
+
+def call_selective(module: nn.Module, *args: Any) -> Any:
+    """`module(*args)` with selective checkpointing, to be compiled.
+
+    The checkpoint is inside the compiled function: outside, it would keep buffers that compiled code uses again.
+    """
+    return _selective(module._call_impl, *args)
+
+
+def _selective(function: Any, *args: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
