@@ -71,7 +71,7 @@ def causal_lm_forward(
             plain = MoeCausalLMOutputWithPast if has_router_logits(model) else CausalLMOutputWithPast
             loss = _loss(model, inputs, padding, labels, options)
             return (model.native.output or plain)(loss=loss, past_key_values=no_cache(model, use_cache))
-        if model.training and model.loss_function is ForCausalLMLoss and takes_loss_options(type(model)):
+        if model.training and model.loss_function is ForCausalLMLoss and takes_loss_options(model.__class__):
             options["num_items_in_batch"] = _num_items(labels, **kwargs)
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
     return type(model).forward(model, **inputs, attention_mask=attention_mask, **options)
