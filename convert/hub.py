@@ -114,8 +114,9 @@ def resolve_adapter(
     name = os.fspath(name_or_path)
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     with explained(name, revision, local_files_only=local_files_only):
-        folder = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision, **options)).parent
-        hf_hub_download(name, ADAPTER, revision=folder.name, **options)
+        folder = snapshot(name, revision, (ADAPTER_CONFIG, ADAPTER), options)
+        for file in (ADAPTER_CONFIG, ADAPTER):
+            _require(name, folder.name, file, options)
     return folder
 
 
@@ -175,6 +176,9 @@ def snapshot(
 ) -> Path:
     """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
 
+    It is the first request for a repository. huggingface_hub tries it once, but repeats `hf_hub_download` for 23 s
+    where the hub cannot be reached.
+
     Args:
         name: the repository.
         revision: branch, tag or commit; None for "main".
@@ -187,10 +191,11 @@ def snapshot(
         return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, **options))
     except LocalEntryNotFoundError:
         # A snapshot without optional files counts as incomplete, but may have all files that are needed.
-        config = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)
-        if not isinstance(config, str):
-            raise
-        return Path(config).parent
+        for file in ("config.json", ADAPTER_CONFIG):
+            config = try_to_load_from_cache(name, file, cache_dir=options.get("cache_dir"), revision=revision)
+            if isinstance(config, str):
+                return Path(config).parent
+        raise
 
 
 def _require(name: str, commit: str, file: str, options: dict[str, Any]) -> None:

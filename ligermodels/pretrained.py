@@ -37,7 +37,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.checkpoint import choose_layout, export_spec, keep_stored_dtypes, open_checkpoint
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import without_heads
-from ligermodels.models.families import family_of
+from ligermodels.models.families import family_of, warn_of_other_family
 from ligermodels.models.state_dict import move_state_dict
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
@@ -204,6 +204,7 @@ def from_config(
     stored_config, companions = _read_config(config)
     hf_config, _ = without_heads(without_quantization(stored_config)[0])
     composed = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
+    warn_of_other_family(hf_config)
     model = _on_meta(composed, export_spec(hf_config, composed, companions=companions))
     if prepare is not None:
         prepare(model)
@@ -267,6 +268,7 @@ def from_transformers(
     state = hf_model.state_dict(keep_vars=True)
     fields, _ = without_quantization(hf_config.to_dict())
     config = _with_attention(family_of(fields).decoder_config(fields), attention)
+    warn_of_other_family(fields)
     generation = getattr(hf_model, "generation_config", None)
     companions = Companions(None if generation is None else generation.to_diff_dict())
     model = _on_meta(config, export_spec(fields, config, companions=companions))

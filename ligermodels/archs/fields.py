@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ligermodels.archs.rope import read_rope
-from ligermodels.archs.unread import check_unread
+from ligermodels.archs.unread import DROPOUT, check_unread
 from ligermodels.convert.config_json import are_token_ids
 from ligermodels.convert.json_values import is_int, is_list_of, is_number
 from ligermodels.convert.rope_settings import LAYER_THETAS, rope_parameters
@@ -69,6 +69,11 @@ class Fields:
     def ignore(self, *names: str) -> None:
         """Count the fields `names` as read: configs of the family have them, and they change nothing."""
         self._read.update(names)
+
+    def dropout(self) -> tuple[str, ...]:
+        """The fields that ask for dropout in training, such as "attention_dropout = 0.1"."""
+        probabilities = {name: self.number(name, 0.0, negative=False) for name in DROPOUT}
+        return tuple(f"{name} = {value}" for name, value in probabilities.items() if value)
 
     def check_unread(self) -> None:
         """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`."""

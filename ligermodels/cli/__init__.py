@@ -35,7 +35,8 @@ class Commands(TyperGroup):
         try:
             with _one_line_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("always", category=DeprecationWarning, module=r"ligermodels\.")
-                warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+                shown: set[str] = set()  # a command may load a checkpoint, and so warn, several times
+                warnings.showwarning = lambda message, *_: _warn_once(str(message), shown)
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -55,6 +56,12 @@ class Commands(TyperGroup):
             rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
             say(f"{rank}error: {_in_flags(_one_line(message or error))}")
             raise typer.Exit(1) from None
+
+
+def _warn_once(message: str, shown: set[str]) -> None:
+    if message not in shown:
+        shown.add(message)
+        say(f"warning: {message}")
 
 
 @contextmanager

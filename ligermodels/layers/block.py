@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
 from ligermodels.layers.float8 import layer_input_form, produce
@@ -142,6 +143,16 @@ class Block(nn.Module):
         """Layer scalar one."""
         if self.layer_scalar is not None:
             nn.init.ones_(self.layer_scalar)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block, with the options of `torch.compile`; as of nn.Module."""
+        super().compile(*args, **kwargs)
+        self.compiled_selective = torch.compile(call_selective, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # without the compiled call
+        state.pop("compiled_selective", None)
+        return state
 
     def declarations(self) -> dict[str, Layer]:
         """The declarations of the block's layers, by name: see `Layer`."""

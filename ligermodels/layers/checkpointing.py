@@ -50,6 +50,22 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
+    if mode == "selective" and parts is None:
+        compiled = getattr(module, "compiled_selective", None)
+        if compiled is not None:
+            return compiled(module, *args)
+    return _checkpoint(mode, function, *args)
+
+
+def call_selective(module: nn.Module, *args: Any) -> Any:
+    """`module(*args)` with selective checkpointing, to be compiled.
+
+    The checkpoint is inside the compiled function: outside, it would keep buffers that compiled code uses again.
+    """
+    return _checkpoint("selective", module._call_impl, *args)
+
+
+def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any:
     # While a CUDA graph is recorded, the state of the random numbers cannot be read. `training.graph_step` records no
     # dropout with activation checkpointing.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_recording()}

@@ -25,7 +25,7 @@ from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, without_heads
-from ligermodels.models.families import Family, family_of
+from ligermodels.models.families import Family, family_of, warn_of_other_family
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.models.untie import TIED
 
@@ -107,6 +107,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
     stored_config, quantization = without_quantization(read_json(folder / "config.json"))
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    warn_of_other_family(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None
     reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
     if config is None:

@@ -33,8 +33,10 @@ from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
+from ligermodels.models.transformers_tools import native_config
 
 
+@native_config
 @dataclass(frozen=True)
 class DecoderConfig:
     """A whole decoder as data.
@@ -54,6 +56,8 @@ class DecoderConfig:
         num_mtp_layers: number of multi-token prediction layers that checkpoints hold after the layers of the blocks
             (DeepSeek-V3, GLM-4.5); they are no part of the model.
         per_layer_inputs: config of inputs that each layer takes beside the hidden states (Gemma 4).
+        dropout: fields of config.json that ask for dropout in training, such as "attention_dropout = 0.1". It is not
+            implemented: such a model is in eval mode, and refuses training.
     """
 
     vocab_size: int
@@ -69,6 +73,7 @@ class DecoderConfig:
     max_position_embeddings: int | None = None
     num_mtp_layers: int = 0
     per_layer_inputs: PerLayerInputsConfig | None = None
+    dropout: tuple[str, ...] = ()
 
     def weight_map(
         self,
@@ -128,6 +133,17 @@ class Decoder(nn.Module):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        if config.dropout:
+            self.eval()
+
+    def train(self, mode: bool = True) -> Decoder:
+        """As of nn.Module. Raises InputError for training with dropout, except if all parameters are frozen."""
+        if mode and self.config.dropout and any(parameter.requires_grad for parameter in self.parameters()):
+            raise InputError(
+                f"model.train: config.json has {', '.join(self.config.dropout)}, and dropout is not implemented; to "
+                "train without it, set it to 0 in the checkpoint's config.json"
+            )
+        return super().train(mode)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:

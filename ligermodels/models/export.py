@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.sharding import reshard
@@ -43,7 +44,9 @@ class ExportMixin(nn.Module):
 
         check_exportable(self)
         spec = self.require_export_spec()
-        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # they were shown when the model was made
+            composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
         difference = first_difference(self.config, composed, "config")
         if difference is None:
             with torch.device("meta"), skip_init():

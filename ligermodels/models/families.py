@@ -90,9 +90,7 @@ def register(family: Family) -> None:
 def family_of(config: Mapping[str, Any]) -> Family:
     """The registered family of a Hugging Face config, by its `model_type`.
 
-    Modules that register families are imported on demand: this package's own, then the entry points. Warns with
-    ConfigWarning if `architectures` names a model of another registered family: the two families may name their tensors
-    alike, and a wrong `model_type` would load without an error.
+    Modules that register families are imported on demand: this package's own, then the entry points.
 
     Raises:
         ConfigError: `model_type` is missing or not registered, or the config describes draft heads without a model.
@@ -115,12 +113,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"{', '.join(sorted(FAMILIES))}. To add your own, call ligermodels.archs.register in a module that "
             "--import or an entry point names"
         )
-    _warn_of_other_family(model_type, config.get("architectures"))
     return FAMILIES[model_type]
 
 
-def _warn_of_other_family(model_type: str, architectures: Any) -> None:
-    """ConfigWarning if the first of the `architectures` ("LlamaForCausalLM") is of another registered family."""
+def warn_of_other_family(config: Mapping[str, Any]) -> None:
+    """ConfigWarning if the first of a config's `architectures` ("LlamaForCausalLM") is of another registered family.
+
+    The two families may name their tensors alike, and a wrong `model_type` would load without an error.
+    """
+    model_type, architectures = config["model_type"], config.get("architectures")
     if not architectures or not isinstance(architectures, list):
         return
     family = _normalized(str(architectures[0]).partition("For")[0])
@@ -129,7 +130,7 @@ def _warn_of_other_family(model_type: str, architectures: Any) -> None:
             f"config.json: architectures names {short(architectures[0])}, but model_type is {model_type!r}, and "
             "model_type decides; correct the one that is wrong",
             ConfigWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -293,15 +293,6 @@ def test_schemas_and_fakes(name: str, kernels_device: torch.device) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.kernels
-def test_no_second_derivative(kernels_device: torch.device) -> None:
-    """It is refused, not silently zero."""
-    x = torch.randn(3, 8, device=kernels_device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(ops.rms_norm(x, None, 1e-6).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def test_force_nests_and_restores() -> None:
     x = torch.ones(1)
     with ops.set_backend(None):
