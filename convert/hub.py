@@ -165,8 +165,8 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
 def snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
     """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
 
-    It is the first request for a repository: huggingface_hub tries it once, and repeats `hf_hub_download` for 23 seconds
-    where the hub cannot be reached.
+    Call it before `hf_hub_download`: if the hub cannot be reached, huggingface_hub tries this request once, and repeats
+    a request of `hf_hub_download` for 23 seconds.
 
     Args:
         name: the repository.
