@@ -21,7 +21,7 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def native_config(config: type[Config]) -> type[Config]:
-    """Class decorator for a frozen dataclass: what tools do to transformers' configs raises errors that name `wrap`."""
+    """Class decorator for a frozen dataclass: setting a field, and methods of transformers' configs, raise errors."""
     set_field: Callable[[Any, str, Any], None] = config.__setattr__
 
     def set_attribute(self: Config, name: str, value: Any) -> None:
