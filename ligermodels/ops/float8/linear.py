@@ -4,7 +4,6 @@ Scales are tensor-wise: each tensor takes part in two products, in different lay
 the weight is frozen, there is no dW; then x and dy have a scale for each row, and are cast in one pass.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layo
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
@@ -237,17 +237,16 @@ class _Product(torch.autograd.Function):
         return (dy,)
 
 
-@functools.cache
 def float8_unsupported(device: torch.device) -> str | None:
     """The reason why float8 linear layers cannot run on a device, or None.
 
-    GPUs need compute capability 8.9 or higher. On the CPU the layers run slowly, by the specification."""
-    if device.type in ("cpu", "meta"):
+    GPUs need compute capability 8.9 or higher; AMD's earlier GPUs have other float8 formats. On the CPU the layers run
+    slowly, by the specification."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return None if device.type in ("cpu", "meta") else f"float8 needs a CUDA device, not {device}"
+    if gpu.has_float8:
         return None
-    if device.type != "cuda":
-        return f"float8 needs a CUDA device, not {device}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; float8 needs 8.9 or higher"
-    return None
+    if gpu.hip:
+        return f"{gpu.name} is an AMD GPU; float8 needs an NVIDIA GPU of compute capability 8.9 or higher"
+    return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; float8 needs 8.9 or higher"

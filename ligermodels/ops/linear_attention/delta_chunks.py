@@ -8,7 +8,6 @@ KiB per token in the forward pass and 128 KiB per token in the backward pass, fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     within_chunks_kernel,
 )
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
@@ -61,15 +61,10 @@ to compile `with_states_kernel`, and generates wrong code for pipelined sums of 
 (triton-lang/triton#10821)."""
 
 
-@torch.compiler.assume_constant_result
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on a device; Triton's interpreter runs all kernels."""
-    return device.type != "cuda" or _is_hopper(device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER
+    gpu = gpu_of(device)
+    return gpu is None or gpu.is_hopper
 
 
 def refuses(q: Tensor) -> str | None:
@@ -79,7 +74,7 @@ def refuses(q: Tensor) -> str | None:
         return "its kernels run on NVIDIA GPUs of compute capability 9 alone"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
-    if q.is_cuda and q.dtype != torch.float32 and width % ALIGNED:
+    if gpu_of(q.device) is not None and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
 

@@ -6,7 +6,6 @@ the backward pass, and devices without Triton or its instructions for the codes 
 int4 below 8.0 and on ROCm).
 """
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +20,7 @@ from ligermodels.ops.linear.linear import few_rows_linear
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -121,12 +121,12 @@ def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     return few_rows if x.shape[0] <= FEW_ROWS else more_rows
 
 
-@functools.cache
 def _supported(codes: torch.dtype, device: torch.device) -> bool:
     """Whether the device has the instructions of the kernels: conversion from float8, or math on bfloat16 pairs."""
     if codes == torch.float8_e4m3fn:
         return float8_unsupported(device) is None
-    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
+    gpu = gpu_of(device)
+    return gpu is None or gpu.runs_ptx
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:

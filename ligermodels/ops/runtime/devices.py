@@ -1,0 +1,74 @@
+"""Properties of GPUs: ops choose kernels and launch sizes by them, never by the name of a GPU.
+
+`pretend` makes the ops take CPU tensors for tensors on a GPU that this machine lacks. Then every launch can be recorded
+and compiled for that GPU, which needs no GPU.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class GPU(NamedTuple):
+    """Properties of a GPU.
+
+    name: its name, for messages. capability: compute capability, or on ROCm the first two numbers of the gfx version.
+    shared_memory: most bytes of shared memory per program. num_sms: number of multiprocessors. hip: whether it is an
+    AMD GPU.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int
+    num_sms: int
+    hip: bool = False
+
+    @property
+    def runs_ptx(self) -> bool:
+        """Whether inline assembly of the kernels runs: PTX for arithmetic with pairs of bfloat16."""
+        return not self.hip and self.capability >= (8, 0)
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether it has NVIDIA's instructions for the formats float8_e4m3fn and float8_e5m2."""
+        return not self.hip and self.capability >= (8, 9)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether Triton compiles matrix products to WGMMA."""
+        return not self.hip and self.capability[0] == 9
+
+
+_pretended: GPU | None = None
+
+
+def pretend(gpu: GPU | None) -> None:
+    """From now on, ops in this process run kernels on CPU tensors as if these were on `gpu`; None ends that.
+
+    It is for tests that record launches instead of running them.
+    """
+    global _pretended
+    _pretended = gpu
+
+
+def pretending() -> bool:
+    """Whether CPU tensors count as tensors on a GPU, see `pretend`."""
+    return _pretended is not None
+
+
+@torch.compiler.assume_constant_result
+def gpu_of(device: torch.device) -> GPU | None:
+    """The GPU that `device` is, or is pretended to be; None for other devices."""
+    if _pretended is not None:
+        return _pretended
+    return _properties(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _properties(device: torch.device) -> GPU:
+    found = torch.cuda.get_device_properties(device)
+    # Some versions of torch lack the attribute; every device has 48 KiB.
+    shared_memory = int(getattr(found, "shared_memory_per_block_optin", 0) or 3 * 2**14)
+    capability = torch.cuda.get_device_capability(device)
+    return GPU(found.name, capability, shared_memory, found.multi_processor_count, torch.version.hip is not None)
