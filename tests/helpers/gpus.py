@@ -1,16 +1,34 @@
-"""GPUs for which every kernel is compiled, and the launches that ops make on each of them, without a GPU."""
+"""GPUs that this machine lacks: the launches that the calls of `op_calls` make on each, compiled for it by Triton.
+
+`python tests/helpers/gpus.py` writes docs/gpus.md. In a process of its own, because it replaces Triton's driver:
+`gpus.py record` prints as JSON what each op does on each GPU, and `gpus.py compile sm_80` the launches that do not
+compile for it, or that need more shared memory than it has.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pkgutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ligermodels import ops
+from ligermodels.errors import BackendError
 from ligermodels.ops.runtime import devices
 from ligermodels.ops.runtime.devices import GPU
+from ligermodels.ops.runtime.launcher import Kernel
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "gpus.md"
+CACHE = REPOSITORY / "build" / "triton"
+"""Triton's cache, by hashes of a kernel's source, its launch and the compiler: only changes are compiled again."""
 
 KIB = 1024
 GPUS = {
@@ -18,77 +36,189 @@ GPUS = {
     "sm_89": GPU("NVIDIA L40S", (8, 9), 99 * KIB, 142),
     "sm_90": GPU("NVIDIA H100", (9, 0), 227 * KIB, 132),
     "sm_100": GPU("NVIDIA B200", (10, 0), 227 * KIB, 148),
-    "sm_120": GPU("NVIDIA GeForce RTX 5090", (12, 0), 99 * KIB, 170),
+    "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
+RUN = "sm_90"
+"""The GPU on which the tests have been run, and launch sizes were tuned."""
+
+HEAD = f"""# GPUs
+
+Ops choose kernels and launch sizes by the properties of the GPU: compute capability,
+shared memory, number of multiprocessors. The tests run on one kind, {GPUS[RUN].name}
+({RUN}); launch sizes are tuned there. For the others, `make test-compile` compiles
+every kernel, at the launches of `tests/helpers/op_calls.py`, and checks the shared
+memory that each needs. It takes no GPU.
+
+- **run**: the kernels compile, and the tests of the op have been run on this GPU.
+- **compiled**: the kernels compile and fit into its shared memory.
+- **torch**: the op runs in plain torch, without kernels.
+- **error**: the op raises `BackendError`, which names the GPU.
+
+`make gpus` writes this table from the recorded launches. Ops without a row, such as
+`grouped_mm` and `lora_linear`, are operations of torch on every GPU.
+"""
 
 
 class Launch(NamedTuple):
-    """A kernel as it would be compiled for a launch: the arguments of triton.compiler.ASTSource, and the options."""
+    """A kernel as a launch compiles it: arguments of triton.compiler.ASTSource, and options."""
 
     kernel: Any
     signature: dict[str, str]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
-    options: dict[str, Any]
-    grid: Any
+    options: dict[str, int]
 
     @property
     def name(self) -> str:
-        return f"{self.kernel.fn.__module__}.{self.kernel.fn.__qualname__}"
+        return name_of(self.kernel)
 
-
-def target_of(name: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    gpu = GPUS[name]
-    return GPUTarget("hip", name, 64) if gpu.hip else GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+    def __str__(self) -> str:
+        names = self.kernel.arg_names
+        constants = {names[place]: value for (place, *_), value in self.constants.items()}
+        return f"{self.name} {self.options} {constants} {sorted(set(self.signature.values()))}"
 
 
 class Driver:
-    """A driver of Triton's that only names its target."""
+    """A driver for Triton that only names its target."""
 
-    def __init__(self, target: Any) -> None:
-        self.target = target
+    def __init__(self, gpu: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        (major, minor), self.device = GPUS[gpu].capability, list(GPUS).index(gpu)
+        self.target = GPUTarget("hip", gpu, 64) if GPUS[gpu].hip else GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self) -> Any:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-@contextmanager
-def recorded(name: str) -> Iterator[list[Launch]]:
-    """Every launch within, each kind once, on the named GPU; no kernel runs. Ends with the process."""
-    import triton
+class Recording:
+    """The launches of the calls of each op on a GPU; no kernel runs.
 
-    launches: dict[Any, Launch] = {}
+    launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
+    """
 
-    def record(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        kernel = fn.jit_function
-        options = {name: compile[name] for name in ("num_warps", "num_stages", "num_ctas")}
-        launch = Launch(kernel, compile["signature"], compile["constants"], compile["configs"][0], options, None)
-        launches.setdefault((launch.name, str(key)), launch)
-        return True
+    def __init__(self, gpu: str) -> None:
+        import triton
+        from op_calls import CALLS
 
-    torch.cuda.current_device = lambda: 0
-    triton.runtime.driver.set_active(Driver(target_of(name)))
-    triton.knobs.runtime.jit_cache_hook = record
-    devices.pretend(GPUS[name])
-    found: list[Launch] = []
-    yield found
-    found += launches.values()
-    devices.pretend(None)
-    triton.knobs.runtime.jit_cache_hook = None
+        self.driver = Driver(gpu)
+        self.launches: dict[Any, Launch] = {}
+        self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
+        self._kernels: set[str] = set()
+        torch.cuda.current_device = lambda: self.driver.device
+        triton.runtime.driver.set_active(self.driver)
+        triton.knobs.runtime.jit_cache_hook = self._record
+        devices.pretend(GPUS[gpu])
+        for op, calls in CALLS.items():
+            for call in calls:
+                self._kernels.clear()
+                try:
+                    call()
+                except BackendError as error:
+                    self.calls[op].append(str(error))
+                else:
+                    self.calls[op].append(sorted(self._kernels))
+
+    def _record(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        options = {name: compile[name] for name in ("num_warps", "num_stages")}
+        launch = Launch(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options)
+        self.launches.setdefault((launch.name, str(key)), launch)
+        self._kernels.add(launch.name)
+        return True  # neither compile nor run
+
+    def faults(self) -> list[str]:
+        """Launches that do not compile, or need more shared memory than the GPU has."""
+        from triton.compiler import ASTSource, compile
+
+        limit, found = devices.gpu_of(torch.device("cpu")).shared_memory, []
+        for launch in self.launches.values():
+            print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
+            source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+            try:
+                needed = compile(source, target=self.driver.target, options=launch.options).metadata.shared
+            except Exception as error:
+                found.append(f"{launch}: {type(error).__name__}: {error}")
+            else:
+                if needed > limit:
+                    found.append(f"{launch}: {needed} bytes of shared memory are more than {limit}")
+        return found
 
 
-def compiled(launch: Launch, target: Any) -> int:
-    """Bytes of shared memory."""
-    from triton.compiler import ASTSource, compile
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.removeprefix('ligermodels.ops.')}.{kernel.fn.__name__}"
 
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    return compile(source, target=target, options=launch.options).metadata.shared
+
+def all_kernels() -> list[str]:
+    """Every kernel of the package that the host launches."""
+    names = [module.name for module in pkgutil.walk_packages(ops.__path__, "ligermodels.ops.")]
+    found = (value for name in names for value in vars(importlib.import_module(name)).values())
+    return sorted({name_of(value._jitted) for value in found if isinstance(value, Kernel)})
+
+
+def record() -> dict[str, Any]:
+    """All kernels; and for each GPU the kernels that are launched there, and `Recording.calls`."""
+    gpus = {}
+    for gpu in GPUS:
+        recording = Recording(gpu)
+        gpus[gpu] = {
+            "launched": sorted({launch.name for launch in recording.launches.values()}),
+            "calls": recording.calls,
+        }
+    return {"kernels": all_kernels(), "gpus": gpus}
+
+
+def cell(recorded: dict[str, Any], op: str, gpu: str) -> str:
+    """What an op does on a GPU; "mixed" if its calls that launch kernels on the GPU of the tests differ in it."""
+    results = set()
+    for on_run, here in zip(*(recorded["gpus"][name]["calls"][op] for name in (RUN, gpu)), strict=True):
+        if isinstance(here, str):
+            results.add("error")
+        elif on_run:
+            same, some = here == on_run, set(here) & set(on_run)
+            results.add(("run" if gpu == RUN else "compiled") if same else "mixed" if some else "torch")
+    return results.pop() if len(results) == 1 else "mixed"
+
+
+def page(recorded: dict[str, Any]) -> str:
+    """docs/gpus.md"""
+    titles = [f"{gpu.name.partition(' ')[2]} `{name}`" for name, gpu in GPUS.items()]
+    rows = [["op", *titles], ["---"] * (1 + len(GPUS))]
+    for op in recorded["gpus"][RUN]["calls"]:
+        rows.append([op, *(cell(recorded, op, gpu) for gpu in GPUS)])
+    errors = {
+        call for gpu in GPUS for calls in recorded["gpus"][gpu]["calls"].values() for call in calls
+        if isinstance(call, str)
+    }  # fmt: skip
+    reasons = sorted({error.partition(": ")[2] for error in errors})
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([HEAD, *table, "", "The errors:", "", *(f"- {reason}" for reason in reasons), ""])
+
+
+def in_own_process(*arguments: str) -> Any:
+    """What `gpus.py` prints with these arguments, where Triton compiles rather than interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-20:])
+    return json.loads(done.stdout)
+
+
+def main(command: str = "write", gpu: str = "") -> None:
+    if command == "record":
+        print(json.dumps(record()))
+    elif command == "compile":
+        print(json.dumps(Recording(gpu).faults()))
+    else:
+        PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.arguments import check_flag
-from ligermodels.errors import BackendError, InputError
+from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
-from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
+from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, check_float8_device
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
@@ -132,8 +131,7 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tenso
             f"{x.device} and {tuple(weight.shape)} on {weight.device}"
         )
     check_float8_sizes("float8_linear", *weight.shape)
-    if (reason := float8_unsupported(x.device)) is not None:
-        raise BackendError(f"float8_linear: {reason}")
+    check_float8_device("float8_linear", x.device)
     if frozen is not None:
         check_frozen("float8_linear", "frozen", frozen, weight.shape)
     dtype = autocast_dtype(x)
@@ -235,18 +233,3 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         return (dy,)
-
-
-def float8_unsupported(device: torch.device) -> str | None:
-    """The reason why float8 linear layers cannot run on a device, or None.
-
-    GPUs need compute capability 8.9 or higher; AMD's earlier GPUs have other float8 formats. On the CPU the layers run
-    slowly, by the specification."""
-    gpu = gpu_of(device)
-    if gpu is None:
-        return None if device.type in ("cpu", "meta") else f"float8 needs a CUDA device, not {device}"
-    if gpu.has_float8:
-        return None
-    if gpu.hip:
-        return f"{gpu.name} is an AMD GPU; float8 needs an NVIDIA GPU of compute capability 8.9 or higher"
-    return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; float8 needs 8.9 or higher"

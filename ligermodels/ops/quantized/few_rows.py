@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
-from ligermodels.ops.quantized.unpack import float8_values, int4_values
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes
 from ligermodels.ops.quantized.weights import GROUP, num_groups
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
@@ -62,11 +62,12 @@ def few_rows(
     gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
     int4 = codes.dtype == torch.uint8
+    codes, native = native_codes(codes)
     tile = _tile(int4, M, N)
     step = tile.parts * tile.step
     _few_rows_kernel[(-(-N // tile.channels),)](
         *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
-        M, N, K, num_groups(K), -(-K // step), INT4=int4, ACTIVATION=options.activation, ONE=M == 1,
+        M, N, K, num_groups(K), -(-K // step), INT4=int4, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
         WHOLE=K % step == 0, BLOCK_M=8 if M <= 8 else 16, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
         STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -85,11 +86,12 @@ def _tile(int4: bool, M: int, N: int) -> _Tile:
 @kernel
 def _few_rows_kernel(
     x, x_row, codes, scales, bias, residual, residual_row, gate_multiplier, down_multiplier, limit, up_offset, y,
-    M, N, K, G, steps, INT4: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    M, N, K, G, steps, INT4: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4, a group). ONE: M
-    is 1. WHOLE: K is a multiple of PARTS * STEP."""
+    is 1. WHOLE: K is a multiple of PARTS * STEP. NATIVE: see `unpack`."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
@@ -105,7 +107,7 @@ def _few_rows_kernel(
             k = g[:, None] * 128 + byte[None, :]
             v_low = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
             v_high = _inputs(x, x_row, k + 64, m, M, K, ONE, WHOLE)
-            low, high = int4_values(q, v_low.dtype)
+            low, high = int4_values(q, v_low.dtype, NATIVE)
             total = tl.dot(low, v_low)
             total = tl.dot(high, v_high, total)
             acc += total * scale[:, :, None]
@@ -117,7 +119,7 @@ def _few_rows_kernel(
             place = channel[None, :, None] * K + k[:, None, :]
             q = tl.load(codes + place, mask=((k < K) | WHOLE)[:, None, :], other=0.0)
             v = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
-            acc = tl.dot(q if scales is None else float8_values(q, v.dtype), v, acc)
+            acc = tl.dot(q if scales is None else float8_values(q, v.dtype, NATIVE), v, acc)
         result = tl.sum(acc, axis=0)
         if scales is not None:
             result = result * tl.load(scales + channel)[:, None]

@@ -25,9 +25,14 @@ class GPU(NamedTuple):
     hip: bool = False
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether it has tensor cores for bfloat16."""
+        return self.hip or self.capability >= (8, 0)
+
+    @property
     def runs_ptx(self) -> bool:
-        """Whether inline assembly of the kernels runs: PTX for arithmetic with pairs of bfloat16."""
-        return not self.hip and self.capability >= (8, 0)
+        """Whether the kernels' inline assembly runs: PTX for arithmetic with pairs of bfloat16."""
+        return not self.hip and self.has_bfloat16
 
     @property
     def has_float8(self) -> bool:
@@ -36,8 +41,16 @@ class GPU(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
-        """Whether Triton compiles matrix products to WGMMA."""
+        """Whether its matrix products are WGMMA."""
         return not self.hip and self.capability[0] == 9
+
+    @property
+    def chains_products(self) -> bool:
+        """Whether Triton compiles products that one after the other add to one sum, as in tf32x3, right in every loop.
+
+        On GPUs with tensor memory (capability 10 and 11), Triton 3.6 to 3.8 overlap such products wrongly
+        (triton-lang/triton#10821). On AMD GPUs there is no tf32x3."""
+        return not self.hip and self.capability[0] in (8, 9, 12)
 
 
 _pretended: GPU | None = None
