@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import op_calls
 import torch
 
 from ligermodels import ops
@@ -106,7 +107,8 @@ class Recording:
 
     def __init__(self, gpu: str) -> None:
         import triton
-        from op_calls import CALLS
+
+        importlib.import_module("layer_calls")
 
         self.driver = Driver(gpu)
         self.launches: dict[Any, Launch] = {}
@@ -116,7 +118,7 @@ class Recording:
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
         devices.pretend(GPUS[gpu])
-        for op, calls in CALLS.items():
+        for op, calls in op_calls.CALLS.items():
             for call in calls:
                 self._kernels.clear()
                 try:
@@ -181,8 +183,7 @@ def cell(recorded: dict[str, Any], op: str, gpu: str) -> str:
         if isinstance(here, str):
             results.add("error")
         elif on_run:
-            same, some = here == on_run, set(here) & set(on_run)
-            results.add(("run" if gpu == RUN else "compiled") if same else "mixed" if some else "torch")
+            results.add("torch" if set(here).isdisjoint(on_run) else "run" if gpu == RUN else "compiled")
     return results.pop() if len(results) == 1 else "mixed"
 
 
