@@ -60,20 +60,15 @@ PIPELINED = 110 * 2**10
 72 KiB."""
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on a device; Triton's interpreter runs all kernels."""
-    gpu = gpu_of(device)
-    return gpu is None or gpu.chains_products
-
-
 def refuses(q: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     width = q.shape[3]
-    if not runs_on(q.device):
-        return "its kernels run on NVIDIA GPUs of compute capability 8, 9 and 12"
+    gpu = gpu_of(q.device)
+    if gpu is not None and not gpu.chains_products:
+        return f"Triton's code for its kernels is not right for {gpu.name}"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
-    if gpu_of(q.device) is not None and q.dtype != torch.float32 and width % ALIGNED:
+    if gpu is not None and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
 
