@@ -50,6 +50,6 @@ def test_what_a_gpu_has(
 
 def test_float8_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_pretended", devices.GPU("NVIDIA A100", (8, 0), 2**16, 108))
-    with pytest.raises(BackendError, match="^float8_cast: NVIDIA A100 has compute capability 8.0; float8 needs 8.9"):
+    with pytest.raises(BackendError, match=r"^float8_cast: NVIDIA A100 has compute capability"):
         float8_cast(torch.ones(16, 16), torch.float8_e4m3fn)
     assert devices.gpu_of(torch.device("cpu")) is not None

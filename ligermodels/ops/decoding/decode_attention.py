@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, shared_memory, use_kernels
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_caches, check_tensor, contiguous
 
@@ -254,7 +254,6 @@ def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor
     while splits == 1 and block_rows > MIN_ROWS and 2 * programs <= room:
         block_rows, programs = block_rows // 2, 2 * programs
     warps = 8 if block_rows * block_dim >= 8192 or q.dtype == torch.float32 else 4
-    # Each stage after the first holds a tile of keys and a tile of values in shared memory.
-    ahead = shared_memory(q.device) // (2 * block_slots * block_dim * q.element_size())
-    stages = 1 + min(ahead, 2 if block_slots > 16 else 1)
+    tile_bytes = 2 * block_slots * block_dim * q.element_size()  # of keys and values
+    stages = pipeline_stages(q.device, 3 if block_slots > 16 else 2, tile_bytes)
     return _Plan(block_rows, block_slots, block_dim, splits, warps, stages)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
 from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes
 from ligermodels.ops.quantized.weights import GROUP, num_groups
-from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
@@ -26,7 +26,7 @@ FEW_ROWS = 16
 
 class _Tile(NamedTuple):
     """Channels per program; warps; parts of the inputs per step, divided evenly among the warps; inputs per part; steps
-    in flight."""
+    in flight, if shared memory has room."""
 
     channels: int
     warps: int
@@ -63,13 +63,15 @@ def few_rows(
     options = gated or GLUOptions("")
     int4 = codes.dtype == torch.uint8
     codes, native = native_codes(codes)
-    tile = _tile(int4, M, N)
+    tile, block = _tile(int4, M, N), 8 if M <= 8 else 16
     step = tile.parts * tile.step
+    code_bytes = step * tile.channels * codes.element_size() // (2 if int4 else 1)
+    stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     _few_rows_kernel[(-(-N // tile.channels),)](
         *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
         M, N, K, num_groups(K), -(-K // step), INT4=int4, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
-        WHOLE=K % step == 0, BLOCK_M=8 if M <= 8 else 16, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
-        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        WHOLE=K % step == 0, BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
+        STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
@@ -23,8 +23,8 @@ COMBINED = 512
 
 
 class _Tile(NamedTuple):
-    """Channels per program; warps; steps in flight; programs per multiprocessor; fewest steps of a split: with fewer
-    the second kernel would cost more than it saves."""
+    """Channels per program; warps; steps in flight, if shared memory has room; programs per multiprocessor; fewest
+    steps of a split: with fewer the second kernel would cost more than it saves."""
 
     channels: int
     warps: int
@@ -52,13 +52,16 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     int4 = codes.dtype == torch.uint8
     codes, native = native_codes(codes)
     tile = INT4 if int4 else FLOAT8
+    block = max(power_of_2_above(M), 16)
+    code_bytes = STEP * tile.channels // (2 if int4 else 1)
+    stages = pipeline_stages(x.device, tile.stages, code_bytes + STEP * block * x.element_size())
     steps, tiles = -(-K // STEP), -(-N // tile.channels)
     splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
         *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, INT4=int4, NATIVE=native,
-        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=tile.channels,
-        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=block, BLOCK_N=tile.channels,
+        STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)

@@ -98,6 +98,11 @@ def shared_memory(device: torch.device) -> int:
     return 2**16 if gpu is None else gpu.shared_memory - 2**13
 
 
+def pipeline_stages(device: torch.device, most: int, tile_bytes: int) -> int:
+    """Stages of a loop's pipeline, at most `most`: each stage after the first holds tile_bytes of shared memory."""
+    return 1 + min(shared_memory(device) // tile_bytes, most - 1)
+
+
 def power_of_2_above(n: int) -> int:
     """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
