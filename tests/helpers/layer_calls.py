@@ -46,12 +46,19 @@ def delta_gates(dtype: torch.dtype, heads: int) -> None:
     ops.delta_gates(a, b, *(leaf(heads, dtype=F32, grad=False) for _ in range(2)))
 
 
-@calls("gated_delta_rule", dtype=PRODUCTS, dims=((128, 128), (64, 32), (112, 40)), packed=BOTH, state=BOTH)
-def gated_delta_rule(dtype: torch.dtype, dims: tuple[int, int], packed: bool, state: bool) -> None:
-    operands, bounds = delta_operands(dtype, 200, dims, True), torch.tensor([0, 77, 200], dtype=torch.int32)
+@calls(
+    "gated_delta_rule",
+    case=(
+        (BF16, (128, 128), True, True), (BF16, (112, 40), False, False), (F16, (64, 32), False, True),
+        (F32, (128, 128), True, True),
+    ),
+)  # fmt: skip
+def gated_delta_rule(case: tuple[torch.dtype, tuple[int, int], bool, bool]) -> None:
+    dtype, dims, packed, state = case  # a product would take minutes: its kernels are the largest
     initial = leaf(1, 4, *dims, dtype=F32) if state else None
-    bounds_or_none = bounds if packed else None
-    backward(*ops.gated_delta_rule(*operands, initial_state=initial, cu_seqlens=bounds_or_none, final_state=state))
+    bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
+    operands = delta_operands(dtype, 200, dims, True)
+    backward(*ops.gated_delta_rule(*operands, initial_state=initial, cu_seqlens=bounds, final_state=state))
 
 
 @calls("gated_delta_rule_step", dtype=FLOATS, dims=((128, 128), (256, 512), (48, 40)))
