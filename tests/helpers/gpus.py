@@ -177,7 +177,7 @@ def record() -> dict[str, Any]:
 
 
 def cell(recorded: dict[str, Any], op: str, gpu: str) -> str:
-    """What an op does on a GPU; "mixed" if its calls that launch kernels on the GPU of the tests differ in it."""
+    """The word of the table for an op on a GPU; "mixed" if calls with kernels on the GPU of the tests differ."""
     results = set()
     for on_run, here in zip(*(recorded["gpus"][name]["calls"][op] for name in (RUN, gpu)), strict=True):
         if isinstance(here, str):

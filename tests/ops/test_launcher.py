@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ligermodels.ops.runtime import launcher
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import MAX_KNOWN, Kernel, kernel
 
@@ -109,6 +110,16 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     jitted.result = lambda kind: None  # a hook of Triton's that compiles nothing
     for _ in range(2):
         known[(5,)](7)
+
+
+@pytest.mark.parametrize(("hip", "cached"), [(None, True), ("7.0", False)])
+def test_launches_on_amd_are_tritons(monkeypatch: pytest.MonkeyPatch, hip: str | None, cached: bool) -> None:
+    """There Triton compiles other code for tensors of 2 GiB, with the same dtypes and integers."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher.triton, "jit", lambda function: function)
+    assert isinstance(kernel(print), Kernel) is cached
 
 
 def _add_hook(monkeypatch: pytest.MonkeyPatch, name: str, hook: Any) -> None:

@@ -22,8 +22,8 @@ def native_codes(codes: Tensor) -> tuple[Tensor, bool]:
 
 @triton.jit
 def float8_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """E4M3 codes as DTYPE, bfloat16 or float16. Without NATIVE, codes are bytes: the bits of a code in float16, whose
-    exponent has one bit more and a bias that is 8 larger, are its number / 256."""
+    """E4M3 codes as DTYPE, bfloat16 or float16. Without NATIVE, codes are bytes: the bits of a code, read as float16,
+    are its number / 256, because the exponent of float16 has one bit more and a bias that is 8 larger."""
     if NATIVE:
         values = codes.to(tl.float32)  # through float32: fewer instructions
     else:

@@ -1,7 +1,7 @@
 """Properties of GPUs: ops choose kernels and launch sizes by them, never by the name of a GPU.
 
-`pretend` makes the ops take CPU tensors for tensors on a GPU that this machine lacks. Then every launch can be recorded
-and compiled for that GPU, which needs no GPU.
+`pretend` makes the ops take CPU tensors for tensors on a GPU that this machine lacks. So tests record every launch, and
+compile it for that GPU.
 """
 
 import functools

@@ -99,7 +99,13 @@ def shared_memory(device: torch.device) -> int:
 
 
 def pipeline_stages(device: torch.device, most: int, tile_bytes: int) -> int:
-    """Stages of a loop's pipeline, at most `most`: each stage after the first holds tile_bytes of shared memory."""
+    """Pipeline stages of a loop on a device that the shared memory allows.
+
+    Args:
+        device: the device of the kernel.
+        most: stages where there is enough shared memory.
+        tile_bytes: bytes of shared memory that each stage after the first holds.
+    """
     return 1 + min(shared_memory(device) // tile_bytes, most - 1)
 
 

@@ -80,6 +80,9 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorator for a Triton kernel that the host launches. Functions that kernels call take `triton.jit`."""
+    """Decorator for a Triton kernel that the host launches. Functions that kernels call take `triton.jit`.
+
+    On AMD GPUs Triton launches it: there it also compiles for tensors below 2 GiB, which the key does not tell apart.
+    """
     jitted = triton.jit(function)
-    return Kernel(jitted) if HAS_TRITON and not INTERPRETED else jitted
+    return Kernel(jitted) if HAS_TRITON and not INTERPRETED and torch.version.hip is None else jitted
