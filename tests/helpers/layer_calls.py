@@ -66,7 +66,7 @@ def gated_delta_rule_step(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     ops.gated_delta_rule_step(*delta_operands(dtype, 1, dims, False), leaf(1, 4, *dims, dtype=F32, grad=False))
 
 
-@calls("gated_delta_rule_tree, commit_tree", dtype=PRODUCTS, dims=((128, 128), (256, 512), (48, 40)), nodes=(3, 26, 64))
+@calls("gated_delta_rule_tree, commit_tree", dtype=PRODUCTS, dims=((128, 128), (256, 512)), nodes=(3, 64))
 def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int) -> None:
     state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
     _, updates = ops.gated_delta_rule_tree(*delta_operands(dtype, nodes, dims, False), state, ancestors)
@@ -109,9 +109,9 @@ for kind in ("int4", "float8"):
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
 
-@calls("float8_cast", dtype=FLOATS, to=(E4M3, E5M2), layouts=GRADS, width=(64, 4096))
-def float8_cast(dtype: torch.dtype, to: torch.dtype, layouts: tuple[bool, bool], width: int) -> None:
-    x = leaf(300, width, dtype=dtype, grad=False)
+@calls("float8_cast", dtype=FLOATS, to=(E4M3, E5M2), layouts=GRADS)
+def float8_cast(dtype: torch.dtype, to: torch.dtype, layouts: tuple[bool, bool]) -> None:
+    x = leaf(300, 64, dtype=dtype, grad=False)
     found = ops.float8_cast(x, to, rows=layouts[0], columns=layouts[1])
     if found.rows is not None:
         ops.float8_transpose(found.rows)
@@ -133,7 +133,7 @@ def float8_glu(dtype: torch.dtype, activation: str, width: int, by_row: bool, li
 
 
 @calls(
-    "float8_add_rms_norm", dtype=FLOATS, width=(64, 4096, 5120, 32768), add=BOTH, casting=("llama", "gemma"),
+    "float8_add_rms_norm", dtype=FLOATS, width=(64, 5120, 32768), add=BOTH, casting=("llama", "gemma"),
     by_row=BOTH,
 )  # fmt: skip
 def float8_add_rms_norm(dtype: torch.dtype, width: int, add: bool, casting: Any, by_row: bool) -> None:
