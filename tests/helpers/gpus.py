@@ -24,7 +24,7 @@ from ligermodels import ops
 from ligermodels.errors import BackendError
 from ligermodels.ops.runtime import devices
 from ligermodels.ops.runtime.devices import GPU
-from ligermodels.ops.runtime.launcher import Kernel
+from ligermodels.ops.runtime.launcher import MAX_THREADS, Kernel
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "gpus.md"
@@ -147,9 +147,10 @@ class Recording:
                 needed = compile(source, target=self.driver.target, options=launch.options).metadata.shared
             except Exception as error:
                 found.append(f"{launch}: {type(error).__name__}: {error}")
-            else:
-                if needed > limit:
-                    found.append(f"{launch}: {needed} bytes of shared memory are more than {limit}")
+                continue
+            threads = launch.options["num_warps"] * self.driver.target.warp_size
+            if needed > limit or threads > MAX_THREADS:
+                found.append(f"{launch}: takes {needed} bytes of shared memory of {limit}, and {threads} threads")
         return found
 
 

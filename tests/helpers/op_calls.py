@@ -145,7 +145,7 @@ def rope_qkv_cached(
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-VOCABULARIES = (1000, 32000, 128256)
+VOCABULARIES = (1000, 128256)
 LOSSES: tuple[dict[str, Any], ...] = (
     {}, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "return_rank": True},
     {"logit_scale": 0.5, "token_scaling": True, "return_predicted": True},
@@ -181,7 +181,7 @@ def linear_cross_entropy(
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
-@calls("linear_log_probs", dtype=FLOATS, vocabulary=VOCABULARIES[:2], softcap=(None, 30.0), entropy=BOTH)
+@calls("linear_log_probs", dtype=FLOATS, vocabulary=(1000, 32000), softcap=(None, 30.0), entropy=BOTH)
 def linear_log_probs(dtype: torch.dtype, vocabulary: int, softcap: float | None, entropy: bool) -> None:
     hidden, weight = leaf(6, 16, dtype=dtype), leaf(vocabulary, 16, dtype=dtype)
     names = "return_entropy", "return_lse", "return_predicted", "return_rank", "entropy_in_loss"

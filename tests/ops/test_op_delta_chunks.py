@@ -181,7 +181,7 @@ def test_what_gpus_allow(monkeypatch: pytest.MonkeyPatch) -> None:
             (40, torch.float32, None),
         ):
             found = delta_chunks.refuses(torch.zeros(1, 3, 1, width, dtype=dtype))
-            wanted = reason if served else f"not right for {gpu.name}"
+            wanted = reason if served else f"do not run on {gpu.name}"
             assert found is None if wanted is None else wanted in str(found)
 
 

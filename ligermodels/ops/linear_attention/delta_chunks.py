@@ -65,7 +65,7 @@ def refuses(q: Tensor) -> str | None:
     width = q.shape[3]
     gpu = gpu_of(q.device)
     if gpu is not None and not gpu.chains_products:
-        return f"Triton's code for its kernels is not right for {gpu.name}"
+        return f"its kernels do not run on {gpu.name}"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
     if gpu is not None and q.dtype != torch.float32 and width % ALIGNED:

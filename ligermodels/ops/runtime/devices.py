@@ -70,6 +70,11 @@ def pretending() -> bool:
     return _pretended is not None
 
 
+def is_hip() -> bool:
+    """Whether the GPUs of this process are AMD's."""
+    return torch.version.hip is not None if _pretended is None else _pretended.hip
+
+
 @torch.compiler.assume_constant_result
 def gpu_of(device: torch.device) -> GPU | None:
     """The GPU that `device` is, or is pretended to be; None for other devices."""
@@ -84,4 +89,4 @@ def _properties(device: torch.device) -> GPU:
     # Some versions of torch lack the attribute; every device has 48 KiB.
     shared_memory = int(getattr(found, "shared_memory_per_block_optin", 0) or 3 * 2**14)
     capability = torch.cuda.get_device_capability(device)
-    return GPU(found.name, capability, shared_memory, found.multi_processor_count, torch.version.hip is not None)
+    return GPU(found.name, capability, shared_memory, found.multi_processor_count, is_hip())
