@@ -53,7 +53,8 @@ memory that each needs. It takes no GPU.
 
 - **run**: the kernels compile, and the tests of the op have been run on this GPU.
 - **compiled**: the kernels compile and fit into its shared memory.
-- **torch**: the op runs in plain torch, without kernels.
+- **torch**: the op runs in plain torch, without kernels (`gated_delta_rule`: in
+  fla-core if it is installed).
 - **error**: the op raises `BackendError`, which names the GPU.
 
 `make gpus` writes this table from the recorded launches. Ops without a row, such as
