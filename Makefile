@@ -1,5 +1,5 @@
-# make demo | test | test-compile | test-integrations | lint | format | matrix | gpus | docs | package | bench. Each first
-# makes .venv, again whenever what it installs changes.
+# make demo | test | test-gpu | test-compile | test-integrations | lint | format | matrix | gpus | docs | package |
+# bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
@@ -7,7 +7,7 @@ OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-compile test-slow test-integrations test-transformers4 test-python lint format matrix gpus docs package bench
+.PHONY: demo test test-gpu test-compile test-slow test-integrations test-transformers4 test-python lint format matrix gpus docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -15,6 +15,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
+
+# The tests that need a CUDA GPU. Eight processes fit 80 GB: tests of large tensors take turns.
+test-gpu: $(READY)
+	$(BIN)/pytest -n 8 --dist worksteal -m "gpu and not slow" --ignore tests/integrations
 
 # Every kernel, compiled at every launch of tests/helpers/op_calls.py for GPUs that need not be there. build/triton keeps
 # what was compiled: later runs compile what changed.

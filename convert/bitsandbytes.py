@@ -47,14 +47,13 @@ class Scales(NamedTuple):
     def stored(self) -> Sequence[str]:
         return [name for name in (self.name, self.table, self.outer) if name is not None]
 
-    def decode(self, files: Checkpoint, first: int, last: int) -> Tensor:
-        """Scales of elements `first` to `last`, read from `files`: float32 (last - first,)."""
-        start, end = first // self.block, -(-last // self.block)
+    def decode(self, files: Checkpoint, start: int, end: int) -> Tensor:
+        """Scales of the blocks `start` to `end`, read from `files`: float32 (end - start,)."""
         scales = files.read_slice(self.name, start, end - start)
         if self.table is not None and self.outer is not None:
             outer = files.read(self.outer)[torch.arange(start, end, device="cpu") // self.outer_block]
             scales = look_up(files.read(self.table), scales).mul_(outer).add_(self.offset)
-        return scales[torch.arange(first, last, device="cpu") // self.block - start]
+        return scales
 
 
 class Bits4(NamedTuple):
@@ -80,11 +79,58 @@ class Bits4(NamedTuple):
         return self.name, self.table, self.state, *self.scales.stored
 
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        start, end = first * self.shape[-1], last * self.shape[-1]
+        block, start, end = self.scales.block, first * self.shape[1], last * self.shape[1]
+        scales = self.scales.decode(files, start // block, -(-end // block))
+        scales = scales[torch.arange(start, end, device="cpu") // block - start // block]
+        values = look_up(files.read(self.table), self.codes(files, first, last).view(-1))
+        return values.mul_(scales).view(last - first, -1)
+
+    def has(self, files: Checkpoint, values: Sequence[float], block: int) -> bool:
+        """Whether the codes, read from `files`, stand for `values`, and each block is `block` elements of one row."""
+        blocks = self.scales.block == block and self.shape[1] % block == 0
+        return blocks and bool(files.read(self.table).tolist() == list(values))
+
+    def codes(self, files: Checkpoint, first: int, last: int) -> Tensor:
+        """The codes of rows `first` to `last`, read from `files`: uint8 (last - first, columns)."""
+        start, end = first * self.shape[1], last * self.shape[1]
         pairs = files.read(self.name).reshape(-1).view(torch.uint8)[start // 2 : -(-end // 2)]
-        codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).view(-1)[start % 2 :][: end - start]
-        values = look_up(files.read(self.table), codes).mul_(self.scales.decode(files, start, end))
-        return values.view(last - first, -1)
+        return torch.stack([pairs >> 4, pairs & 15], dim=-1).view(-1)[start % 2 :][: end - start].view(last - first, -1)
+
+
+class Codes(NamedTuple):
+    """The codes of a tensor in 4 bits, one per byte."""
+
+    tensor: Bits4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def stored(self) -> Sequence[str]:
+        return self.tensor.stored
+
+    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+        return self.tensor.codes(files, first, last)
+
+
+class RowScales(NamedTuple):
+    """The scales of a tensor in 4 bits, with whole blocks in each row."""
+
+    tensor: Bits4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.tensor.shape
+        return rows, columns // self.tensor.scales.block
+
+    @property
+    def stored(self) -> Sequence[str]:
+        return self.tensor.stored
+
+    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+        blocks = self.shape[1]
+        return self.tensor.scales.decode(files, first * blocks, last * blocks).view(-1, blocks)
 
 
 def bits4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:

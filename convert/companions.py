@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import COMPANIONS, PROCESSORS
+from ligermodels.convert.files import CHAT_TEMPLATES, PROCESSORS, TOKENIZER
 from ligermodels.convert.input_files import is_present
 from ligermodels.errors import CheckpointError
 
@@ -28,10 +28,19 @@ class Companions(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> Companions:
         """The companions in `folder`; ConfigError if its generation_config.json holds no JSON object."""
-        files = _present(folder, COMPANIONS)
-        files.pop("config.json", None)
-        generation = files.pop("generation_config.json", None)
-        return cls(None if generation is None else read_json(generation), files, _present(folder, PROCESSORS))
+        generation = folder / "generation_config.json"
+        config = read_json(generation) if is_present(generation, CheckpointError) else None
+        return cls(config, tokenizer_files(folder), _present(folder, PROCESSORS))
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """Name -> path of the files of the tokenizer in `folder`, chat templates included."""
+    return _present(folder, (*TOKENIZER, *chat_templates(folder)))
+
+
+def chat_templates(folder: Path) -> list[str]:
+    """Names of the files of named chat templates in `folder`: "additional_chat_templates/tool_use.jinja" ..."""
+    return sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (folder / CHAT_TEMPLATES).glob("*.jinja"))
 
 
 def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.bitsandbytes import bits4_tensors
+from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tensors
 from ligermodels.convert.encoded import Encoded, matrix_of
 from ligermodels.convert.fp8 import fp8_tensors
-from ligermodels.convert.loading import Spec
+from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.mxfp4 import mxfp4_tensors
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -28,7 +28,7 @@ ENCODINGS: Mapping[str, Callable[[Checkpoint, tuple[int, int] | None], dict[str,
 ACTIVATION_SCALES = r"(^|\.)(k_scale|v_scale|input_scale|([^.]+_)?activation_scale)$"
 """Pattern of scales of activations and of the KV cache, which do not affect the weights."""
 
-AT_A_TIME = 2**18
+CHUNK_ELEMENTS = 2**18
 """Elements that are dequantised at once; they take 4 bytes each."""
 
 
@@ -39,7 +39,64 @@ class Decoded(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Dequantized:
+class EncodedReader:
+    """A `loading.FileReader` that decodes tensors when they are read.
+
+    Args:
+        files: reads the stored tensors.
+        encoded: name -> tensor to decode.
+        dtype: dtype of the decoded tensors.
+        plain: name -> header of the tensors that are read as they are stored.
+    """
+
+    def __init__(
+        self, files: Checkpoint, encoded: Mapping[str, Encoded], dtype: torch.dtype, plain: Mapping[str, Spec]
+    ) -> None:
+        self.files, self.encoded, self._dtype = files, encoded, dtype
+        self.headers = {**plain, **{name: Decoded(dtype, tensor.shape) for name, tensor in encoded.items()}}
+
+    def read(self, name: str) -> Tensor:
+        """Tensor `name` on the CPU. Tensors that are not quantised are mapped from their file."""
+        if name not in self.encoded:
+            return self.files.read(name)
+        shape = self.encoded[name].shape
+        return self.read_slice(name, 0, math.prod(shape)).view(shape)
+
+    def read_slice(self, name: str, start: int, count: int) -> Tensor:
+        """Elements `start` to `start + count` of tensor `name`, flat."""
+        if name not in self.encoded:
+            return self.files.read_slice(name, start, count)
+        elements = torch.empty(count, dtype=self._dtype, device="cpu")
+        self._decode(self.encoded[name], start, elements)
+        return elements
+
+    def read_together(self, names: Sequence[str]) -> Tensor | None:
+        """The bytes of adjacent tensors, mapped from their file; None if they are not adjacent, or one is quantised."""
+        return None if any(name in self.encoded for name in names) else self.files.read_together(names)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes of tensor `name` from byte `start` on; both hold whole elements."""
+        if name not in self.encoded:
+            self.files.read_into(name, start, buffer)
+        elif buffer:
+            elements = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
+            self._decode(self.encoded[name], start // self._dtype.itemsize, elements)
+
+    def _decode(self, encoded: Encoded, start: int, output: Tensor) -> None:
+        """Fill `output`, flat, with the elements from `start` on, a few rows at a time."""
+        rows, columns = matrix_of(encoded.shape)
+        while left := output.numel():
+            row, skipped = divmod(start, columns)
+            matrix, first = divmod(row, rows)
+            rows_left = -(-(skipped + left) // columns)
+            last = min(rows, first + min(rows_left, max(1, CHUNK_ELEMENTS // columns)))
+            values = encoded.decode(self.files, matrix, first, last).reshape(-1)[skipped:][:left]
+            count = values.numel()
+            output[:count] = values
+            start, output = start + count, output[count:]
+
+
+class Dequantized(EncodedReader):
     """A `loading.FileReader` that dequantises tensors: computed in float32, rounded once to `dtype`.
 
     Quantised tensors appear under their names before quantisation, and scales are hidden. Other tensors are read as
@@ -56,53 +113,50 @@ class Dequantized:
     """
 
     def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> None:
-        self._files, self._dtype = files, dtype
-        self._encoded = ENCODINGS[quantization.encoding](files, quantization.block)
-        hidden = {name for encoded in self._encoded.values() for name in encoded.stored}
-        self.headers: Mapping[str, Spec] = {
-            **{n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)},
-            **{name: Decoded(dtype, encoded.shape) for name, encoded in self._encoded.items()},
-        }
+        encoded = ENCODINGS[quantization.encoding](files, quantization.block)
+        hidden = {name for tensor in encoded.values() for name in tensor.stored}
+        plain = {n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)}
+        super().__init__(files, encoded, dtype, plain)
 
-    def read(self, name: str) -> Tensor:
-        """Tensor `name` on the CPU. Tensors that are not quantised are mapped from their file."""
-        if name not in self._encoded:
-            return self._files.read(name)
-        shape = self._encoded[name].shape
-        return self.read_slice(name, 0, math.prod(shape)).view(shape)
 
-    def read_slice(self, name: str, start: int, count: int) -> Tensor:
-        """Elements `start` to `start + count` of tensor `name`, flat."""
-        if name not in self._encoded:
-            return self._files.read_slice(name, start, count)
-        elements = torch.empty(count, dtype=self._dtype, device="cpu")
-        self._decode(self._encoded[name], start, elements)
-        return elements
+class Stored4Bits(NamedTuple):
+    """Readers of the two parts of tensors in 4 bits: name -> codes, uint8 (rows, columns), and name -> scales, float32
+    (rows, columns / block)."""
 
-    def read_together(self, names: Sequence[str]) -> Tensor | None:
-        """The bytes of adjacent tensors, mapped from their file; None if they are not adjacent, or one is quantised."""
-        return None if any(name in self._encoded for name in names) else self._files.read_together(names)
+    codes: EncodedReader
+    scales: EncodedReader
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of tensor `name` from byte `start` on; both hold whole elements."""
-        if name not in self._encoded:
-            self._files.read_into(name, start, buffer)
-        elif buffer:
-            elements = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
-            self._decode(self._encoded[name], start // self._dtype.itemsize, elements)
 
-    def _decode(self, encoded: Encoded, start: int, output: Tensor) -> None:
-        """Fill `output`, flat, with the elements from `start` on, a few rows at a time."""
-        rows, columns = matrix_of(encoded.shape)
-        while left := output.numel():
-            row, skipped = divmod(start, columns)
-            matrix, first = divmod(row, rows)
-            rows_left = -(-(skipped + left) // columns)
-            last = min(rows, first + min(rows_left, max(1, AT_A_TIME // columns)))
-            values = encoded.decode(self._files, matrix, first, last).reshape(-1)[skipped:][:left]
-            count = values.numel()
-            output[:count] = values
-            start, output = start + count, output[count:]
+def stored_4_bits(reader: Reader, levels: Sequence[float], block: int) -> Stored4Bits | None:
+    """Readers of the codes and scales of the tensors that bitsandbytes stored in a 4-bit format.
+
+    Args:
+        reader: the checkpoint.
+        levels: the 16 values of the format.
+        block: elements of a row with one scale. Tensors with other values or blocks are left out.
+
+    Returns:
+        The readers; None if the checkpoint has no tensors in 4 bits.
+    """
+    tensors = _bits4(reader)
+    if not isinstance(reader, Dequantized) or not tensors:
+        return None
+    files = reader.files
+    fitting = {name: tensor for name, tensor in tensors.items() if tensor.has(files, levels, block)}
+    return Stored4Bits(
+        EncodedReader(files, {name: Codes(tensor) for name, tensor in fitting.items()}, torch.uint8, {}),
+        EncodedReader(files, {name: RowScales(tensor) for name, tensor in fitting.items()}, torch.float32, {}),
+    )
+
+
+def names_in_4_bits(reader: Reader) -> frozenset[str]:
+    """Names of the tensors that bitsandbytes stored in 4 bits."""
+    return frozenset(_bits4(reader))
+
+
+def _bits4(reader: Reader) -> dict[str, Bits4]:
+    encoded = reader.encoded if isinstance(reader, Dequantized) else {}
+    return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Bits4)}
 
 
 def dequantized(files: Checkpoint, quantization: Quantization | None, dtype: torch.dtype) -> Checkpoint | Dequantized:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,76 +14,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ligermodels.convert.config_json import check_generation, for_export, joined, nested_configs
-from ligermodels.convert.dequantize import dequantized
+from ligermodels.convert.config_json import check_generation, for_export
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHECKPOINT
 from ligermodels.convert.input_files import folder_to_write
-from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.ranks import Ranks
-from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.weight_map import LazyTensor, WeightMap
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.convert.source_checkpoint import SourceCheckpoint, headless
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigError, InputError, short
 
-Keep = Literal["model", "all"]
-"""What to write: the language model alone, or the whole checkpoint that it was loaded from."""
-
-
-@dataclass(frozen=True)
-class SourceCheckpoint:
-    """The checkpoint that a language model was loaded from.
-
-    Args:
-        folder: its folder.
-        hf_config: its config.json, without `quantization_config`.
-        weight_map: the map by which the model was loaded.
-        extra: names of tensors outside the language model, such as the tensors of a vision tower.
-        nested: whether the checkpoint holds more than a language model. The language model's config is then the last of
-            `nested_configs(hf_config)`.
-        files: name -> path of the files that belong to the extra tensors.
-        repo_id: its name on the hub, or None if it is a local folder.
-        quantization: how its quantised tensors are stored, or None.
-    """
-
-    folder: Path
-    hf_config: dict[str, Any]
-    weight_map: WeightMap
-    extra: Collection[str] = ()
-    nested: bool = False
-    files: Mapping[str, Path] = field(default_factory=dict)
-    repo_id: str | None = None
-    quantization: Quantization | None = None
-
-    def exported_config(
-        self, export: Callable[[Mapping[str, Any]], dict[str, Any]], alone: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """`hf_config` with the language model's config replaced by its export.
-
-        Args:
-            export: function from a config to the config to write, such as `for_export`.
-            alone: config of the language model as a checkpoint of its own.
-        """
-        theta = {name: alone[name] for name in ("rope_theta",) if self.nested and name in alone}
-        configs = nested_configs(self.hf_config) if self.nested else {"": self.hf_config}
-        model = next(reversed(configs))
-        exported = export({**theta, **configs[model]})
-        dtypes = {name: exported[name] for name in ("dtype", "torch_dtype")}
-        return joined({**{name: {**config, **dtypes} for name, config in configs.items()}, model: exported})
-
-    def extra_tensors(self, opened: ExitStack, dtype: torch.dtype) -> list[LazyTensor]:
-        """The extra tensors, mapped from files that `opened` closes. Quantised tensors are dequantised to `dtype`."""
-        try:
-            files = opened.enter_context(Checkpoint(self.folder))
-            checkpoint = dequantized(files, self.quantization, dtype)
-            if lost := [name for name in self.extra if name not in checkpoint.headers]:
-                raise CheckpointError(f"{self.folder}: {len(lost)} of the tensors are gone, such as {lost[0]}")
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"keep='all' reads the extra tensors from the checkpoint that the model was loaded from: {error}; "
-                "put that checkpoint back, or write the model alone"
-            ) from error
-        headers = {name: checkpoint.headers[name] for name in self.extra}
-        return [LazyTensor(n, tuple(h.shape), h.dtype, partial(checkpoint.read, n)) for n, h in headers.items()]
+Keep = Literal["all", "without-heads", "model"]
+"""What to write: the whole checkpoint that a language model was loaded from, with its other tensors unchanged; the same
+without draft heads; or the language model alone."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +39,9 @@ class ExportSpec:
         default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
         files: name -> path of files to copy, such as the tokenizer's files.
         attribute_map: field name in transformers 4 -> name in transformers 5, or None to drop the field.
+        architectures: classes of transformers that open the language model, for a config that names none.
+        head_fields: fields of config.json that tell the number of draft heads -> value without heads, or None to drop
+            the field. They are written with this value if no draft heads are written.
         source: the checkpoint that the model was loaded from, or None.
 
     Raises:
@@ -116,6 +61,8 @@ class ExportSpec:
     default_theta: float | Mapping[str, Any] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
+    architectures: Sequence[str] = ()
+    head_fields: Mapping[str, int | None] = field(default_factory=dict)
     source: SourceCheckpoint | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +76,7 @@ class ExportSpec:
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
         check: Callable[[Path], object] | None = None,
-        keep: Keep = "model",
+        keep: Keep = "all",
     ) -> None:
         """Write a checkpoint folder. With DTensors all ranks call this, rank 0 writes, and all succeed or none.
 
@@ -140,36 +87,34 @@ class ExportSpec:
             overwrite: replace a checkpoint in `folder`; other files there stay.
             check: called with the temporary folder before its files replace the files of `folder`. If it raises,
                 nothing is written.
-            keep: "model" writes the language model alone. "all" writes the whole checkpoint that the model was loaded
-                from, with `state` as its language model.
+            keep: "all" writes the whole checkpoint that the model was loaded from, with `state` as its language model.
+                "without-heads" leaves out draft heads. "model" writes the language model alone.
 
         Raises:
             CheckpointError: `folder` is a file, is not empty, or cannot be written; another rank failed; or `keep` is
-                "all" and the source checkpoint is gone or never existed.
+                not "model" and the source checkpoint with tensors outside the language model is gone.
             InputError: `keep`, `max_shard_size` or `overwrite` is not usable.
         """
         if keep not in get_args(Keep):
-            raise InputError(f"keep: must be 'model' or 'all', got {keep!r}")
+            raise InputError(f"keep: must be one of {', '.join(map(repr, get_args(Keep)))}, got {short(keep)}")
         folder = folder_to_write(folder)
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-        export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
-        config, weight_map, files, extra = export(self.hf_config), self.weight_map, self.files, []
-        ranks = Ranks(state.values())
+        ranks, source = Ranks(state.values()), None if keep == "model" else self.source
+        tensors = (self.weight_map if source is None else self.whole_map).export(state)
+        files = dict(self.files)
         with ExitStack() as opened:
-            if keep == "all":
+            if source is not None:
+                names = [name for name in source.extra if keep == "all" or name not in source.heads]
                 with ranks.step(os.fspath(folder)):
-                    if (source := self.source) is None:
-                        raise CheckpointError(
-                            "keep='all': the model was not loaded from a checkpoint, so it has no other tensors to keep"
-                        )
-                    config, weight_map = source.exported_config(export, self.hf_config), source.weight_map
-                    files, extra = {**files, **source.files}, source.extra_tensors(opened, dtype)
+                    tensors += source.extra_tensors(names, tensors, opened, dtype)
+                files |= source.files
+            config = self._exported_config(source, dtype, has_heads=keep == "all")
             written: dict[str, Any] = {"config.json": as_json(config)}
             if self.generation_config is not None:
                 written["generation_config.json"] = as_json(self.generation_config)
             save_checkpoint(
                 folder,
-                [*weight_map.export(state), *extra],
+                tensors,
                 max_shard_size=max_shard_size,
                 files={**files, **written},
                 overwrite=overwrite,
@@ -177,6 +122,74 @@ class ExportSpec:
                 check=check,
                 ranks=ranks,
             )
+
+    @property
+    def base_name(self) -> str | None:
+        """The model's name for files that refer to it: its name on the hub, or the absolute path of its folder."""
+        if self.source is None:
+            return self.hf_config.get("_name_or_path") or None
+        return self.source.repo_id or str(self.source.folder)
+
+    @property
+    def whole_map(self) -> WeightMap:
+        """The weight map of the language model in the whole checkpoint that it was loaded from."""
+        return self.source.weight_map if self.source is not None and self.source.nested else self.weight_map
+
+    def _exported_config(
+        self, source: SourceCheckpoint | None, dtype: torch.dtype, *, has_heads: bool
+    ) -> dict[str, Any]:
+        """The config.json to write: of the whole `source`, or of the language model alone if that is None.
+
+        Args:
+            source: the source checkpoint, or None.
+            dtype: dtype of the weights.
+            has_heads: whether the draft heads of `source`, if it has any, are written.
+        """
+        head_fields = {} if source is not None and source.heads and has_heads else self.head_fields
+        export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
+        alone = headless(self.hf_config, head_fields)
+        config = export(alone) if source is None else source.exported_config(export, alone, head_fields)
+        if self.architectures and not config.get("architectures") and not (source is not None and source.nested):
+            config["architectures"] = list(self.architectures)
+        return config
+
+    def with_heads(
+        self,
+        heads: WeightMap,
+        written: Callable[[Mapping[str, Any]], dict[str, Any]],
+        fields: Collection[str],
+        is_replaced: Callable[[str], bool],
+    ) -> ExportSpec:
+        """The export of the model with draft heads in its checkpoint.
+
+        Args:
+            heads: maps the heads' tensors.
+            written: function from a config to the config with the fields of the heads.
+            fields: the names of these fields.
+            is_replaced: whether an extra tensor of the source checkpoint belongs to heads that these heads replace.
+        """
+
+        def joint(weights: WeightMap) -> WeightMap:
+            mappings = [*weights.mappings, *heads.mappings]
+            return replace(weights, mappings=mappings, dtypes={**weights.dtypes, **heads.dtypes})
+
+        source = self.source
+        if source is not None:
+            source = replace(
+                source,
+                hf_config=written(source.hf_config),
+                loaded=written(source.loaded),
+                weight_map=joint(source.weight_map),
+                extra=[name for name in source.extra if not is_replaced(name)],
+                heads=[name for name in source.heads if not is_replaced(name)],
+            )
+        return replace(
+            self,
+            hf_config=written(self.hf_config),
+            weight_map=joint(self.weight_map),
+            head_fields={name: value for name, value in self.head_fields.items() if name not in fields},
+            source=source,
+        )
 
 
 def _adapter_in(folder: Path) -> tuple[str, ...]:
@@ -186,5 +199,12 @@ def _adapter_in(folder: Path) -> tuple[str, ...]:
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """`content` as the text of a JSON file."""
+    """`content` as the text of a JSON file. ConfigError, naming the field, for a value that JSON cannot hold."""
+    for name, value in content.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+            raise ConfigError(
+                f"field {short(name)}: {short(value)} cannot be written as JSON in UTF-8: {error}; correct it"
+            ) from None
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -17,9 +17,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (SINGLE, "model-*-of-*.safetensors", INDEX, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
+TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -32,6 +30,15 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+"""Further files of a checkpoint: the tokenizer and the chat template."""
+
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder, within a checkpoint, of chat templates by name: tool_use.jinja, rag.jinja ..."""
+
+NAMED_TEMPLATES = f"{CHAT_TEMPLATES}/*.jinja"
+"""Pattern of their names."""
+
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER)
 """Further files of a checkpoint: configs and the tokenizer."""
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "spk_dict.pt")
@@ -40,8 +47,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-CHECKPOINT = (*WEIGHTS, *COMPANIONS, *PROCESSORS)
-"""Patterns of the names of all files of a checkpoint."""
+CHECKPOINT = (*WEIGHTS, *COMPANIONS, CHAT_TEMPLATES, *PROCESSORS)
+"""Patterns of the names of all files of a checkpoint, and of its folder of chat templates."""
 
 
 DIGESTS = "sha256"

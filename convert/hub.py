@@ -21,7 +21,16 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS, INDEX, PROCESSORS, SINGLE, read_index
+from ligermodels.convert.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    COMPANIONS,
+    INDEX,
+    NAMED_TEMPLATES,
+    PROCESSORS,
+    SINGLE,
+    read_index,
+)
 from ligermodels.convert.input_files import as_path, shown
 from ligermodels.convert.journal import settle
 from ligermodels.convert.patience import patient
@@ -105,8 +114,9 @@ def resolve_adapter(
     name = os.fspath(name_or_path)
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     with explained(name, revision, local_files_only=local_files_only):
-        folder = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision, **options)).parent
-        hf_hub_download(name, ADAPTER, revision=folder.name, **options)
+        folder = snapshot(name, revision, (ADAPTER_CONFIG, ADAPTER), options)
+        for file in (ADAPTER_CONFIG, ADAPTER):
+            _require(name, folder.name, file, options)
     return folder
 
 
@@ -146,7 +156,7 @@ def explained(
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options)
+    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[NAMED_TEMPLATES])
     commit = folder.name  # used from here on, so that all files are of one commit
     _require(name, commit, "config.json", options)
     if weights:
@@ -161,24 +171,31 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
     return folder
 
 
-def snapshot(name: str, revision: str | None, files: Iterable[str], options: dict[str, Any]) -> Path:
+def snapshot(
+    name: str, revision: str | None, files: Iterable[str], options: dict[str, Any], *, patterns: Iterable[str] = ()
+) -> Path:
     """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
+
+    It is the first request for a repository. huggingface_hub tries it once, but repeats `hf_hub_download` for 23 s
+    where the hub cannot be reached.
 
     Args:
         name: the repository.
         revision: branch, tag or commit; None for "main".
         files: names of files.
         options: further arguments of `huggingface_hub.snapshot_download`.
+        patterns: patterns of the names of further files.
     """
     try:
-        patterns = [glob.escape(file) for file in files]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, **options))
+        allowed = [*map(glob.escape, files), *patterns]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, **options))
     except LocalEntryNotFoundError:
         # A snapshot without optional files counts as incomplete, but may have all files that are needed.
-        config = try_to_load_from_cache(name, "config.json", cache_dir=options.get("cache_dir"), revision=revision)
-        if not isinstance(config, str):
-            raise
-        return Path(config).parent
+        for file in ("config.json", ADAPTER_CONFIG):
+            config = try_to_load_from_cache(name, file, cache_dir=options.get("cache_dir"), revision=revision)
+            if isinstance(config, str):
+                return Path(config).parent
+        raise
 
 
 def _require(name: str, commit: str, file: str, options: dict[str, Any]) -> None:

@@ -64,8 +64,18 @@ def as_path(name: object, error_class: ErrorClass, argument: str) -> Path:
 
 
 def folder_to_write(name: object) -> Path:
-    """The path of a folder to write, with `~` expanded; CheckpointError if no folder can have this name."""
-    return as_path(name, CheckpointError, "the folder to write")
+    """The path of a folder to write, with `~` expanded; CheckpointError if no folder can have this name, or if it, or a
+    folder above it, may not be entered."""
+    path = as_path(name, CheckpointError, "the folder to write")
+    try:
+        os.lstat(path / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(path)}: cannot be written: {error.strerror or error}; give another folder"
+        ) from None
+    return path
 
 
 def is_present(path: Path, error_class: ErrorClass) -> bool:

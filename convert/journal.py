@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE, matching
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, INDEX, SINGLE, matching
 from ligermodels.convert.input_files import read_json_object, shown
 from ligermodels.convert.json_values import is_file_name, is_list_of
 from ligermodels.convert.locks import POLL, Locked, locked
@@ -56,7 +56,7 @@ def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> N
     """
     new = [path.name for path in temporary.iterdir()]
     old = [path.name for path in folder.iterdir() if path.name in new or matching(path.name, replaced)]
-    if folders := [name for name in old if (folder / name).is_dir()]:
+    if folders := [name for name in old if (folder / name).is_dir() and name != CHAT_TEMPLATES]:
         raise OSError(f"{folders[0]} is a folder there")
     (temporary / OLD).mkdir()
     (temporary / PLAN).write_text(json.dumps({"old": _first(old), "new": _first(new)[::-1]}), encoding="utf-8")

@@ -19,7 +19,7 @@ def as_object(value: Any) -> Mapping[str, Any]:
 
 
 def object_field(config: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
-    """The object in field `name` of `config`; empty if the field is missing, null or empty.
+    """The object in field `name` of `config`; empty if the field is missing or null.
 
     Args:
         config: an object.
@@ -29,7 +29,9 @@ def object_field(config: Mapping[str, Any], name: str, path: str = "") -> Mappin
     Raises:
         ConfigError: the field holds another value.
     """
-    value = config.get(name) or {}
+    value = config.get(name)
+    if value is None:
+        return {}
     if not is_object(value):
         raise ConfigError(f"{path}{name}: must be an object, got {short(value)}")
     return value

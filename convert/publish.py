@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from ligermodels.convert import hub
-from ligermodels.convert.export_spec import SourceCheckpoint
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.errors import HubError
 
 CARD = "README.md"

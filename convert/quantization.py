@@ -31,20 +31,18 @@ def without_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Qua
     Warns with ConfigWarning about unknown fields.
 
     Returns:
-        The config without it, and its content; the unchanged config and None if it is missing or empty.
+        The config without it, and its content; None if it is missing or null.
 
     Raises:
         ConfigError: the method or the value of a field is not implemented, or two such fields contradict each other.
     """
     configs = nested_configs(config)
     paths = {f"{name}.{FIELD}".lstrip("."): level for name, level in configs.items()}
-    quantizations = {path: _read(level[FIELD], path) for path, level in paths.items() if level.get(FIELD)}
-    if not quantizations:
-        return dict(config), None
+    quantizations = {path: _read(level[FIELD], path) for path, level in paths.items() if level.get(FIELD) is not None}
     if len(set(quantizations.values())) > 1:
         raise ConfigError(f"config.json: {' and '.join(quantizations)} contradict each other; remove the wrong one")
     plain = {name: {key: level[key] for key in level if key != FIELD} for name, level in configs.items()}
-    return joined(plain), next(iter(quantizations.values()))
+    return joined(plain), next(iter(quantizations.values()), None)
 
 
 def _read(fields: Any, path: str) -> Quantization:
@@ -53,6 +51,8 @@ def _read(fields: Any, path: str) -> Quantization:
         raise ConfigError(f"{where}: must be an object, got {short(fields)}")
     name = fields.get("quant_method")
     method = METHODS.get(str(name))
+    if name is None:
+        raise ConfigError(f"{where}: names no quant_method; remove the field if the weights are not quantised")
     if method is None:
         raise ConfigError(
             f"{where}: quant_method = {short(name)} is not implemented; implemented: {', '.join(METHODS)}. Load the "

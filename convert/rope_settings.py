@@ -112,6 +112,8 @@ def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | No
         if nested := nested or layer_types(old):
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
         return _renamed(old or new)
+    if types := layer_types(old):
+        raise ConfigError(f"rope_scaling: holds settings for each of {types}, which are read in rope_parameters alone")
     if new and not nested:
         raise ConfigError(f"rope_parameters: must hold an object for each layer type, such as {layer_type!r}")
     settings = _renamed(object_field(new, layer_type, "rope_parameters."))
@@ -119,8 +121,15 @@ def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | No
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with their type, if there is one, under `rope_type` and with its present name."""
+    """`settings` with their type, if there is one, under `rope_type` and with its present name.
+
+    ConfigError if the type is null: its other settings would have no effect.
+    """
     renamed = {name: value for name, value in settings.items() if name not in ("type", "rope_type")}
-    if rope_type := settings.get("rope_type") or settings.get("type"):
+    types = [settings[name] for name in ("rope_type", "type") if name in settings]
+    rope_type = first_value(*types)
+    if types and rope_type is None:
+        raise ConfigError("config.json: rope_parameters: rope_type is null; name a type, such as 'default'")
+    if types:
         renamed["rope_type"] = OLDER_ROPE_TYPES.get(str(rope_type), rope_type)
     return renamed

@@ -25,7 +25,7 @@ from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.saving import written_whole
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, short
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -54,7 +54,7 @@ def save_checkpoint(
         tensors: the tensors. One shard at a time is fetched, so the host holds at most one shard.
         name: file name before ".safetensors", instead of "model".
         max_shard_size: bytes, or text such as "5GB" (10^9) or "5GiB" (2^30). A larger tensor gets a shard of its own.
-        files: name -> content of further files, or the path of a file to copy.
+        files: name -> content of further files, or the path of a file to copy. A name may have one folder.
         overwrite: replace a checkpoint in `folder`. Files there that match none of `replaced` stay.
         replaced: patterns of the names of a checkpoint's files.
         check: called with the temporary folder, with all files in it, before they replace the files of `folder`. If it
@@ -120,11 +120,13 @@ def _index(split: StateDictSplit, digests: Mapping[str, str] | None = None) -> s
 
 def parse_size(size: int | str) -> int:
     """Bytes of `size`, a number or text with a unit. InputError unless it is one of these and above zero."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(size).strip().upper())
-    count = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    count = size if is_int(size) else 0
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]?I?)B?", size.strip().upper())
+        count = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if count < 1:
-        raise InputError(f"max_shard_size: {size!r} is not a size; give bytes, or text such as '5GB' or '500MB'")
-    return size if is_int(size) else count
+        raise InputError(f"max_shard_size: {short(size)} is not a size; give bytes, or text such as '5GB' or '500MB'")
+    return count
 
 
 def _write_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -143,6 +145,8 @@ def _write_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def _write(path: Path, content: bytes | str | Path) -> None:
+    if not path.parent.exists():
+        path.parent.mkdir()
     if isinstance(content, Path):
         shutil.copyfile(content, path)
     else:

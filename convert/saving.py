@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ligermodels.convert.files import CHECKPOINT
-from ligermodels.convert.input_files import shown
+from ligermodels.convert.input_files import folder_to_write, shown
 from ligermodels.convert.journal import (
     JOURNAL,
     LOCK,
@@ -112,6 +112,16 @@ def is_empty(folder: Path) -> bool:
     )
 
 
+def require_free(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a file, holds files, or cannot be written."""
+    try:
+        free = not folder_to_write(folder).exists() or (folder.is_dir() and is_empty(folder))
+    except OSError as error:
+        raise CheckpointError(f"{shown(folder)}: cannot be read: {error.strerror or error}") from None
+    if not free:
+        raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or overwrite=True")
+
+
 def _is_partial(path: Path, folder: Path) -> bool:
     """Whether `path` is a temporary folder of a save into `folder`: see `temporary_name`."""
     match = re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial", path.name)
@@ -136,7 +146,7 @@ def _remove_partial(folder: Path, parent: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         sync(path)
     sync_folder(folder)
 

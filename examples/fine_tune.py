@@ -19,7 +19,7 @@ recipe = FineTuningRecipe(
     base=base, data=chats, steps=10, learning_rate=1e-3, seq_len=64, batch_tokens=256, validation_fraction=0.1
 )
 device = "cuda" if torch.cuda.is_available() else "cpu"
-outcome = fine_tune(recipe, "tuned/", device=device, console=Console(say, progress))
+outcome = fine_tune(recipe, "tuned/", device=device, overwrite=True, console=Console(say, progress))
 print(f"{outcome.step} steps, perplexity of the validation split {outcome.evaluation.perplexity:.1f}")
 
 model, tokenizer = lm.from_pretrained("tuned/", device=device), lm.Tokenizer.from_pretrained("tuned/")

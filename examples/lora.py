@@ -23,7 +23,7 @@ for _ in range(10):
 print("loss", *(f"{loss:.3f}" for loss in losses))
 assert losses[-1] < losses[0]
 
-lm.save_adapter(model, "adapter/")  # PeftModel.from_pretrained opens it
+lm.save_adapter(model, "adapter/", overwrite=True)  # PeftModel.from_pretrained opens it
 reloaded = lm.load_adapter(lm.from_pretrained(base), "adapter/")
 assert torch.equal(reloaded(input_ids).logits, model.eval()(input_ids).logits)
 lm.merge_lora(reloaded).save_pretrained("merged/", overwrite=True)  # a checkpoint without adapters

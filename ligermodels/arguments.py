@@ -11,7 +11,7 @@ from ligermodels.errors import InputError, short
 LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 
-Quantized = Literal["float8", "int4"]
+QuantizedFormat = Literal["float8", "int4", "nf4"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
 MOST_HEADS = 1000
@@ -89,5 +89,5 @@ def check_token_id(name: str, value: Any) -> int:
 
 def check_format(name: str, value: object) -> None:
     """Raise InputError unless `value` is a format of quantised weights."""
-    if not isinstance(value, str) or value not in get_args(Quantized):
-        raise InputError(f"{name}: must be one of {', '.join(get_args(Quantized))}, got {short(value)}")
+    if not isinstance(value, str) or value not in get_args(QuantizedFormat):
+        raise InputError(f"{name}: must be one of {', '.join(get_args(QuantizedFormat))}, got {short(value)}")

@@ -30,6 +30,10 @@ class SequenceLengthWarning(UserWarning):
     """A sequence is longer than the model's `max_position_embeddings`."""
 
 
+class GraphWarning(UserWarning):
+    """Training steps run without the CUDA graph that was asked for."""
+
+
 class Float8Warning(UserWarning):
     """A large part of a model's weights has no rule for float8 and stays in the model's dtype."""
 

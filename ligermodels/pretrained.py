@@ -13,7 +13,7 @@ import torch
 
 from ligermodels.adapt.quantize import quantize as quantize_weights
 from ligermodels.adapt.quantized_loading import load_weights
-from ligermodels.arguments import Quantized, check_flag, check_format, check_function
+from ligermodels.arguments import QuantizedFormat, check_flag, check_format, check_function
 from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
@@ -36,7 +36,8 @@ from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.checkpoint import choose_layout, export_spec, keep_stored_dtypes, open_checkpoint
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import family_of
+from ligermodels.models.extra_heads import without_heads
+from ligermodels.models.families import family_of, warn_of_other_family
 from ligermodels.models.state_dict import move_state_dict
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
@@ -68,15 +69,16 @@ def from_pretrained(
     progress: Progress | None = None,
     plan: ParallelPlan | None = None,
     prepare: Callable[[CausalLM], object] | None = None,
-    quantize: Quantized | None = None,
+    quantize: QuantizedFormat | None = None,
     quantize_exclude: Sequence[str] = (),
-    quantize_head: Quantized | None = None,
+    quantize_head: QuantizedFormat | None = None,
 ) -> CausalLM:
     """Load a model from a Hugging Face checkpoint.
 
-    Tensors are read one by one, cast and placed on `device`, so the host holds little more than the model itself. FP8
-    tensors are dequantised to `dtype`, and the model is saved without `quantization_config`. Draft heads in the
-    checkpoint (Medusa heads, layers of multi-token prediction) are left out; `MedusaModel.from_pretrained` and
+    Tensors are read one by one, cast and placed on `device`, so the host holds little more than the model itself. FP8,
+    MXFP4 and bitsandbytes' 4-bit tensors are dequantised to `dtype`, and the model is saved without
+    `quantization_config`; `quantize="nf4"` keeps bitsandbytes' nf4 weights in 4 bits. Draft heads in the checkpoint
+    (Medusa heads, layers of multi-token prediction) are not loaded; `MedusaModel.from_pretrained` and
     `MTPModel.from_pretrained` load them.
 
     Args:
@@ -99,11 +101,12 @@ def from_pretrained(
         plan: shard the model over the ranks, as `parallelize` does. All ranks call this; each reads and holds its own
             shard, on its GPU or, without GPUs, on the CPU.
         prepare: called with the model while it is on the meta device, before it is sharded; it may call `add_lora`.
-        quantize: "float8" or "int4": quantise the weights of the blocks' linear layers while they are read. The result
-            equals `lm.quantize(model, quantize)` on the model in `dtype`. Peak memory is the quantised model and about
-            one gigabyte.
+        quantize: "float8", "int4" or "nf4": quantise the weights of the blocks' linear layers while they are read. The
+            result equals `lm.quantize(model, quantize)` on the model in `dtype`; but nf4 weights of a bitsandbytes
+            checkpoint are kept as they are stored with "nf4". Peak memory is the quantised model and about one
+            gigabyte.
         quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
-        quantize_head: "float8" or "int4": quantise the LM head too. Needs `quantize`.
+        quantize_head: "float8", "int4" or "nf4": quantise the LM head too. Needs `quantize`.
 
     Returns:
         The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.
@@ -199,8 +202,9 @@ def from_config(
     check_function("prepare", prepare)
     target, model_dtype = _device(device, device_map, plan), resolve_dtype(dtype, torch_dtype)
     stored_config, companions = _read_config(config)
-    hf_config, _ = without_quantization(stored_config)
+    hf_config, _ = without_heads(without_quantization(stored_config)[0])
     composed = _with_attention(family_of(hf_config).decoder_config(hf_config), attention)
+    warn_of_other_family(hf_config)
     model = _on_meta(composed, export_spec(hf_config, composed, companions=companions))
     if prepare is not None:
         prepare(model)
@@ -264,6 +268,7 @@ def from_transformers(
     state = hf_model.state_dict(keep_vars=True)
     fields, _ = without_quantization(hf_config.to_dict())
     config = _with_attention(family_of(fields).decoder_config(fields), attention)
+    warn_of_other_family(fields)
     generation = getattr(hf_model, "generation_config", None)
     companions = Companions(None if generation is None else generation.to_diff_dict())
     model = _on_meta(config, export_spec(fields, config, companions=companions))
@@ -275,7 +280,7 @@ def from_transformers(
     return model.train(hf_model.training)
 
 
-def _check_quantize(quantize: Quantized | None, exclude: Sequence[str], head: Quantized | None) -> None:
+def _check_quantize(quantize: QuantizedFormat | None, exclude: Sequence[str], head: QuantizedFormat | None) -> None:
     if quantize is not None:
         return check_format("quantize", quantize)
     for name, value in (("quantize_exclude", exclude or None), ("quantize_head", head)):

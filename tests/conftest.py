@@ -5,9 +5,12 @@ defined. It is slow, so only tests marked `kernels` meet it: for all others, and
 request is withdrawn and the ops are held to the reference. With a CUDA device nothing is forced.
 """
 
+import gc
 import os
 import random
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import filelock
 import hypothesis
 import numpy
 import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+KEPT_BYTES = 2**30
+"""Bytes of GPU memory that a process may keep after a test."""
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -94,6 +100,20 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         except RuntimeError:
             lost.append(item.nodeid)
             raise
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `large` take turns, and each test gives memory back, so that many processes share one GPU."""
+    if not HAS_CUDA:
+        yield
+        return
+    lock = filelock.FileLock(Path(tempfile.gettempdir()) / f"ligermodels-tests-{os.getuid()}.lock")
+    with lock if request.node.get_closest_marker("large") else nullcontext():
+        yield
+        if torch.cuda.memory_reserved() > KEPT_BYTES:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from benchmarks.timing.case import Case as OpCase
 from benchmarks.timing.case import Passes
 from benchmarks.timing.checks import Truth
 from ligermodels import ops
-from ligermodels.ops.attention.attention import AttentionRequest, backends, choose
+from ligermodels.ops.attention.attention import BACKENDS, AttentionRequest, choose
 
 COLUMNS = ("forward_ms", "both_ms", "forward_tflops", "backward_tflops", "best_forward", "best_both", "error")
 Call = Callable[..., Tensor]
@@ -60,17 +60,17 @@ def _sdpa(case: Case, backend: SDPBackend) -> Call:
 def providers(case: Case) -> dict[str, Call]:
     """Ours first, then installed backends that support the case."""
     found = {"ligermodels": _ours(case, "auto")}
-    installed = [name for name, available in backends().items() if available]
-    found |= {name: _ours(case, name) for name in installed if name.startswith("flash-attn")}
+    request = _request(case)
+    by_name = [name for name in BACKENDS if name not in ("sdpa", "reference")]
+    found |= {name: _ours(case, name) for name in by_name if BACKENDS[name].refuses(request) is None}
     if case.softcap is None and (case.window is None or case.window >= case.length):
         found["sdpa cudnn"] = _sdpa(case, SDPBackend.CUDNN_ATTENTION)
         found["sdpa flash"] = _sdpa(case, SDPBackend.FLASH_ATTENTION)
     return found
 
 
-def chosen(case: Case) -> str:
-    """The default backend of `ops.attention`."""
-    request = AttentionRequest(
+def _request(case: Case) -> AttentionRequest:
+    return AttentionRequest(
         device=measure.DEVICE,
         dtype=torch.bfloat16,
         head_dim=case.head_dim,
@@ -82,7 +82,11 @@ def chosen(case: Case) -> str:
         masked=False,
         packed=bool(case.documents),
     )
-    return choose(request).name
+
+
+def chosen(case: Case) -> str:
+    """The default backend of `ops.attention`."""
+    return choose(_request(case)).name
 
 
 def results(call: Call, inputs: tuple[Tensor, ...]) -> list[Tensor]:

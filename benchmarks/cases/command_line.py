@@ -1,13 +1,15 @@
-"""`python -m benchmarks command_line [--out FILE]`: `ligermodels train` beside the bare training step.
+"""`python -m benchmarks command_line [CASE ...] [--attention NAME ...] [--cuda-graph MODE ...] [--out FILE]`:
+`ligermodels train` by its settings.
 
-The command trains a model of the size of Llama 3.2 1B from random weights on Python's sources, with four sequences of
-4096 tokens per step. Its speed comes from its metrics and includes data loading and clipping. The bare step is a case
-of `python -m benchmarks training`. Both run in turns, in processes of their own.
+The command trains models from random weights on Python's sources. Its speed comes from its metrics and includes data
+loading and clipping. All settings run in turns, in processes of their own. `--bare` also times the bare training step,
+a case of `python -m benchmarks training`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -20,39 +22,48 @@ from benchmarks.cases.models import CONFIGS
 from benchmarks.reporting import recording
 from ligermodels.demo.corpus import python_sources, train_tokenizer
 
-MODEL, BATCH, LENGTH = "llama-3.2-1b", 4, 4096
-STEPS, REPORT_EVERY, ROUNDS = 40, 8, 2
+CASES = {
+    f"{model} {batch}x{length}": (model, batch, length)
+    for model, batch, length in (
+        ("llama-3.2-1b", 4, 4096),
+        ("smollm2-135m", 1, 2048),
+        ("smollm2-135m", 8, 2048),
+        ("qwen3-0.6b", 2, 2048),
+        ("gemma-2-2b", 1, 8192),
+    )
+}
 TEXT_BYTES = 8_000_000
 
 
-def prepare(folder: Path) -> list[str]:
-    """Write a config, a tokenizer and a text; returns the command to train on them, without its output folder."""
+def prepare(folder: Path) -> None:
+    """Write a tokenizer and a text."""
     sources = "".join(path.read_text(errors="replace") for path in python_sources(TEXT_BYTES))
     train_tokenizer([sources[:1_000_000]], 8192, folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIGS[MODEL], "torch_dtype": "bfloat16"}))
     (folder / "text.txt").write_text(sources)
+
+
+def of_command(folder: Path, case: str, options: dict[str, Any]) -> float:
+    """Tokens per second of `ligermodels train`: the median of all reports except the first, which includes the
+    warm-up."""
+    model, batch, length = CASES[case]
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[model], "torch_dtype": "bfloat16"}))
     settings = {
-        "seq_len": LENGTH,
-        "batch_tokens": BATCH * LENGTH,
-        "steps": STEPS,
-        "report_every": REPORT_EVERY,
+        "seq_len": length,
+        "batch_tokens": batch * length,
+        "validation_tokens": length,
         "checkpoint_every": "null",
-        "validation_tokens": LENGTH,
+        **options,
     }
     command = [sys.executable, "-m", "ligermodels", "train", str(folder), "--data", str(folder / "text.txt")]
-    return command + [f"--set={name}={value}" for name, value in settings.items()]
-
-
-def of_command(command: list[str], out: Path) -> float:
-    """Tokens per second: the median of all reports except the first, which includes the warm-up."""
-    subprocess.run([*command, "--out", str(out), "--overwrite"], check=True, stdout=subprocess.DEVNULL)
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    command += [f"--set={name}={value}" for name, value in settings.items() if name != "attention"]
+    command += ["--attention", options["attention"], "--out", str(folder / "run"), "--overwrite"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median([report["tokens_per_second"] for report in metrics if "tokens_per_second" in report][1:])
 
 
-def of_bare_step(out: Path) -> float:
+def of_bare_step(case: str, out: Path) -> float:
     """Tokens per second of the bare step."""
-    case = f"{MODEL} {BATCH}x{LENGTH}"
     command = [sys.executable, "-m", "benchmarks", "training", case, "--providers", "ligermodels", "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -62,20 +73,33 @@ def of_bare_step(out: Path) -> float:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks command_line", description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES)[:1], metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--attention", nargs="+", default=["auto"], help="attention backends")
+    parser.add_argument("--cuda-graph", nargs="+", default=["auto"], choices=["auto", "on", "off"])
+    parser.add_argument("--bare", action="store_true", help="also time the bare training step")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run; five reports")
+    parser.add_argument("--rounds", type=int, default=2, help="runs with each setting; the median counts")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
-    speeds: dict[str, list[float]] = {"ligermodels": [], "bare step": []}
+    if unknown := set(arguments.cases) - set(CASES):
+        parser.error(f"unknown cases: {', '.join(unknown)}; there are {', '.join(CASES)}")
+    speeds: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        command = prepare(folder)
-        for _ in range(ROUNDS):
-            speeds["ligermodels"].append(of_command(command, folder / "run"))
-            speeds["bare step"].append(of_bare_step(folder / "bare.jsonl"))
-    facts, case = recording.facts(), f"ligermodels train, {MODEL} {BATCH}x{LENGTH}"
+        prepare(folder)
+        for _, case in itertools.product(range(arguments.rounds), arguments.cases):
+            for attention, graph in itertools.product(arguments.attention, arguments.cuda_graph):
+                options = {"attention": attention, "cuda_graph": graph, "steps": arguments.steps}
+                options["report_every"] = max(1, arguments.steps // 5)
+                key = case, f"ligermodels train, attention {attention}, CUDA graph {graph}"
+                speeds.setdefault(key, []).append(of_command(folder, case, options))
+            if arguments.bare:
+                speeds.setdefault((case, "bare step"), []).append(of_bare_step(case, folder / "bare.jsonl"))
+    facts = recording.facts()
     records: list[dict[str, Any]] = [
         {"case": case, "provider": name, "tokens_per_s": statistics.median(found), "rounds": found, **facts}
-        for name, found in speeds.items()
+        for (case, name), found in speeds.items()
     ]
     recording.write(arguments.out, records)
-    train, bare = (record["tokens_per_s"] for record in records)
-    print(f"{case}: {train:,.0f} tokens/s of {bare:,.0f}: {train / bare:.3f}")
+    for record in records:
+        print(f"{record['case']}: {record['provider']}: {record['tokens_per_s']:,.0f} tokens/s")

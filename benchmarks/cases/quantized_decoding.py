@@ -30,8 +30,8 @@ from benchmarks.timing import measure
 from ligermodels import ops
 from ligermodels.layers.initialization import persistent_tensors
 
-KINDS: tuple[ops.Quantized, ...] = ("float8", "int4")
-FORMATS: dict[str, tuple[ops.Quantized | None, ops.Quantized | None]] = {
+KINDS: tuple[ops.QuantizedFormat, ...] = ("float8", "int4")
+FORMATS: dict[str, tuple[ops.QuantizedFormat | None, ops.QuantizedFormat | None]] = {
     "bf16": (None, None),
     "float8": ("float8", None),
     "int4": ("int4", None),
@@ -56,7 +56,7 @@ def decoding(weight: Tensor) -> tuple[Call, Tensor, int]:
     return partial(ops.linear, weight=weight), weight, weight.nbytes
 
 
-def ours(kind: ops.Quantized, weight: Tensor) -> tuple[Call, Tensor, int]:
+def ours(kind: ops.QuantizedFormat, weight: Tensor) -> tuple[Call, Tensor, int]:
     """`ops.quantized_linear` of the quantised weight."""
     codes, scales = ops.quantize_weight(weight, kind)
     rounded = ops.dequantize_weight(codes, scales, weight.shape[1], torch.float32)

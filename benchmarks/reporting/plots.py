@@ -117,6 +117,8 @@ COLOURS = {
     "transformers + torchao float8 + torch.compile": "#5254a3",
     "quack": "#2ca02c",
     "flash-attn-4": "#17becf",
+    "varlen": "#bcbd22",
+    "triton": "#e377c2",
     "sdpa cudnn": "#1b9e77",
     "sdpa flash": "#7f7f7f",
     "gemms": "#000000",

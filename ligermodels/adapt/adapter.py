@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.adapt.adapter_base import check_family
 from ligermodels.adapt.adapter_config import PATTERNS, adapter_config, check_config, values_by_path
 from ligermodels.adapt.lora import (
     Model,
@@ -27,9 +28,10 @@ from ligermodels.adapt.lora import (
 )
 from ligermodels.arguments import check_flag
 from ligermodels.convert import hub
+from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, COMPANIONS
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER
 from ligermodels.convert.input_files import folder_to_write, is_present
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
@@ -46,8 +48,9 @@ from ligermodels.models.state_dict import layout_in_memory
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
-TOKENIZER = tuple(name for name in COMPANIONS if name not in ("config.json", "generation_config.json"))
-"""Names of tokenizer and chat template files that an adapter's folder may contain."""
+GENERATION_CONFIG = "generation_config.json"
+BESIDE = (*TOKENIZER, CHAT_TEMPLATES, GENERATION_CONFIG)
+"""Names of the files of the base checkpoint that an adapter's folder may contain too, changed."""
 
 
 def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -94,19 +97,23 @@ def write_adapter(
     """
     spec = model.require_export_spec()
     source = spec.source
-    base = None if source is None else source.repo_id or str(source.folder)
     # Layers of a vision tower have the same names as layers of the text model.
     adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
-    own = {name: path for name, path in spec.files.items() if source and path.parent.absolute() != source.folder}
+    own: dict[str, Path | str] = {
+        name: path for name, path in spec.files.items() if source and path.absolute() != source.folder / name
+    }
     # In the folder of a checkpoint, the tokenizer belongs to the checkpoint.
     folder = folder_to_write(folder)
-    replaced = () if (folder / "config.json").is_file() else TOKENIZER
+    replaced = () if (folder / "config.json").is_file() else BESIDE
+    generation = spec.generation_config  # training on chats may have added an EOS token
+    if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
+        own[GENERATION_CONFIG] = as_json(generation)
     save_checkpoint(
         folder,
         adapter_map(updates).export(tensors),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, base))},
+        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name))},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=Ranks(tensors.values()),
@@ -142,7 +149,8 @@ def load_adapter(
     Raises (before the model is changed):
         HubError: the repository cannot be found or reached.
         ConfigError: adapter_config.json is missing, or a field has a value that native LoRA does not support; the
-            message names it: another `peft_type`, DoRA, biases, `modules_to_save`, ...
+            message names it: another `peft_type`, DoRA, biases, `modules_to_save`, ... Or the adapter's base model is
+            of another family.
         CheckpointError: tensors are missing, damaged, of other layers or of the wrong shape; the message names them.
         InputError: the model has LoRA already, or is sharded; or an argument has the wrong type.
 
@@ -237,6 +245,7 @@ def _updates(
 ) -> dict[str, LoRA]:
     """Empty LoRA updates of an adapter, not yet in the model. Raises the errors of `load_adapter`."""
     check_config(config)
+    check_family(model, config)
     known = _targets(model, paths := _paths(checkpoint.headers))
     if unknown := [path for path in paths if path not in known]:
         names = ", ".join(dict.fromkeys(map(leaf, known)))

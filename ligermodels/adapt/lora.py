@@ -85,8 +85,8 @@ def add_lora(
 def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     """Add the LoRA updates to the weights of the model, in place, and remove LoRA.
 
-    The weights are the same as after PEFT's `merge_and_unload`. They stay frozen; `model.requires_grad_()` makes them
-    trainable.
+    Each weight is added to its update in float32 and rounded once; PEFT's `merge_and_unload` rounds the update and the
+    sum. The weights stay frozen; `model.requires_grad_()` makes them trainable.
 
     Args:
         model: a model with LoRA, not sharded.
@@ -108,9 +108,7 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
         raise InputError("merge_lora: the model is sharded; save_adapter, then load it into a whole model and merge")
     for name in updates:
         layer: Any = model.get_submodule(name)
-        if dequantize:
-            layer.make_dense(model.dtype)
-        layer.merge_update(model.dtype)
+        layer.merge_update(model.dtype if dequantize else None)
     if dequantize:
         for layer in quantized_layers(model).values():  # layers without LoRA
             layer.make_dense(model.dtype)

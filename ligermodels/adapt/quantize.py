@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ligermodels.adapt.exclusion import Exclusion
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.arguments import Quantized, check_format
+from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import Linear, LMHead, MoE
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -22,28 +22,32 @@ from ligermodels.models.untie import untie
 Model = TypeVar("Model", bound=CausalLM)
 
 
-def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head: Quantized | None = None) -> Model:
+def quantize(
+    model: Model, kind: QuantizedFormat, *, exclude: Sequence[str] = (), head: QuantizedFormat | None = None
+) -> Model:
     """Quantise the weights of the linear layers of the blocks, in place and layer by layer, and freeze the model.
 
     "float8" is E4M3 with a scale for each output channel, half of the bytes of bfloat16. "int4" has a scale for each
-    group of 128 inputs of an output channel, 4.25 bits per weight. Weights are dequantised when they are used.
-    Activations, the decoding state, embeddings, norms, routers and biases keep the model's dtype.
+    group of 128 inputs of an output channel, 4.25 bits per weight. "nf4" is QLoRA's format, as in bitsandbytes, with a
+    scale for each block of 64 inputs, 4.5 bits per weight. Weights are dequantised when they are used. Activations, the
+    decoding state, embeddings, norms, routers and biases keep the model's dtype.
 
     Quantised are the projections of attention layers, Gated DeltaNet (with its decay and step size), dense feed-forward
     layers, shared experts, and Gemma 4's inputs per layer ("after.*"). Linear layers with one output, such as the gate
-    of a shared expert, are not quantised.
+    of a shared expert, are not quantised. With "nf4" neither are layers that a 4-bit checkpoint of bitsandbytes stores
+    unquantised.
 
     Quantised weights are frozen, but gradients pass through the layers. So LoRA (`add_lora`), draft heads or
     `inputs_embeds` can be trained.
 
     Args:
         model: the model, also on the meta device, as in `prepare` of `from_pretrained`.
-        kind: format of the weights, "float8" or "int4".
+        kind: format of the weights, "float8", "int4" or "nf4".
         exclude: `fnmatch` patterns for names of linear layers, or of modules that contain them ("mlp"), that are not
             quantised. A name is whole ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"). The experts of
             a mixture cannot be quantised; exclude them as "mlp.experts". Default: none.
-        head: format of the head, "float8" or "int4". A tied head then gets a weight of its own, also in the model's
-            config; the embedding is not changed. Default: None, the head is not quantised.
+        head: format of the head, "float8", "int4" or "nf4". A tied head then gets a weight of its own, also in the
+            model's config; the embedding is not changed. Default: None, the head is not quantised.
 
     Returns:
         `model`. `dequantize` turns the rounded weights into plain ones.
@@ -58,16 +62,16 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
         >>> lm.quantize(model, "int4", exclude=["*.down"])  # doctest: +SKIP
     """
     _check(model, kind, head)
-    layers = _layers_to_quantize(model, exclude)
+    layers = _layers_to_quantize(model, exclude, _stored_unquantized(model) if kind == "nf4" else ())
     if not layers and head is None:
         raise InputError("exclude: leaves no linear layer to quantise")
     if head is not None:
         _check_head(model.head)
     for name in list(layers):
         layer = layers.pop(name)
-        layer.store(QuantizedWeight.of(layer.weight, kind))
+        layer.store(QuantizedCompute.of(layer.weight, kind))
     if head is not None:
-        model.head.store(QuantizedWeight.of(model.head.weight, head))
+        model.head.store(QuantizedCompute.of(model.head.weight, head))
         if model.config.head.tied:
             untie(model)
     trained = [p for update in lora_layers(model).values() for p in update.parameters() if p.requires_grad]
@@ -77,8 +81,15 @@ def quantize(model: Model, kind: Quantized, *, exclude: Sequence[str] = (), head
     return model
 
 
-def _layers_to_quantize(model: CausalLM, exclude: Sequence[str]) -> dict[str, Any]:
-    """Name -> linear layer, for all layers of the blocks that are not excluded. Raises the errors of `quantize`."""
+def _stored_unquantized(model: CausalLM) -> Collection[str]:
+    """Names of weights that the checkpoint of the model, if it is in 4 bits of bitsandbytes, stores unquantised."""
+    source = None if model.export_spec is None else model.export_spec.source
+    return () if source is None else source.unquantized
+
+
+def _layers_to_quantize(model: CausalLM, exclude: Sequence[str], kept: Collection[str]) -> dict[str, Any]:
+    """Name -> linear layer, for all layers of the blocks that are not excluded. Weights in `kept` are not quantised.
+    Raises the errors of `quantize`."""
     excluded = Exclusion(exclude)
     layers: dict[str, Any] = {}
     for i, block in enumerate(model.decoder.blocks):
@@ -87,7 +98,8 @@ def _layers_to_quantize(model: CausalLM, exclude: Sequence[str]) -> dict[str, An
             if isinstance(module, MoE) and not excluded(prefix, experts := f"{name}.experts"):
                 raise InputError(f"{prefix}.{name}: weights of experts have no quantised form; {_advice(experts)}")
             # A gate with one output is small, and rounding it would change the output the most.
-            if isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name):
+            linear = isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name)
+            if linear and f"{prefix}.{name}.weight" not in kept:
                 layers[f"{prefix}.{name}"] = module
     excluded.check_used()
     for name, linear in layers.items():
@@ -136,7 +148,7 @@ def _check_head(head: nn.Module) -> None:
 _HEAD_ADVICE = "leave it in the model's dtype: quantise the model without a format of its head"
 
 
-def _check(model: CausalLM, kind: Quantized, head: Quantized | None) -> None:
+def _check(model: CausalLM, kind: QuantizedFormat, head: QuantizedFormat | None) -> None:
     check_native(model, "quantize")
     check_format("quantize", kind)
     if head is not None:

@@ -1,23 +1,31 @@
-"""Load a checkpoint into a model with quantised layers: their weights are rounded while the checkpoint is read."""
+"""Load a checkpoint into a model with quantised layers: their weights are rounded while the checkpoint is read.
+
+Weights that bitsandbytes stored in nf4 are not rounded again: layers in nf4 take over their codes and scales. They
+cannot if blocks cross rows or have another size than 64, or if a layer is not made of whole rows of stored tensors.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.adapt.lora import without_lora
+from ligermodels.convert.dequantize import names_in_4_bits, stored_4_bits
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.errors import CheckpointError, CheckpointWarning, InputError
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 from ligermodels.models.untie import EMBEDDING, HEAD
+from ligermodels.ops.quantized.weights import BLOCK, NF4_LEVELS
 
-AT_A_TIME = 2**30
+CHUNK_BYTES = 2**30
 """Bytes of weights, in the model's dtype, that are read before they are rounded; at least one layer's weights."""
 
 Progress = Callable[[int, int], None]
@@ -54,29 +62,104 @@ def load_weights(
     tied = layers.pop(HEAD, None) if no_head and weight_map.aliases else None
     if not layers and tied is None:
         return weight_map.load(reader, state, progress, mapped=mapped)
-    weights = {name: _weight(layer, dtype, "meta") for name, layer in layers.items()}
-    weight_map.plan(reader.headers, {**state, **weights})
+    dense = _Part(reader, dtype)
+    weight_map.plan(reader.headers, {**state, **{name: dense.empty(layer, "meta") for name, layer in layers.items()}})
     quantized = [mapping for mapping in weight_map.mappings if mapping.target in layers]
     plain = [mapping for mapping in weight_map.mappings if mapping.target not in layers]
-    count = _Counting(progress, sum(_stored_bytes(mapping, weights, reader) for mapping in quantized))
+    ways = _ways(_Reading((dense,), _fill), quantized, layers, reader)
+    count = _Counting(progress, sum(way.stored_bytes(mappings, layers) for way, mappings in ways))
     replace(weight_map, mappings=plain, ignored=[""]).load(reader, state, count, mapped=mapped)
-    for group in _groups(quantized, weights):
-        count.next_part()
-        read = {m.target: _weight(layers[m.target], dtype, layers[m.target].codes.device) for m in group}
-        replace(weight_map, mappings=group, ignored=[""], aliases={}).load(reader, read, count, mapped=mapped)
-        for name in list(read):
-            _fill(layers[name], name, read.pop(name))
+    for way, mappings in ways:
+        for group in _groups(mappings, layers, dtype):
+            way.load(group, layers, count, mapped)
     if tied is not None:
         _fill(tied, EMBEDDING, state[EMBEDDING])
 
 
-def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+class _Part(NamedTuple):
+    """Data of a weight (N, K) that a reader returns as a tensor (N, K / block) of `dtype`."""
+
+    reader: Reader
+    dtype: torch.dtype
+    block: int = 1
+
+    def empty(self, layer: QuantizedCompute, device: torch.device | str | None = None) -> Tensor:
+        """The tensor, not filled; on the layer's device by default."""
+        shape = layer.out_features, layer.in_features // self.block
+        return torch.empty(shape, dtype=self.dtype, device=device or layer.codes.device)
+
+    def stored_bytes(self, mapping: WeightMapping, layer: QuantizedCompute) -> int:
+        parts = mapping.split(self.empty(layer, "meta"))
+        return sum(math.prod(view.shape) * self.reader.headers[source.source].dtype.itemsize for source, view in parts)
+
+    def fits(self, mapping: WeightMapping, layer: QuantizedCompute) -> bool:
+        """Whether the reader has the part for each row of the weight."""
+        try:
+            WeightMap([mapping], ignored=[""]).plan(self.reader.headers, {mapping.target: self.empty(layer, "meta")})
+        except CheckpointError:
+            return False
+        return True
+
+
+class _Reading(NamedTuple):
+    """A way to read weights: the parts, and the function that fills a layer, called (layer, name, *parts)."""
+
+    parts: tuple[_Part, ...]
+    fill: Callable[..., None]
+
+    def stored_bytes(self, mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> int:
+        return sum(part.stored_bytes(m, layers[m.target]) for part in self.parts for m in mappings)
+
+    def load(
+        self, mappings: list[WeightMapping], layers: Mapping[str, QuantizedCompute], count: _Counting, mapped: bool
+    ) -> None:
+        """Fill the layers of the mappings."""
+        tensors = [{m.target: part.empty(layers[m.target]) for m in mappings} for part in self.parts]
+        for part, read in zip(self.parts, tensors, strict=True):
+            count.next_part()
+            WeightMap(mappings, ignored=[""]).load(part.reader, read, count, mapped=mapped)
+        for mapping in mappings:
+            self.fill(layers[mapping.target], mapping.target, *(read.pop(mapping.target) for read in tensors))
+
+
+def _ways(
+    rounded: _Reading, mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute], reader: Reader
+) -> list[tuple[_Reading, list[WeightMapping]]]:
+    """Divide the mappings of quantised layers by the way to read them. Warns of weights that are rounded twice."""
+    stored = stored_4_bits(reader, NF4_LEVELS, BLOCK)
+    if stored is None:
+        return [(rounded, [*mappings])]
+    exact = _Reading((_Part(stored.codes, torch.uint8), _Part(stored.scales, torch.float32, BLOCK)), _fill_nf4)
+    nf4 = [m for m in mappings if layers[m.target].kind == "nf4"]
+    fitting = [m for m in nf4 if all(part.fits(m, layers[m.target]) for part in exact.parts)]
+    others = [m for m in mappings if m not in fitting]
+    _warn_of_second_rounding([m for m in others if names_in_4_bits(reader) >= {v.source for v in m.views}], layers)
+    return [(rounded, others), (exact, fitting)]
+
+
+def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> None:
+    if not mappings:
+        return
+    first, kind = mappings[0].target, layers[mappings[0].target].kind
+    advice = (
+        f"nf4 keeps only nf4 with blocks of {BLOCK} inputs of a row; exclude layers (quantize_exclude, "
+        "--quantize-exclude) to leave them in the model's dtype"
+        if kind == "nf4"
+        else 'quantize="nf4" (--quantize nf4) keeps stored nf4 weights as they are'
+    )
+    message = (
+        f"{len(mappings)} weights, such as {first}, are stored in 4 bits, dequantised and rounded to {kind}: {advice}"
+    )
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
+
+
+def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:
     """The tensors of the model's checkpoint, without LoRA and without codes and scales of the quantised layers."""
     codes = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
     return {name: tensor for name, tensor in without_lora(model).items() if name not in codes}
 
 
-def _fill(layer: QuantizedWeight, name: str, weight: Tensor) -> None:
+def _fill(layer: QuantizedCompute, name: str, weight: Tensor) -> None:
     """Round a weight of the checkpoint, called `name` in the model."""
     try:
         layer.fill(weight)
@@ -84,21 +167,19 @@ def _fill(layer: QuantizedWeight, name: str, weight: Tensor) -> None:
         raise CheckpointError(f"{name}: {error}") from None
 
 
-def _weight(layer: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    return torch.empty(layer.out_features, layer.in_features, dtype=dtype, device=device)
+def _fill_nf4(layer: QuantizedCompute, name: str, codes: Tensor, scales: Tensor) -> None:
+    layer.fill_nf4(codes, scales)
 
 
-def _stored_bytes(mapping: WeightMapping, weights: Mapping[str, Tensor], reader: Reader) -> int:
-    parts = mapping.split(weights[mapping.target])
-    return sum(math.prod(view.shape) * reader.headers[source.source].dtype.itemsize for source, view in parts)
-
-
-def _groups(mappings: list[WeightMapping], weights: Mapping[str, Tensor]) -> Iterator[list[WeightMapping]]:
-    """Divide the mappings, in order, into groups with targets of at most AT_A_TIME bytes, or with one target."""
+def _groups(
+    mappings: list[WeightMapping], layers: Mapping[str, QuantizedCompute], dtype: torch.dtype
+) -> Iterator[list[WeightMapping]]:
+    """Divide the mappings, in order, into groups with targets of at most CHUNK_BYTES bytes, or with one target."""
     group, size = list[WeightMapping](), 0
     for mapping in mappings:
-        nbytes = weights[mapping.target].nbytes
-        if group and size + nbytes > AT_A_TIME:
+        layer = layers[mapping.target]
+        nbytes = layer.in_features * layer.out_features * dtype.itemsize
+        if group and size + nbytes > CHUNK_BYTES:
             yield group
             group, size = [], 0
         group, size = [*group, mapping], size + nbytes

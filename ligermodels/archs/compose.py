@@ -67,7 +67,6 @@ def decoder(
     Raises:
         ConfigError: a field is missing, bad or not implemented; the message names it.
     """
-    fields.choices("attention_dropout", 0, 0.0, default=0.0)
     fields.check_token("eos_token_id", several=True)
     fields.check_token("pad_token_id")
     vocab_size, pad = fields.size("vocab_size"), fields.config.get("pad_token_id")
@@ -95,6 +94,7 @@ def decoder(
         padding_idx=None if pad is None or not -vocab_size <= pad < vocab_size else pad % vocab_size,
         initializer_range=fields.number("initializer_range", 0.02, negative=False),
         max_position_embeddings=context,
+        dropout=fields.dropout(),
         **more,
     )
     fields.check_unread()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ligermodels.archs.rope import read_rope
-from ligermodels.archs.unread import check_unread
+from ligermodels.archs.unread import DROPOUT, check_unread
 from ligermodels.convert.config_json import are_token_ids
 from ligermodels.convert.json_values import is_int, is_list_of, is_number
 from ligermodels.convert.rope_settings import LAYER_THETAS, rope_parameters
@@ -16,11 +16,13 @@ from ligermodels.layers import RopeConfig
 _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-MOST = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
+MOST = {"num_hidden_layers": 1024, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
 MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}
 MOST |= dict.fromkeys(("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers"), 4096)
 """Field -> largest value, far above real models. These sizes determine how many objects are built before any weight is
 read, so a bad value would take all memory."""
+MOST_EXPERTS = 2**17
+"""Largest number of experts of all layers together; each has tensors of its own in checkpoints."""
 
 
 def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
@@ -67,6 +69,11 @@ class Fields:
     def ignore(self, *names: str) -> None:
         """Count the fields `names` as read: configs of the family have them, and they change nothing."""
         self._read.update(names)
+
+    def dropout(self) -> tuple[str, ...]:
+        """The fields that ask for dropout in training, such as "attention_dropout = 0.1"."""
+        probabilities = {name: self.number(name, 0.0, negative=False) for name in DROPOUT}
+        return tuple(f"{name} = {value}" for name, value in probabilities.items() if value)
 
     def check_unread(self) -> None:
         """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`."""
@@ -177,11 +184,16 @@ class Fields:
         if not are_token_ids(self._raw(name), several=several):
             raise self._fail(name, "a token's id" + " or a list of them" * several)
 
-    def experts(self, name: str) -> tuple[int, int]:
-        """Number of experts, from field `name`, and number of experts per token."""
-        experts, chosen = self.size(name), self.size("num_experts_per_tok")
+    def experts(self, name: str, per_token: str = "num_experts_per_tok") -> tuple[int, int]:
+        """Number of experts and number of experts per token, from the fields `name` and `per_token`."""
+        experts, chosen, layers = self.size(name), self.size(per_token), self.size("num_hidden_layers")
         if chosen > experts:
-            raise ConfigError(f"{self.where}: num_experts_per_tok {chosen} is above {name} {experts}")
+            raise ConfigError(f"{self.where}: {per_token} {chosen} is above {name} {experts}")
+        if experts * layers > MOST_EXPERTS:
+            raise ConfigError(
+                f"{self.where}: {name} = {experts:,} in num_hidden_layers = {layers:,} are more experts than the "
+                f"{MOST_EXPERTS:,} that are supported"
+            )
         return experts, chosen
 
     def router_aux_loss_coef(self) -> float:

@@ -130,7 +130,12 @@ GEMMA3_TEXT = Family("gemma3_text", gemma3_text, default_theta=GEMMA3_THETAS)
 FAMILIES = (
     Family("gemma", gemma),
     Family("gemma2", gemma2),
-    Family("vaultgemma", vaultgemma, [{"names": {"norm.mlp_norm": "pre_feedforward_layernorm"}}]),
+    Family(
+        "vaultgemma",
+        vaultgemma,
+        [{"names": {"norm.mlp_norm": "pre_feedforward_layernorm"}}],
+        architecture="VaultGemmaForCausalLM",
+    ),
     GEMMA3_TEXT,
-    wrapper("gemma3", {"gemma3_text": TextModel(GEMMA3_TEXT, "Gemma3ForCausalLM")}, BESIDE_VISION_TOWER, tied=True),
+    wrapper("gemma3", {"gemma3_text": TextModel(GEMMA3_TEXT)}, BESIDE_VISION_TOWER, tied=True),
 )

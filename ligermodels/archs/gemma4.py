@@ -121,9 +121,7 @@ def _experts(fields: Fields, norm: NormConfig) -> MoEConfig | None:
     if not fields.flag("enable_moe_block", False):
         return None
     own = Fields(fields.config, where=f"{fields.where}: enable_moe_block")
-    count, chosen, size = (own.size(name) for name in names)
-    if chosen > count:
-        raise ConfigError(f"{own.where}: top_k_experts {chosen} is above num_experts {count}")
+    (count, chosen), size = own.experts(*names[:2]), own.size(names[2])
     scaled = NormConfig(norm.eps)  # here rounded values are multiplied by the weight
     factor = fields.size("hidden_size") ** -0.5
     router = RouterConfig(count, chosen, norm=scaled, input_scale=factor, expert_scales=True)
@@ -137,20 +135,16 @@ LAYOUTS = layouts(
 )
 
 
-def families(name: str, architecture: str, *, unified: bool) -> tuple[Family, Family]:
+def families(name: str, *, unified: bool) -> tuple[Family, Family]:
     """The families of the text model alone, and of multimodal checkpoints.
 
     Args:
         name: `model_type` of the multimodal checkpoints.
-        architecture: class of the text model in transformers.
         unified: the argument of `gemma4`.
     """
     compose = partial(gemma4, unified=unified)
     text = Family(f"{name}_text", compose, [{"names": EXPERTS}], ROPES, attribute_map=dict.fromkeys(UNREAD_ROPE))
-    return text, wrapper(name, {text.model_type: TextModel(text, architecture)}, LAYOUTS, tied=True)
+    return text, wrapper(name, {text.model_type: TextModel(text)}, LAYOUTS, tied=True)
 
 
-FAMILIES = (
-    *families("gemma4", "Gemma4ForCausalLM", unified=False),
-    *families("gemma4_unified", "Gemma4UnifiedForCausalLM", unified=True),
-)
+FAMILIES = (*families("gemma4", unified=False), *families("gemma4_unified", unified=True))

@@ -80,5 +80,6 @@ FAMILIES = (
         minimax_m2,
         expert_layouts(NAMES, stacked={"experts.selection_bias": f"mlp.{BIAS}"}),
         DEFAULT_THETA,
+        architecture="MiniMaxM2ForCausalLM",
     ),
 )

@@ -24,11 +24,7 @@ MISTRAL, _, MINISTRAL3 = mistral.FAMILIES
 FAMILIES = (
     wrapper(
         "mistral3",
-        {
-            "mistral": TextModel(MISTRAL, "MistralForCausalLM"),
-            "ministral3": TextModel(MINISTRAL3, "Ministral3ForCausalLM"),
-            "mistral4": TextModel(MISTRAL4, "Mistral4ForCausalLM"),
-        },
+        {"mistral": TextModel(MISTRAL), "ministral3": TextModel(MINISTRAL3), "mistral4": TextModel(MISTRAL4)},
         [{**layout, **names} for names in mistral4.LAYOUTS for layout in BESIDE_VISION_TOWER],
         tied=True,
         absent=MISTRAL3,

@@ -47,13 +47,11 @@ class TextModel:
 
     Args:
         family: family of the text model as a checkpoint of its own.
-        architecture: its class in transformers, such as "Gemma3ForCausalLM".
         defaults: fields with other defaults than in the family.
         unread: fields of the family that transformers does not read here; a config that sets one is an error.
     """
 
     family: Family
-    architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: Sequence[str] = ()
 
@@ -124,7 +122,7 @@ def wrapper(
             raise ConfigError(
                 f"config.json: text_config.{TIED} = {short(text[TIED])}: set {TIED} beside text_config too"
             )
-        own = {"model_type": model.family.model_type, "architectures": [model.architecture]}
+        own = {"model_type": model.family.model_type, "architectures": [model.family.causal_lm]}
         newer = model.family.attribute_map
         defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
         return {**defaults, **text, **own, TIED: config.get(TIED, tied)}

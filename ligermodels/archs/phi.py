@@ -29,8 +29,6 @@ PACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_pro
 def phi3(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `Phi3Config` dict."""
     fields = Fields(config, DEFAULTS)
-    for dropout in ("resid_pdrop", "embd_pdrop"):
-        fields.choices(dropout, 0, 0.0, default=0.0)
     window = fields.optional_size("sliding_window")
     return decoder(fields, attention=lambda layer, common: {"window": window}, partial_rotary=True)
 

@@ -13,6 +13,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import Family
+from ligermodels.models.mtp_format import MTPFormat
 
 LINEAR = "linear_attention"
 QWEN3_5 = {
@@ -128,17 +129,20 @@ NESTED, ALONE = ("model.language_model", "lm_head.weight"), ("model", "lm_head.w
 """Prefix and head of the text model, with a vision tower and without one."""
 PACKED = {"delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba"}
 EXPERTS = [layout["names"] for layout in expert_layouts()]
+QWEN3_NEXT_MTP = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields with the number of MTP layers; vLLM reads the second."""
 TEXT = Family("qwen3_5_text", qwen3_5_text, layouts(ALONE, NESTED, ignored=BESIDE))
 MOE_TEXT = Family("qwen3_5_moe_text", qwen3_5_moe_text, layouts(ALONE, NESTED, ignored=BESIDE, names=EXPERTS))
 
 FAMILIES = (
     TEXT,
     MOE_TEXT,
-    wrapper("qwen3_5", {"qwen3_5_text": TextModel(TEXT, "Qwen3_5ForCausalLM")}, layouts(NESTED, ignored=BESIDE)),
-    wrapper(
-        "qwen3_5_moe",
-        {"qwen3_5_moe_text": TextModel(MOE_TEXT, "Qwen3_5MoeForCausalLM")},
-        layouts(NESTED, ignored=BESIDE, names=EXPERTS),
+    wrapper("qwen3_5", {"qwen3_5_text": TextModel(TEXT)}, layouts(NESTED, ignored=BESIDE)),
+    wrapper("qwen3_5_moe", {"qwen3_5_moe_text": TextModel(MOE_TEXT)}, layouts(NESTED, ignored=BESIDE, names=EXPERTS)),
+    Family(
+        "qwen3_next",
+        qwen3_next,
+        layouts(ALONE, ignored=BESIDE, names=[{**PACKED, **names} for names in EXPERTS]),
+        mtp=MTPFormat(QWEN3_NEXT_MTP, written_fields=QWEN3_NEXT_MTP),
     ),
-    Family("qwen3_next", qwen3_next, layouts(ALONE, ignored=BESIDE, names=[{**PACKED, **names} for names in EXPERTS])),
 )

@@ -37,13 +37,13 @@ TOGETHER = (("thinker.model", "thinker.lm_head.weight"), ("thinker.model.languag
 QWEN2, _, QWEN3_MOE = QWEN
 QWEN2_5_THINKER = wrapper(
     "qwen2_5_omni_thinker",
-    {"qwen2_5_omni_text": TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_5_OMNI, unread=("head_dim",))},
+    {"qwen2_5_omni_text": TextModel(QWEN2, QWEN2_5_OMNI, unread=("head_dim",))},
     layouts(*ALONE, *TOGETHER, ignored=BESIDE),
 )
 EXPERTS = [layout["names"] for layout in expert_layouts()]
 QWEN3_THINKER = wrapper(
     "qwen3_omni_moe_thinker",
-    {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_OMNI_MOE)},
+    {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, QWEN3_OMNI_MOE)},
     layouts(*ALONE, *TOGETHER, ignored=BESIDE, names=EXPERTS),
 )
 

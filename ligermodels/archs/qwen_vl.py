@@ -35,9 +35,9 @@ NEW = ("model.language_model", "lm_head.weight")
 OLD = ("model", "lm_head.weight")
 """Prefix and head of the text model in checkpoints of Qwen2-VL and Qwen2.5-VL."""
 QWEN2, QWEN3, QWEN3_MOE = qwen.FAMILIES
-QWEN2_TEXT = TextModel(QWEN2, "Qwen2ForCausalLM", QWEN2_VL, unread=("head_dim",))
-QWEN3_TEXT = TextModel(QWEN3, "Qwen3ForCausalLM", QWEN3_VL)
-QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, "Qwen3MoeForCausalLM", QWEN3_VL_MOE)
+QWEN2_TEXT = TextModel(QWEN2, QWEN2_VL, unread=("head_dim",))
+QWEN3_TEXT = TextModel(QWEN3, QWEN3_VL)
+QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, QWEN3_VL_MOE)
 EXPERTS = [layout["names"] for layout in expert_layouts()]
 
 FAMILIES = (

@@ -33,11 +33,13 @@ DROPOUT = 0.1
 def seed_oss(config: Mapping[str, Any]) -> DecoderConfig:
     """The composed config of a `SeedOssConfig` dict.
 
-    Dropout is not implemented. For the value DROPOUT of all published checkpoints, this is only a ConfigWarning.
+    Dropout is not implemented. For the value DROPOUT of all published checkpoints, this is only a ConfigWarning;
+    training with another value is an error, as in other families.
     """
     fields = Fields(config, DEFAULTS)
     for name in ("attention_dropout", "residual_dropout"):
-        if fields.choices(name, 0, 0.0, DROPOUT, default=DROPOUT):
+        if fields.number(name, DROPOUT) == DROPOUT:
+            fields = fields.replaced(**{name: 0.0})
             warnings.warn(
                 f"{fields.where}: {name} = {DROPOUT} is not implemented: training is without dropout, as with "
                 f"{name} = 0",
@@ -46,7 +48,7 @@ def seed_oss(config: Mapping[str, Any]) -> DecoderConfig:
             )
     bias, o_bias = fields.flag("attention_bias", True), fields.flag("attention_out_bias", False)
     return decoder(
-        fields.replaced(attention_dropout=0.0),
+        fields,
         attention=lambda layer, common: {"bias": bias, "o_bias": o_bias},
         mlp_bias=fields.flag("mlp_bias", False),
     )

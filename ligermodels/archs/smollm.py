@@ -45,4 +45,4 @@ def smollm3(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder(fields, default_theta=DEFAULT_THETA, attention=attention, mlp_bias=fields.flag("mlp_bias", False))
 
 
-FAMILIES = (Family("smollm3", smollm3, default_theta=DEFAULT_THETA),)
+FAMILIES = (Family("smollm3", smollm3, default_theta=DEFAULT_THETA, architecture="SmolLM3ForCausalLM"),)

@@ -68,9 +68,6 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights
-        attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout
-        residual_dropout
-        hidden_dropout_prob attention_probs_dropout_prob ffn_dropout
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
         """),
         (),
@@ -94,6 +91,12 @@ EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 NULL_IS_FALSE = {"is_causal"}
 """Fields of COMPUTATION where transformers reads null as false (`is_causal`: with eager attention, not with SDPA)."""
+
+DROPOUT = _names("""
+    attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout residual_dropout
+    hidden_dropout_prob attention_probs_dropout_prob ffn_dropout
+    """)
+"""Probabilities of dropout: fields that change the computation in training only."""
 
 INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
 """Fields without effect if `use_sliding_window` is false."""

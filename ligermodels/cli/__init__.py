@@ -35,7 +35,8 @@ class Commands(TyperGroup):
         try:
             with _one_line_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("always", category=DeprecationWarning, module=r"ligermodels\.")
-                warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+                shown: set[str] = set()  # a command may load a checkpoint, and so warn, several times
+                warnings.showwarning = lambda message, *_: _warn_once(str(message), shown)
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -53,8 +54,14 @@ class Commands(TyperGroup):
             if ctx.params["debug"] or not (message or isinstance(error, LigerModelsError | OSError)):
                 raise
             rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-            say(f"{rank}error: {_one_line(message or error)}")
+            say(f"{rank}error: {_in_flags(_one_line(message or error))}")
             raise typer.Exit(1) from None
+
+
+def _warn_once(message: str, shown: set[str]) -> None:
+    if message not in shown:
+        shown.add(message)
+        say(f"warning: {message}")
 
 
 @contextmanager
@@ -74,6 +81,12 @@ def _one_line_errors() -> Iterator[None]:
 def _one_line(error: Exception | str) -> str:
     first, *others = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     return f"{first} {'; '.join(others)}".strip()
+
+
+def _in_flags(message: str) -> str:
+    """`message` with flags in place of the arguments of Python that it tells to give."""
+    message = re.sub(r"\b(overwrite|resume)=True", r"--\1", message)
+    return re.sub(r"\bkeep='([\w-]+)'", r"--keep \1", message)
 
 
 def _out_of_memory(error: Exception) -> str:

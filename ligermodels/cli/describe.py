@@ -23,6 +23,7 @@ ADAMW_COPIES = 4
 
 
 LABELS = {
+    "attention": "attention in training on this machine",
     "weights_bytes": "memory: weights",
     "kv_cache_bytes_per_token": "memory: KV cache per token",
     "full_context_bytes": "memory: weights and KV cache at full context",
@@ -97,6 +98,8 @@ def checked(path: str) -> dict[str, int]:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Facts about the checkpoint in `folder`."""
+    import torch
+
     from ligermodels.archs import family_of
     from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json
@@ -105,18 +108,19 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.convert.rope_settings import rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
+    from ligermodels.models.attention_summary import attention_summary
     from ligermodels.models.checkpoint import choose_layout
-    from ligermodels.models.extra_heads import without_heads
     from ligermodels.pretrained import from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
-    model = from_config(without_heads(hf_config)[0], device="meta")
+    model = from_config(hf_config, device="meta")
     config = model.config
     thetas = family_of(model.hf_config).default_theta
     rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mixers = [block.mixer for block in config.blocks]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
     layers = [{**block.mixer.info(), **block.mlp.info()} for block in config.blocks]
@@ -131,6 +135,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "tied_embeddings": config.head.tied,
         "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
+        "attention": attention_summary(config, device, dtype_of(hf_config)),
         "parameters": parameters,
         "embedding_parameters": model.decoder.embed.weight.numel(),
         "weights_bytes": parameters * width,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ligermodels.data.documents import Documents
     from ligermodels.data.packing import PackedBatches
     from ligermodels.speculative.evaluation import HeadScores
+    from ligermodels.training import MedusaRecipe
 
 RANKS = range(1, 11)
 
@@ -80,13 +81,15 @@ def evaluate(
     folder = options.folder_of(base)
     options.require_heads(heads)
     settings = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
-    documents, indices, default_len = _documents(folder, data or [], validation_of, settings)
+    documents, indices, recipe = _documents(folder, data or [], validation_of, settings)
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
     medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads)
     with progress("scoring") as update:
-        batches = PackedBatches(documents, indices, seq_len=seq_len or default_len, batch_size=batch_size, epochs=1)
+        sizes = {"seq_len": seq_len or recipe.seq_len, "batch_size": batch_size}
+        strategy = recipe.excess_length_strategy
+        batches = PackedBatches(documents, indices, **sizes, epochs=1, excess_length_strategy=strategy)
         scores = own = evaluate_heads(medusa, _counted(batches, update))
     results: dict[str, Any] = {
         "targets": scores.counts.long().tolist(),
@@ -143,8 +146,8 @@ def _number(value: float) -> str:
 
 def _documents(
     folder: Path, data: Sequence[Path], run: Path | None, settings: Mapping[str, Any]
-) -> tuple[Documents, Indices, int]:
-    """The documents in `data`, or in the data of a `run`; the indices of the documents to score; and `seq_len`.
+) -> tuple[Documents, Indices, MedusaRecipe]:
+    """The documents in `data`, or in the data of a `run`; the indices of the documents to score; and the recipe.
 
     `settings` that are not None replace the settings of the run. Raises InputError if the run has no validation split,
     or the data is not the data of the run.
@@ -162,16 +165,15 @@ def _documents(
         require_same_content({**before, "data": data_content(recipe)}, before)
     documents = documents_of(recipe, Base.of_checkpoint(folder, recipe.tokenizer), say)
     if run is None:
-        return documents, documents.corpus.split(0, seed=0)[0], recipe.seq_len
+        return documents, documents.corpus.split(0, seed=0)[0], recipe
     indices = documents.corpus.split(recipe.validation_fraction, recipe.seed)[1]
     if not len(indices):
         raise InputError(f"{run}: has no validation split (validation_fraction is 0); give other data")
-    return documents, indices, recipe.seq_len
+    return documents, indices, recipe
 
 
 def _counted(batches: PackedBatches, update: ProgressUpdate) -> Iterator[Batch]:
     """The batches of one epoch; the progress bar counts documents."""
     for batch in batches:
-        state = batches.state_dict()
-        update(state["documents"] if state["epoch"] else state["place"], state["documents"])
+        update(batches.documents_read, batches.num_documents)
         yield batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -63,7 +63,16 @@ def self_distillation_data(
     data: Annotated[list[Path], DATA],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write: data for `train`.")],
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy decoding.")] = 0.3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per text, or per answer in a chat.")] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most new tokens per text, and per answer in a chat.")
+    ] = 2048,
+    truncated: Annotated[
+        Literal["keep", "drop"],
+        typer.Option(
+            help="Answers in chats that do not end within --max-new-tokens: keep them without their end, or drop them, "
+            "which biases the data to short answers."
+        ),
+    ] = "keep",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text to keep as the prompt.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts and chats per batch.")] = 16,
     max_bad_lines: Annotated[int, typer.Option(min=0, help="Unusable lines that are skipped.")] = 0,
@@ -120,6 +129,7 @@ def self_distillation_data(
         max_new_tokens=max_new_tokens,
         prompt_tokens=prompt_tokens,
         seed=seed,
+        truncated=truncated,
     )
     count = len(documents.corpus)
     try:
@@ -139,3 +149,6 @@ def self_distillation_data(
             say(f"{out}: not finished; --resume continues")
         raise
     say(f"wrote {out}: {written:,} of {count:,} texts and chats")
+    if source.num_cut:
+        done = {"keep": "are kept without their end", "drop": "are left out"}[truncated]
+        say(f"{source.num_cut:,} answers have more than {max_new_tokens:,} tokens (--max-new-tokens) and {done}")

@@ -81,12 +81,13 @@ class Source:
 
 
 def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
-    """Add the tokenizer and chat template beside the adapter to the exports of `model`; returns `model`."""
-    from ligermodels.adapt.adapter import TOKENIZER
+    """Add the tokenizer, chat template and generation config beside the adapter to the exports of `model`; returns
+    `model`."""
+    from ligermodels.convert.companions import Companions
 
-    own = {name: path for name in TOKENIZER if (path := adapter / name).is_file()}
-    spec = model.require_export_spec()
-    model.export_spec = replace(spec, files={**spec.files, **own})
+    own, spec = Companions.of(adapter), model.require_export_spec()
+    generation = spec.generation_config if own.generation_config is None else own.generation_config
+    model.export_spec = replace(spec, files={**spec.files, **own.tokenizer}, generation_config=generation)
     return model
 
 
@@ -181,13 +182,14 @@ def locate(path: str, *, weights: bool = True) -> Path:
 
 def adapter_folder(name: str) -> Path:
     """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one."""
-    from ligermodels.adapt.adapter import TOKENIZER
+    from ligermodels.adapt.adapter import BESIDE
     from ligermodels.convert import hub
+    from ligermodels.convert.files import NAMED_TEMPLATES
 
     folder = hub.resolve_adapter(name)
     if folder != Path(name).expanduser():
         with hub.explained(name, folder.name):
-            hub.snapshot(name, folder.name, TOKENIZER, {})
+            hub.snapshot(name, folder.name, BESIDE, {}, patterns=[NAMED_TEMPLATES])
     return folder
 
 

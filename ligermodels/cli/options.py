@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from ligermodels.arguments import Quantized
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
-from ligermodels.errors import BackendError, CheckpointError, arguments_named
+from ligermodels.errors import BackendError, arguments_named
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
@@ -32,7 +32,7 @@ DtypeOption = Annotated[
 Device = Annotated[str | None, typer.Option(help="Device to run on.  [default: cuda if there is a GPU, else cpu]")]
 Attention = Annotated[str, typer.Option(help="Attention backend.")]
 Quantize = Annotated[
-    Quantized | None,
+    QuantizedFormat | None,
     typer.Option("--quantize", help="Round the weights of the blocks' linear layers while they are loaded."),
 ]
 QuantizeExclude = Annotated[
@@ -40,7 +40,7 @@ QuantizeExclude = Annotated[
     typer.Option(help="Patterns of layers that are not rounded, such as mlp.experts. May be repeated."),
 ]
 QuantizeHead = Annotated[
-    Quantized | None,
+    QuantizedFormat | None,
     typer.Option(
         help="With --quantize: round the LM head too. A head that is tied to the embedding gets a weight of its own."
     ),
@@ -80,7 +80,7 @@ Prepare = Callable[["CausalLM"], object] | None
 """Changes a model before its weights are loaded: see `from_pretrained`."""
 
 
-def quantizing(weights: Quantized | None, exclude: Sequence[str] | None, head: Quantized | None) -> Prepare:
+def quantizing(weights: QuantizedFormat | None, exclude: Sequence[str] | None, head: QuantizedFormat | None) -> Prepare:
     """A function that rounds the weights of a model (`lm.quantize`); None if `weights` is None.
 
     Args:
@@ -141,22 +141,17 @@ def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
         return load_multi_head(base, heads, progress=update)
 
 
-def require_free(folder: Path, overwrite: bool, *, is_run: bool = False) -> None:
+def require_free(folder: Path, overwrite: bool) -> None:
     """Raise CheckpointError if the command could not write to `folder` at its end.
 
     Args:
         folder: the output folder.
         overwrite: whether its content may be replaced.
-        is_run: whether it holds checkpoints of a run.
     """
-    if is_run and not overwrite:
-        raise CheckpointError(
-            f"{folder}: holds checkpoints of a run; --resume continues from the newest, --overwrite starts over"
-        )
-    from ligermodels.convert.saving import is_empty
+    from ligermodels.convert import saving
 
-    if not overwrite and folder.exists() and not (folder.is_dir() and is_empty(folder)):
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; give another, or --overwrite")
+    if not overwrite:
+        saving.require_free(folder)
 
 
 def renaming(flags: Mapping[str, str], values: Mapping[tuple[str, str], str] | None = None) -> type[TyperCommand]:

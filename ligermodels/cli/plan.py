@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
 from ligermodels.errors import arguments_named
@@ -25,7 +26,7 @@ def plan(
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA of this rank.")] = None,
     quantize: Annotated[
-        Literal["int4", "float8"] | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
+        QuantizedFormat | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
     ] = None,
     optimizer: Annotated[Literal["adamw", "adafactor"], typer.Option(help="Optimizer.")] = "adamw",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",

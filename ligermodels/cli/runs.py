@@ -78,12 +78,9 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
     """
     if not is_first_rank():
         return
-    from ligermodels.training.folder import has_checkpoints, require_resumable
+    from ligermodels.training import folder
 
-    if not resume:
-        options.require_free(out, overwrite, is_run=has_checkpoints(out))
-    elif not overwrite:
-        require_resumable(out)
+    folder.require_usable(out, resume=resume, overwrite=overwrite)
 
 
 def train_heads(
@@ -128,7 +125,9 @@ def train_heads(
 
     run = getattr(training, train)
     with resumable(out):
-        outcome = run(chosen, out, device=device, attention=attention, resume=resume, console=console())
+        outcome = run(
+            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=console()
+        )
     show_end(outcome, out)
     if (evaluation := outcome.evaluation) is not None:
         show_scores(evaluation.scores)

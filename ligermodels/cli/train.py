@@ -48,7 +48,9 @@ def train(
     from ligermodels.training import fine_tune
 
     with runs.resumable(out):
-        outcome = fine_tune(chosen, out, device=device, attention=attention, resume=resume, console=runs.console())
+        outcome = fine_tune(
+            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=runs.console()
+        )
     runs.show_end(outcome, out)
     if (evaluation := outcome.evaluation) is not None:
         say(f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}")

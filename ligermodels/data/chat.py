@@ -8,17 +8,21 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from ligermodels.arguments import check_flag, is_sequence
-from ligermodels.convert.config_json import read_json, short
-from ligermodels.convert.input_files import as_path, is_present, read_text, shown
+from ligermodels.convert.config_json import short
+from ligermodels.convert.input_files import as_path
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
+from ligermodels.data.calls import CallForm
+from ligermodels.data.frames import Frame
+from ligermodels.data.parts import PROBE, as_templates_expect
 from ligermodels.data.rendering import END, START
+from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_templates, read_tokens
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.data.turns import PROBE, Turns
+from ligermodels.data.turns import Turns
+from ligermodels.data.versions import Versions
 from ligermodels.errors import CheckpointError, InputError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -30,8 +34,8 @@ OF_TRANSFORMERS = frozenset({
 })  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that are not variables of templates."""
 
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names of special tokens in templates."""
+NO_DEFAULT = "{{ raise_exception('the checkpoint has a chat template for chats with tools, and none for others') }}"
+"""The template "default" of a checkpoint that only has "tool_use"."""
 
 
 class ChatTemplate:
@@ -58,14 +62,15 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "chat template") -> None:
         self.name, self.source, self.tokens, self.now = name, source, dict(tokens or {}), datetime.now()
         rendering.render(name, source, self.now, None)
-        self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        self.omitted, self.frames = set[tuple[object, str]](), dict[Any, Frame]()
+        self.tool_use: ChatTemplate | None = None
+        self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
         """The chat template of a checkpoint.
 
-        It is read from chat_template.jinja, tokenizer_config.json or chat_template.json, the first that has one. From a
-        list of named templates "default" is taken.
+        Of several templates, "default" is used, and for chats with tools "tool_use", as in transformers.
 
         Args:
             folder: local folder of the checkpoint, with its special tokens.
@@ -79,28 +84,19 @@ class ChatTemplate:
         """
         folder = as_path(folder, CheckpointError, "the folder of the chat template")
         settle(folder)
-        tokens: dict[str, str] = {}
-        config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if is_present(folder / name, CheckpointError):
-                config = read_json(folder / name)
-                texts = {key: _token_text(config.get(key)) for key in TOKENS}
-                tokens |= {key: text for key, text in texts.items() if text is not None}
-        path = folder / "chat_template.jinja"
-        if file is not None:
-            path = as_path(file, CheckpointError, "the file of the chat template")
-        if file is not None or is_present(path, CheckpointError):
-            return cls(read_text(path, CheckpointError), tokens, name=str(path))
-        path = folder / "tokenizer_config.json"
-        source = config.get("chat_template")
-        if source is None and is_present(folder / "chat_template.json", CheckpointError):
-            path = folder / "chat_template.json"
-            source = read_json(path).get("chat_template")
-        if source is None:
-            raise CheckpointError(
-                f"{shown(folder)}: has no chat template (base models have none): give the file of one"
-            )
-        return cls(_default_source(source, path), tokens, name=f"{path}: chat_template")
+        sources, tokens = read_templates(folder, file), read_tokens(folder)
+        default, tool_use = sources.get(DEFAULT, Source(str(folder), NO_DEFAULT)), sources.get(TOOL_USE)
+        template = cls(default.text, tokens, name=default.place)
+        if tool_use is not None:
+            template.tool_use = cls(tool_use.text, tokens, name=tool_use.place)
+        return template
+
+    def chosen(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The template for a chat with these variables: with `tools` the template "tool_use", if there is one."""
+        if self.tool_use is None or variables.get("tools") is None:
+            return self
+        self.tool_use.now = self.now
+        return self.tool_use
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
         """The text of a chat.
@@ -120,7 +116,8 @@ class ChatTemplate:
                 transformers' `apply_chat_template` instead (`tokenize` ...).
             CheckpointError: rendering takes too much time or memory.
         """
-        text = self.render_marked(self._fitting(messages), add_generation_prompt, variables)
+        template = self.chosen(variables)
+        text = template.render_marked(template._fitting(messages), add_generation_prompt, variables)
         return text.replace(START, "").replace(END, "")
 
     def _fitting(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -133,10 +130,20 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
                 raise InputError(f"{self.name}: messages: turn {number} must be a dict with names as keys")
-        roles = [message.get("role") for message in messages[:2] if isinstance(message.get("content"), str)]
+            calls = message.get("tool_calls") or []
+            if not is_sequence(calls) or not all(isinstance(call, Mapping) for call in calls):
+                raise InputError(f"{self.name}: messages: turn {number}: tool_calls: must be a list of dicts")
+        turns: list[Message] = [as_templates_expect(message) for message in messages]
+        turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
+        roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
         if roles != ["system", "user"] or self._supports_system:
-            return messages
-        return [join_turns(*messages[:2]), *messages[2:]]
+            return turns
+        return [join_turns(*turns[:2]), *turns[2:]]
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form of turns with tool calls that the template takes."""
+        return CallForm.of(self._try)
 
     @cached_property
     def _supports_system(self) -> bool:
@@ -146,10 +153,14 @@ class ChatTemplate:
         return self._writes(chat) or not self._writes([join_turns(*chat)])
 
     def _writes(self, messages: Sequence[Message]) -> bool:
+        return PROBE in self._try(messages)
+
+    def _try(self, messages: Sequence[Message]) -> str:
+        """The text of a chat; "" if the template refuses it."""
         try:
-            return PROBE in self.render_marked(messages, False, {})
+            return self.render_marked(messages, False, {})
         except InputError:
-            return False
+            return ""
 
     def render_marked(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -180,12 +191,9 @@ class ChatTemplate:
             raise InputError(
                 f"{unsupported[0]}: is no variable of a chat template, but an argument of transformers; leave it out"
             )
-        # As in transformers: OpenAI's API and columns of tables have null for a missing key, and templates would write
-        # "None".
-        turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
         return {
             **{"tools": None, "documents": None, **self.tokens, **variables},
-            **{"messages": turns, "add_generation_prompt": add_generation_prompt},
+            **{"messages": messages, "add_generation_prompt": add_generation_prompt},
         }
 
     def spans(
@@ -193,13 +201,14 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and the spans of the assistant's turns, end tokens included.
 
-        If the template marks turns with `{% generation %}`, these are the spans. Otherwise a turn starts after its
-        generation prompt, or with its content, and ends with a special token that follows the content, or with the
-        content. Rendering the chat with another content in place of the turn's locates the content, even if the
-        template trims content, drops the reasoning of earlier turns or moves the system turn.
+        If the template marks turns with `{% generation %}`, these are the spans. Otherwise they are found by rendering
+        other versions of the chat (see `turns`): content, reasoning and tool calls, as far as the template writes them,
+        from the end of the generation prompt to the tokens that end the turn, without tool results in between. Turns
+        with `"train": false` or `"weight": 0` have no span.
 
         Args:
-            messages: the turns, each a dict with `role` and `content`.
+            messages: the turns, each a dict with `role` and `content`. A turn of the assistant with `weight` 0 has no
+                span.
             special: pattern of the special tokens.
             variables: further variables of the template (`tools`, `documents` ...).
 
@@ -213,16 +222,10 @@ class ChatTemplate:
         chat_json = json.dumps(messages, ensure_ascii=False, default=str)
         if any(mark in chat_json for mark in (START, END, PROBE)):
             raise InputError("the chat has U+FDD0, U+FDD1 or U+FDD2, which are noncharacters; remove them")
-        messages = self._fitting(messages)
-        turns = Turns(self, messages, special, variables)
-        assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        size = len(chat_json) + len(json.dumps(variables, ensure_ascii=False, default=str))
-        turns.render_ahead([] if self._marks_turns else assistant, size)
-        marked = turns.text
-        turns.check_calls()
-        if self._marks_turns:
-            return _without_marks(marked)
-        return marked, [turns.span(i) for i in assistant]
+        template = self.chosen(variables)
+        turns = Turns(Versions(template, template._fitting(messages), variables), special)
+        spans = turns.trained_spans()
+        return turns.text, spans
 
 
 def encode_chat(
@@ -233,14 +236,15 @@ def encode_chat(
     No special tokens are added: the template writes them.
 
     Args:
-        messages: the turns, each a dict with `role` and `content`.
+        messages: the turns, each a dict with `role`, and `content` or `tool_calls`. A turn of the assistant with
+            `"weight": 0` or `"train": false` is not trained on.
         template: the chat template.
         tokenizer: the tokenizer.
         variables: further variables of the template (`tools`, `documents` ...).
 
     Returns:
-        Token ids; and for each token whether it belongs, at least in part, to the content of a turn of the assistant or
-        is the token that ends the turn.
+        Token ids; and for each token whether it belongs, at least in part, to the content, reasoning or tool calls of a
+        turn of the assistant, or is a token that ends the turn.
 
     Raises:
         InputError: the template refuses the chat or omits its tool calls, or a turn cannot be located.
@@ -294,34 +298,3 @@ def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     """A pattern that matches the special tokens of `tokenizer`; the longest match first."""
     texts = sorted(tokenizer.special_tokens(), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-
-def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    parts, spans, size, start = [], [], 0, 0
-    for piece in re.split(f"([{START}{END}])", marked):
-        if piece == START:
-            start = size
-        elif piece == END:
-            spans.append((start, size))
-        else:
-            parts.append(piece)
-            size += len(piece)
-    return "".join(parts), spans
-
-
-def _default_source(source: Any, path: Path) -> str:
-    """The template in the field `chat_template` of a file: a text, or the template "default" in a list of templates."""
-    if isinstance(source, list):
-        templates = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, Mapping)}
-        if "default" not in templates:
-            raise CheckpointError(f"{path}: chat_template: none is named 'default', only {short(list(templates))}")
-        source = templates["default"]
-    if not isinstance(source, str):
-        raise CheckpointError(f"{path}: chat_template: must be text, got {short(source)}")
-    return source
-
-
-def _token_text(value: Any) -> str | None:
-    """The text of a special token, in the form of a text or of an object with `content`."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None

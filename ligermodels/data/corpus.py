@@ -111,6 +111,10 @@ class Corpus:
             end = file.size if is_last else file.starts[number + 1]
             return content.read(end - file.starts[number]), False, number == 0, is_last
 
+    def files_of_lines(self) -> list[range]:
+        """Indices of the documents of each JSON file."""
+        return [range(file.first, file.first + len(file.starts)) for file in self._files if file.has_lines]
+
     def is_line(self, index: int) -> bool:
         """Whether a document is a line of a JSON file; if not, it is a piece of a text file."""
         return self._find(index)[0].has_lines

@@ -7,50 +7,54 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
-from ligermodels.convert.config_json import read_json
-from ligermodels.data.chat import ChatTemplate, Message, encode_chat
-from ligermodels.data.corpus import Corpus, Indices
-from ligermodels.data.records import Chat, NothingToLearn, parse_line
+from ligermodels.data.chat import ChatTemplate
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.encoding import Encoder, TextPiece, Tokens
+from ligermodels.data.ends import eos_of_checkpoint
+from ligermodels.data.notes import Notes
+from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import IGNORE_INDEX
 
 AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
 """Most documents, and most bytes of documents, that are read together: memory holds their tokens."""
 
 
-class Tokens(NamedTuple):
-    """A document: token ids, and as many labels: the id of the token, or -100 if it is not trained on."""
+EMPTY = "have nothing to learn; they are left out"
+"""Reason of `Notes` for documents without labels."""
 
-    ids: list[int]
-    labels: list[int]
+PackingStrategy = Literal["bfd", "wrapped"]
+"""bfd: whole documents, by best-fit decreasing. wrapped: documents are split to fill sequences."""
 
 
 class Documents:
     """The documents of a corpus as tokens with labels, read on demand.
 
     Chats are rendered by the chat template, and only the assistant's tokens have labels. In texts every token has a
-    label; they get the special tokens that the tokenizer adds, and an EOS token at the end. Unusable lines are reported
-    and skipped, up to a limit.
+    label, and of a prompt with its completion the completion; both get the special tokens that the tokenizer adds, and
+    an EOS token at the end. Unusable lines are reported and skipped, up to a limit. Fields that are not used are
+    reported once.
 
     `bad` has the indices of unusable documents, and `empty` the indices of documents without labels: these are skipped
-    without counting towards the limit.
+    without counting towards the limit. `notes` counts documents that are not used in full.
 
     Args:
         corpus: the files.
         tokenizer: the tokenizer.
         template: function that returns the chat template, called for the first chat; None if there are no chats.
-        eos_token_id: appended to texts that do not end with it; None appends nothing.
+        eos_token_id: appended to texts that do not end with it; of several, the first. None appends nothing.
         max_bad_lines: most unusable lines; one more raises InputError.
-        on_bad_line: called with a message with file and line for each unusable line, and for the first document
-            without labels. Default: a warning.
+        on_bad_line: called with a message with file and line for each unusable line, and for the first document of
+            `notes`. Default: a warning.
+        packing_strategy: "bfd": no document is split over sequences, other than the pieces of a text file. "wrapped":
+            all may be. None: only texts may be.
 
     Examples:
         >>> documents = Documents(Corpus(["book.txt"]), Tokenizer("MODEL"))
@@ -65,13 +69,15 @@ class Documents:
         tokenizer: Tokenizer,
         template: Callable[[], ChatTemplate] | None = None,
         *,
-        eos_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         max_bad_lines: int = 0,
         on_bad_line: Callable[[str], object] = warnings.warn,
+        packing_strategy: PackingStrategy | None = None,
     ) -> None:
-        self.corpus, self.tokenizer, self.bad, self.empty = corpus, tokenizer, set[int](), set[int]()
-        self._make_template, self._end = template, [] if eos_token_id is None else [eos_token_id]
-        self._max_bad_lines, self._on_bad_line = max_bad_lines, on_bad_line
+        ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+        self.encoder = Encoder(tokenizer, template, ends)
+        self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
+        self._max_bad_lines, self._packing_strategy, self._unused = max_bad_lines, packing_strategy, set[str]()
 
     @classmethod
     def of_checkpoint(
@@ -94,7 +100,7 @@ class Documents:
             chat_template: path of another chat template. Default: the checkpoint's.
             date: YYYY-MM-DD, for templates that write the date. Default: today.
             piece: bytes of a piece of a text file. Default: 32 KiB.
-            options: `max_bad_lines` and `on_bad_line` of `Documents`.
+            options: `max_bad_lines`, `on_bad_line` and `packing_strategy` of `Documents`.
 
         Returns:
             The documents. Chat template and lines are read on demand.
@@ -114,9 +120,9 @@ class Documents:
             checkpoint_template.now = now
             return checkpoint_template
 
-        eos = read_json(config or folder / "config.json").get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) else eos
-        return cls(Corpus(files, piece=piece), Tokenizer(folder), template, eos_token_id=eos, **options)
+        tokenizer = Tokenizer(folder)
+        eos = eos_of_checkpoint(config or folder / "config.json", folder, tokenizer)
+        return cls(Corpus(files, piece=piece), tokenizer, template, eos_token_id=eos, **options)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -126,16 +132,30 @@ class Documents:
         return self.corpus.name(index)
 
     @property
+    def empty(self) -> set[int]:
+        """Indices of the documents without labels that have been read."""
+        return self.notes.indices(EMPTY)
+
+    def has_chats(self) -> bool:
+        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
+        for lines in self.corpus.files_of_lines():
+            for index in lines[:AT_ONCE]:
+                with suppress(ValueError):
+                    record, _ = read_record(self.corpus.read(index)[0])
+                    if not isinstance(record, Completion):
+                        return True
+                    break
+        return False
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """Number and bytes of the files, and a digest of their content."""
         return self.corpus.fingerprint
 
-    @cached_property
+    @property
     def template(self) -> ChatTemplate:
         """The chat template. Raises CheckpointError if there is none."""
-        if self._make_template is None:
-            raise CheckpointError("there are chats in the data, and no chat template for them")
-        return self._make_template()
+        return self.encoder.template
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """Tokens of these documents; None for unusable documents and documents without labels.
@@ -143,23 +163,22 @@ class Documents:
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
         documents: list[Tokens | None] = []
-        texts: list[_Text] = []
+        texts: dict[int, tuple[TextPiece, bool]] = {}
         for position, index in enumerate(map(int, indices)):
-            content, is_line, starts, ends = self.corpus.read(index)
             documents.append(None)
             with self._skipping(index):
-                record = _record(content, is_line)
-                if isinstance(record, str):
-                    texts.append(_Text(position, record, starts, ends))
+                record, is_line, starts, ends = self._record(index)
+                splits = self._packing_strategy == "wrapped"
+                if not isinstance(record, Completion):
+                    documents[position] = Tokens(*self.encoder.chat(*record), splits)
+                elif record.prompt:
+                    documents[position] = Tokens(*self.encoder.completion(record), splits)
                 else:
-                    documents[position] = self._encode(*record)
-        for starts in (True, False):  # Only the first piece of a text gets a BOS.
-            pieces = [text for text in texts if text.starts == starts]
-            encoded = self.tokenizer.encode_all([piece.text for piece in pieces], add_special_tokens=starts)
-            for piece, ids in zip(pieces, encoded, strict=True):
-                if piece.ends and ids[-1:] != self._end:
-                    ids = ids + self._end
-                documents[piece.position] = Tokens(ids, ids) if ids else None
+                    piece = TextPiece(record.completion, starts, ends and record.is_finished)
+                    texts[position] = piece, not is_line or self._packing_strategy != "bfd"
+        encoded = self.encoder.texts([piece for piece, _ in texts.values()])
+        for (position, (_, splits)), ids in zip(texts.items(), encoded, strict=True):
+            documents[position] = Tokens(ids, ids, splits) if ids else None
         return documents
 
     def at_once(self, indices: Iterable[int]) -> int:
@@ -172,43 +191,31 @@ class Documents:
             count += 1
         return count
 
-    def records(self, indices: Iterable[int]) -> list[str | Chat | None]:
-        """These documents as texts and chats; None for unusable documents and documents with nothing to learn.
+    def records(self, indices: Iterable[int]) -> list[Record | None]:
+        """The records of these documents; None for unusable documents and documents with nothing to learn.
 
         Raises InputError for more unusable lines than allowed.
         """
-        records: list[str | Chat | None] = []
+        records: list[Record | None] = []
         for index in map(int, indices):
-            content, is_line, *_ = self.corpus.read(index)
             records.append(None)
             with self._skipping(index):
-                records[-1] = _record(content, is_line)
+                records[-1] = self._record(index)[0]
         return records
 
-    def count(self, indices: Sequence[int] | Indices, progress: Callable[[int, int], object] | None = None) -> int:
-        """Number of tokens of these documents. Reads all of them, and reports unusable documents.
+    def _record(self, index: int) -> tuple[Record, bool, bool, bool]:
+        """The record of a document, and whether it is a line of JSON, starts a text, and ends a text.
 
-        Args:
-            indices: the documents.
-            progress: called with the number of documents read so far, and their total number.
+        Raises ValueError for an invalid line, NothingToLearn for an empty text.
         """
-        total, num_empty, start = 0, len(self.empty), 0
-        while start < len(indices):
-            end = start + self.at_once(indices[start : start + AT_ONCE])
-            total += sum(len(tokens.ids) for tokens in self.read(indices[start:end]) if tokens)
-            start = end
-            if progress is not None:
-                progress(start, len(indices))
-        if len(self.empty) > num_empty:
-            self._on_bad_line(f"{len(self.empty):,} documents in all have nothing to learn; they are left out")
-        return total
-
-    def _encode(self, messages: list[Message], variables: dict[str, Any]) -> Tokens:
-        ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
-        if not any(mask):
-            raise NothingToLearn("no token is the assistant's")
-        labels = [token if is_assistant else IGNORE_INDEX for token, is_assistant in zip(ids, mask, strict=True)]
-        return Tokens(ids, labels)
+        content, is_line, starts, ends = self.corpus.read(index)
+        record, unused = read_record(content) if is_line else (Completion("", content.decode()), [])
+        if new := [name for name in unused if name not in self._unused]:
+            self._unused.update(new)
+            self.notes.say(f"{self.name(index)}: has fields that are not used: {', '.join(new)}")
+        if isinstance(record, Completion) and not record.completion:
+            raise NothingToLearn("the text is empty")
+        return record, is_line, starts, ends
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:
@@ -218,10 +225,8 @@ class Documents:
         except CheckpointError:  # The template is missing or unusable: the line is not at fault.
             raise
         except NothingToLearn as reason:
-            if not self.empty:
-                name = self.corpus.name(index)
-                self._on_bad_line(f"{name}: nothing to learn: {reason}; such documents are left out and counted")
-            self.empty.add(index)
+            message = f"nothing to learn: {reason}; it is left out"
+            self.notes.add(EMPTY, index, lambda: f"{self.corpus.name(index)}: {message}")
         except ValueError as error:
             self.skip(index, str(error))
 
@@ -235,36 +240,24 @@ class Documents:
             first = ", ".join(map(self.corpus.name, sorted(self.bad)[:10]))
             more = f"; {len(self.bad)} unusable lines, {self._max_bad_lines} allowed: {first}"
             raise InputError(f"{name}: {reason}{more if self._max_bad_lines else ''}")
-        self._on_bad_line(f"{name}: {reason}; line skipped")
-
-
-def _record(content: bytes, is_line: bool) -> str | Chat:
-    """The text or chat of a document. Raises ValueError for an invalid line, NothingToLearn for an empty text."""
-    record = parse_line(content) if is_line else content.decode()
-    if not record:
-        raise NothingToLearn("the text is empty")
-    return record
-
-
-class _Text(NamedTuple):
-    """A text to encode for `read`: the position of its document, and whether it is the first and the last piece."""
-
-    position: int
-    text: str
-    starts: bool
-    ends: bool
+        self.notes.say(f"{name}: {reason}; line skipped")
 
 
 class TokenDocuments:
     """Documents in memory, as lists of token ids; every token has a label.
 
+    Args:
+        documents: token ids of each document.
+        splits: whether documents may be split over sequences. Default: True.
+
     Examples:
         >>> TokenDocuments([[5, 6, 7], [8]]).read([1])
-        [Tokens(ids=[8], labels=[8])]
+        [Tokens(ids=[8], labels=[8], splits=True)]
     """
 
-    def __init__(self, documents: Iterable[Sequence[int]]) -> None:
+    def __init__(self, documents: Iterable[Sequence[int]], *, splits: bool = True) -> None:
         self.documents, self.bad = [list(ids) for ids in documents], set[int]()
+        self.splits, self.notes = splits, Notes(warnings.warn)
 
     @classmethod
     def chunks(cls, documents: Iterable[Sequence[int]], size: int) -> TokenDocuments:
@@ -276,7 +269,7 @@ class TokenDocuments:
 
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """These documents as tokens with labels; None for documents without tokens."""
-        return [Tokens(ids, ids) if (ids := self.documents[index]) else None for index in indices]
+        return [Tokens(ids, ids, self.splits) if (ids := self.documents[index]) else None for index in indices]
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of these documents to `read` together: all of them."""

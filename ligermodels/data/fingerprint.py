@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ligermodels.convert.companions import chat_templates
 from ligermodels.convert.input_files import is_present, open_file
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError, LigerModelsError
@@ -47,12 +48,13 @@ def of_checkpoint(config: Path, tokenizer: Path, weights: Path | None) -> list[F
         weights: folder of the safetensors files; None leaves them out.
 
     Returns:
-        Fingerprints of config.json, the files named in TOKENIZER that exist, and the weights.
+        Fingerprints of config.json, the tokenizer's files that exist, chat templates included, and the weights.
 
     Raises:
         CheckpointError: the weights are missing or damaged, or another file cannot be read.
     """
-    files = [config, *(tokenizer / name for name in TOKENIZER if is_present(tokenizer / name, CheckpointError))]
+    names = (*TOKENIZER, *chat_templates(tokenizer))
+    files = [config, *(tokenizer / name for name in names if is_present(tokenizer / name, CheckpointError))]
     return [of_file(file) for file in files] + (of_weights(weights) if weights else [])
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Indices, permutation
-from ligermodels.data.documents import AT_ONCE, Documents, TokenDocuments, Tokens
+from ligermodels.data.documents import AT_ONCE, EMPTY, Documents, TokenDocuments
+from ligermodels.data.rows import Piece, Pool
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
+
+ExcessLengthStrategy = Literal["truncate", "drop", "split", "raise"]
+"""What happens to a whole document with more than `seq_len` tokens."""
 
 
 class PackedBatches:
@@ -23,20 +27,27 @@ class PackedBatches:
 
     A batch has its sequences in one row: `input_ids` and `labels`, int64 (1, n) with n <= batch_size * seq_len, and
     `cu_seqlens`, int32 (pieces + 1,), the bounds of the pieces, between which attention is blocked. A piece is part of
-    one document and of one sequence: if a document does not fit into its sequence, the next sequence starts with its
-    remainder.
+    one document and of one sequence.
+
+    Whole documents (`Tokens.splits` is False: chats) are packed by best-fit decreasing, among the next documents with
+    the tokens of some 16 sequences, and none is cut. Documents that may be split (texts) come in order, and fill the
+    rest of each sequence: if a text does not fit, the next sequence starts with its remainder. The last sequences of an
+    epoch may be shorter. A sequence without a target is left out.
 
     Args:
         documents: the documents.
         indices: the documents to use, int64; None for all.
-        seq_len: tokens per sequence, at least 1.
+        seq_len: most tokens of a sequence, at least 2.
         batch_size: sequences per batch, at least 1.
         seed: shuffles the documents, differently in each epoch; None keeps their order.
         epochs: passes through the documents; None repeats them without end. The last batch may be smaller.
+        excess_length_strategy: for a whole document with more than `seq_len` tokens: "truncate" keeps its first
+            `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences (later sequences are trained on
+            without the beginning), "raise" is an error. Such documents are counted in a message.
 
     Raises:
-        InputError: there are no documents, or a size is below 1. During iteration, after an epoch in which no document
-            had a token to train on.
+        InputError: there are no documents, or a size is too small. During iteration, after an epoch in which no
+            document had a token to train on, or for a document that is too long, with "raise".
 
     Examples:
         >>> documents = TokenDocuments([[5, 6, 7], [8, 9, 5], [6]])
@@ -55,76 +66,120 @@ class PackedBatches:
         batch_size: int,
         seed: int | None = None,
         epochs: int | None = None,
+        excess_length_strategy: ExcessLengthStrategy = "truncate",
     ) -> None:
-        if min(seq_len, batch_size) < 1:
-            raise InputError(f"must be at least 1: {seq_len=}, {batch_size=}")
+        if seq_len < 2 or batch_size < 1:
+            raise InputError(f"must be at least 2 and 1: {seq_len=}, {batch_size=}")
+        if excess_length_strategy not in get_args(ExcessLengthStrategy):
+            known = ", ".join(get_args(ExcessLengthStrategy))
+            raise InputError(f"excess_length_strategy: must be one of {known}, got {excess_length_strategy!r}")
         self._documents, self._seed, self._epochs = documents, seed, epochs
         self._indices = np.arange(len(documents)) if indices is None else indices
         if not len(self._indices):
             raise InputError("there is no document in the data: give files with text")
-        self._seq_len, self._batch_size = seq_len, batch_size
-        self._start(0, 0, 0)
+        self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
+        self._start(0, 0)
 
-    def _start(self, epoch: int, place: int, used: int) -> None:
-        self._epoch, self._place, self._used = epoch, place, used
+    def _start(self, epoch: int, place: int) -> None:
+        self._epoch, self._place, self._num_rows = epoch, place, 0
         self._order = self._indices
         if self._seed is not None:
             self._order = self._indices[permutation(len(self._indices), self._seed, epoch)]
-        self._ready: list[Tokens | None] = []
-        self._tokens_in_epoch = place or used
+        self._pool = Pool(self._seq_len)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents of an epoch."""
+        return len(self._indices)
+
+    @property
+    def documents_read(self) -> int:
+        """Number of documents that have been read, over all epochs."""
+        return self._epoch * len(self._indices) + self._place
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        ids: list[int] = []
-        labels: list[int] = []
-        bounds, sources = [0], []
-        while len(ids) < self._batch_size * self._seq_len and (document := self._document()) is not None:
-            room = self._seq_len - len(ids) % self._seq_len
-            piece = slice(self._used, self._used + room)
-            ids += document.ids[piece]
-            labels += document.labels[piece]
-            bounds.append(len(ids))
-            sources.append(int(self._order[self._place]))
-            self._used += room
-            self._tokens_in_epoch += room
-            if self._used >= len(document.ids):
-                self._next()
-        if not ids:
+        pieces: list[Piece] = []
+        for _ in range(self._batch_size):
+            pieces += self._row()
+        if not pieces:
             raise StopIteration
+        sources = dict.fromkeys(piece.document for piece in pieces)
+        ids, labels = (np.concatenate(parts)[None] for parts in zip(*((p.ids, p.labels) for p in pieces), strict=True))
+        bounds = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
         return Batch(
             {
-                "input_ids": torch.tensor([ids]),
-                "labels": torch.tensor([labels]),
-                "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+                "input_ids": torch.from_numpy(ids).long(),
+                "labels": torch.from_numpy(labels).long(),
+                "cu_seqlens": torch.from_numpy(bounds),
             },
-            where=lambda: ", ".join(map(self._documents.name, dict.fromkeys(sources))),
+            where=lambda: ", ".join(map(self._documents.name, sources)),
         )
 
-    def _document(self) -> Tokens | None:
-        """The current document; None after the last epoch."""
+    def _row(self) -> list[Piece]:
+        """The pieces of the next sequence; none after the last epoch."""
         while self._epoch != self._epochs:
-            if self._place == len(self._order):
-                if not self._tokens_in_epoch:
-                    raise InputError(
-                        f"there is nothing to learn in any of the {len(self._order):,} documents: give files with "
-                        "texts, or with chats in which the assistant speaks"
-                    )
-                self._start(self._epoch + 1, 0, 0)
-                continue
-            if not self._ready:
+            while not self._pool.is_full and self._place < len(self._order):
                 some = self._order[self._place : self._place + AT_ONCE]
-                self._ready = self._documents.read(some[: self._documents.at_once(some)])[::-1]
-            document = self._ready[-1]
-            if document is not None and document.ids:
-                return document
-            self._next()
-        return None
+                some = some[: self._documents.at_once(some)]
+                for piece in self._read(some):
+                    self._pool.add(piece)
+                self._place += len(some)
+            if not self._pool:
+                self._end_epoch()
+                continue
+            row = self._pool.take_row()
+            if any(piece.has_target for piece in row):
+                self._num_rows += 1
+                return row
+        return []
 
-    def _next(self) -> None:
-        self._ready.pop()
-        self._place, self._used = self._place + 1, 0
+    def _end_epoch(self) -> None:
+        self._documents.notes.say_totals()
+        if not self._num_rows:
+            raise InputError(
+                f"there is nothing to learn in any of the {len(self._order):,} documents: give files with texts, or "
+                f"with chats in which the assistant speaks within the first seq_len ({self._seq_len:,}) tokens"
+            )
+        self._start(self._epoch + 1, 0)
+
+    def _read(self, indices: Iterable[int]) -> Iterator[Piece]:
+        """The pieces of these documents to add to the pool."""
+        indices = list(map(int, indices))
+        for index, tokens in zip(indices, self._documents.read(indices), strict=True):
+            if tokens is None:
+                continue
+            ids, labels = np.asarray(tokens.ids, np.int32), np.asarray(tokens.labels, np.int32)
+            document = Piece(index, 0, ids, labels, tokens.splits)
+            if not document.has_target:
+                self._note(EMPTY, index, "nothing to learn: no token is predicted from the tokens before it")
+            elif document.splits or len(ids) <= self._seq_len:
+                yield document
+            else:
+                yield from self._shorter(document)
+
+    def _shorter(self, whole: Piece) -> list[Piece]:
+        """The pieces that remain of a whole document with more than `seq_len` tokens."""
+        index, size = whole.document, len(whole.ids)
+        problem = f"more than seq_len ({self._seq_len:,}) tokens"
+        if self._excess == "raise":
+            name = self._documents.name(index)
+            raise InputError(f"{name}: has {size:,} tokens, {problem}, and excess_length_strategy is 'raise'")
+        pieces, rest = list[Piece](), whole
+        while len(rest.ids):
+            piece, rest = rest.cut(self._seq_len)
+            pieces.append(piece)
+        kept = {"truncate": pieces[:1], "drop": [], "split": pieces}[self._excess]
+        kept = [piece for piece in kept if piece.has_target]
+        done = {"truncate": "truncated", "drop": "left out", "split": "split"}[self._excess]
+        lost = size - sum(len(piece.ids) for piece in kept)
+        self._note(f"have {problem}: {done}", index, f"has {size:,} tokens, {problem}: {done}", lost)
+        return kept
+
+    def _note(self, reason: str, index: int, message: str, tokens: int = 0) -> None:
+        self._documents.notes.add(reason, index, lambda: f"{self._documents.name(index)}: {message}", tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the documents, for JSON."""
@@ -134,18 +189,30 @@ class PackedBatches:
             "seed": self._seed,
             "epoch": self._epoch,
             "place": self._place,
-            "used": self._used,
+            "rows": self._num_rows,
+            "pool": self._pool.positions(),
             "unusable": sorted(self._documents.bad),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. Raises InputError if its data or seed differ."""
         own = self.state_dict()
+        if missing := own.keys() - state.keys():
+            raise InputError(f"data: the state is of another version, without {min(missing)!r}; start over")
         for key in ("corpus", "documents", "seed"):
             if state[key] != own[key]:
                 raise InputError(f"data: differs from the start of the run: {key} was {state[key]}, is {own[key]}")
         self._documents.bad |= set(state["unusable"])
-        self._start(state["epoch"], state["place"], state["used"])
+        self._start(state["epoch"], state["place"])
+        self._num_rows = state["rows"]
+        waiting = list(dict.fromkeys(index for index, _ in state["pool"]))
+        pieces: dict[tuple[int, int], Piece] = {}
+        while waiting:
+            count = self._documents.at_once(waiting)
+            pieces |= {(piece.document, piece.start): piece for piece in self._read(waiting[:count])}
+            waiting = waiting[count:]
+        for index, start in state["pool"]:
+            self._pool.add(pieces[index, start] if (index, start) in pieces else pieces[index, 0].cut(start)[1])
 
 
 class RankBatches:

@@ -8,6 +8,7 @@ from typing import Any
 from ligermodels.data.chat import Message
 from ligermodels.data.corpus import Indices, permutation
 from ligermodels.data.documents import Documents
+from ligermodels.data.records import Completion
 from ligermodels.errors import CheckpointError, InputError
 
 
@@ -16,7 +17,8 @@ class OpenChat:
     """A chat up to a turn of the assistant.
 
     messages: the messages so far.
-    rest: the following messages of the document; turns of the assistant in it are to be generated.
+    rest: the following messages of the document; turns of the assistant in it are to be generated, except those with
+        `weight` 0.
     variables: further variables of the chat template.
     """
 
@@ -35,7 +37,7 @@ class OpenChat:
             InputError: more unusable lines than allowed.
             CheckpointError: there is no usable chat template.
         """
-        while self.rest and self.rest[0]["role"] != "assistant":
+        while self.rest and (self.rest[0]["role"] != "assistant" or self.rest[0].get("weight") == 0):
             self.messages.append(self.rest.pop(0))
         if not self.rest or self.rest.pop(0).get("tool_calls"):  # The tool's answer belongs to the original call.
             self.rest = []
@@ -51,10 +53,26 @@ class OpenChat:
         return documents.tokenizer.encode_with_offsets(text)[0]
 
 
+def text_prompt(documents: Documents, record: Completion, prompt_tokens: int) -> list[int]:
+    """The prompt of a text.
+
+    Args:
+        documents: documents with the tokenizer.
+        record: the text.
+        prompt_tokens: tokens of the prompt, if the text has none of its own.
+
+    Returns:
+        Token ids of the record's own prompt, or of the beginning of its text.
+    """
+    ids = documents.encoder.prompt(record.prompt or record.completion)
+    return ids if record.prompt else ids[:prompt_tokens]
+
+
 def opening_prompts(
     documents: Documents, indices: Indices, count: int, *, prompt_tokens: int, seed: int = 0
 ) -> list[list[int]]:
-    """Prompts from documents: the beginning of a text, and a chat up to the assistant's first turn.
+    """Prompts from documents: the beginning of a text, the prompt of a completion, and a chat up to the assistant's
+    first turn.
 
     Prompts are distinct, and have more than special tokens. If there are too few documents, text files provide more
     prompts, spread over all their text.
@@ -79,10 +97,11 @@ def opening_prompts(
         if len(prompts) == count:
             break
         record = documents.records([index])[0]
-        if isinstance(record, str):
-            ids = tokenizer.encode(record)
-            prompt, starts = ids[:prompt_tokens], range(prompt_tokens, len(ids) - prompt_tokens + 1, prompt_tokens)
+        if isinstance(record, Completion):
+            prompt = text_prompt(documents, record, prompt_tokens)
             if not documents.corpus.is_line(index):
+                ids = documents.encoder.prompt(record.completion)
+                starts = range(prompt_tokens, len(ids) - prompt_tokens + 1, prompt_tokens)
                 further += [ids[start : start + prompt_tokens] for start in starts]
         else:
             prompt = (record and OpenChat([], *record).prompt(documents, index)) or []

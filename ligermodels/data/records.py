@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.convert.input_files import open_file, parse_json
 from ligermodels.data.chat import Message, join_turns
+from ligermodels.data.record_fields import (
+    ALPACA,
+    COMPLETION,
+    CONVERSATIONS,
+    FINISH,
+    MESSAGES,
+    OF_CHATS,
+    REFUSED_IN_TURNS,
+    SYSTEM,
+    TEXT,
+    Format,
+    check_refused,
+    format_of,
+    is_cut,
+    is_trained,
+    unused_fields,
+)
 from ligermodels.errors import InputError
 
 Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
 """The messages of a chat, and further variables of its template (`tools`)."""
+
+
+class Completion(NamedTuple):
+    """A prompt and its completion. Only the completion is trained on.
+
+    prompt: the prompt; "" for a text without a prompt.
+    completion: the text after the prompt.
+    is_finished: whether it ends with EOS.
+    """
+
+    prompt: str
+    completion: str
+    is_finished: bool = True
+
+
+Record: TypeAlias = Completion | Chat
+"""A text with or without a prompt, or a chat."""
 
 Json = TypeVar("Json")
 
@@ -27,6 +61,9 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 NO_TEXT = {
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "is compressed: unpack it first"),
     **dict.fromkeys((".parquet", ".arrow"), "is binary: write it as JSON, one object per line, to a .jsonl file"),
+    **dict.fromkeys(
+        (".csv", ".tsv", ".xls", ".xlsx"), "is a table: write its rows as JSON, one object per line, to a .jsonl file"
+    ),
 }
 """Suffixes of files that cannot be read by line -> problem and advice, for messages."""
 
@@ -41,6 +78,10 @@ ROLES = {
 
 CALLS = ("function_call", "tool_call")
 """Speakers of turns that contain tool calls, as JSON."""
+
+
+RESERVED = ("messages", "template", "tokenizer", "special", "add_generation_prompt", "tools", "documents")
+"""Names that `chat_template_kwargs` cannot set."""
 
 
 class NothingToLearn(ValueError):
@@ -67,22 +108,27 @@ def has_json_lines(path: Path) -> bool:
     return True
 
 
-def parse_line(line: bytes) -> str | Chat:
-    """Parse a line of JSON with a text or a chat.
+def parse_line(line: bytes) -> str | Record:
+    """Parse a line of JSON with a text, a prompt and its completion, or a chat.
 
     Keys with a null value count as absent. Consecutive turns of the user are joined by a blank line. A chat under
-    `conversations` starts at its first turn of the system or the user, as in FastChat.
+    `conversations` starts at its first turn of the system or the user, as in FastChat. A turn of the assistant that is
+    not trained on (`"weight": 0`, `"train": false`, `"loss": false`) has `weight` 0.
 
     Args:
-        line: a JSON object with a string under `text`, or a list of turns under `messages` (OpenAI's format) or
-            `conversations` (ShareGPT's), with or without `tools`.
+        line: a JSON object with a string under `text`; strings or lists of turns under `prompt` and `completion`
+            (TRL's format); strings under `instruction`, `input` and `output` (Alpaca's); or a list of turns under
+            `messages` (OpenAI's) or `conversations` (ShareGPT's). Chats may have `system`, `tools`, `functions`,
+            `documents` and `chat_template_kwargs`.
 
     Returns:
-        The text; or, for a chat, its messages and the template variables (`{"tools": [...]}` or `{}`).
+        The text; a `Completion`, if it has a prompt or was cut (`"finish_reason": "length"`); or, for a chat, its
+        messages and the template variables (`{"tools": [...]}` or `{}`).
 
     Raises:
-        ValueError: the line is invalid.
-        NothingToLearn: (a ValueError) the assistant neither says a word nor calls a tool in the chat.
+        ValueError: the line is invalid, or has a field that is refused; the message names it.
+        NothingToLearn: (a ValueError) the assistant neither says a word nor calls a tool in the chat, or no turn is
+            trained on.
 
     Examples:
         >>> parse_line(b'{"text": "Once upon a time"}')
@@ -90,12 +136,66 @@ def parse_line(line: bytes) -> str | Chat:
         >>> parse_line(b'{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}')
         ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}], {})
     """
+    record, _ = read_record(line)
+    if isinstance(record, Completion) and not record.prompt and record.is_finished:
+        return record.completion
+    return record
+
+
+def read_record(line: bytes) -> tuple[Record, list[str]]:
+    """The record in a line of JSON, as in `parse_line`, and the names of the line's fields that are not used."""
     record = _without_nulls(_parsed(line))
-    turns = record.get("messages", record.get("conversations"))
-    if turns is not None:
-        return _chat(turns, record.get("tools", []), from_sharegpt="messages" not in record)
-    message = 'not an object with a string under "text", or a list under "messages" or "conversations"'
-    return _check_type(record.get("text"), str, message)
+    form = format_of(record)
+    parsed = _READ[form](record)
+    if isinstance(parsed, Completion) and (wrong := [name for name in OF_CHATS if record.get(name)]):
+        raise ValueError(f'"{wrong[0]}" is for chats, and "{form.required[0]}" is a text')
+    return parsed, unused_fields(record, form)
+
+
+def chat_record(messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a chat, as `parse_line` reads it."""
+    others = {name: value for name, value in variables.items() if name not in OF_CHATS}
+    record = {"messages": list(messages)} | {name: variables[name] for name in variables if name in OF_CHATS}
+    return {**record, "chat_template_kwargs": others} if others else record
+
+
+def _text(record: Mapping[str, Any]) -> Completion:
+    return Completion("", _check_type(record["text"], str, '"text" must be a string'), not is_cut(record))
+
+
+def _completion(record: Mapping[str, Any]) -> Completion | Chat:
+    """A prompt and its completion, as texts or as turns; turns of the prompt are not trained on."""
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion, not is_cut(record))
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise ValueError('"prompt" and "completion" must be two strings, or two lists of turns')
+    return _chat([*prompt, *completion], record, untrained=len(prompt))
+
+
+def _alpaca(record: Mapping[str, Any]) -> Chat:
+    """The instruction with its input as a turn of the user, and the output as the answer, after the turns of
+    `history`."""
+    for name in ("instruction", "input", "output"):
+        _check_type(record.get(name, ""), str, f'"{name}" must be a string')
+    question = "\n".join(filter(None, (record["instruction"], record.get("input"))))
+    problem = '"history" must be a list of pairs, each a question and an answer'
+    turns: list[dict[str, Any]] = []
+    for pair in [*_check_type(record.get("history", []), list, problem), [question, record["output"]]]:
+        if len(_check_type(pair, list, problem)) != 2:
+            raise ValueError(problem)
+        turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return _chat(turns, record)
+
+
+_READ: dict[Format, Callable[[Mapping[str, Any]], Record]] = {
+    MESSAGES: lambda record: _chat(record["messages"], record),
+    CONVERSATIONS: lambda record: _chat(record["conversations"], record, from_sharegpt=True),
+    COMPLETION: _completion,
+    ALPACA: _alpaca,
+    TEXT: _text,
+}
+"""Format -> function that reads a record of it."""
 
 
 def _check_type(value: Any, json_type: type[Json], message: str) -> Json:
@@ -121,37 +221,107 @@ def _parsed(line: bytes) -> Any:
     return record
 
 
-def _chat(turns: Any, tools: Any, *, from_sharegpt: bool) -> Chat:
-    """The messages and tools of a chat; a ShareGPT chat starts at its first turn of the system or the user."""
+def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False, untrained: int = 0) -> Chat:
+    """The messages and template variables of a chat.
+
+    Args:
+        turns: the turns of the record.
+        record: the record, for its other fields.
+        from_sharegpt: start at the first turn of the system or the user.
+        untrained: number of turns at the start that are not trained on.
+    """
     turns = _check_type(turns, list, "a chat must be a list of turns")
-    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    for number, turn in enumerate(turns, start=1):
+        _check_parts(_without_nulls(turn).get("content"), number)
+    messages = [_weighted(_message(turn, number), number) for number, turn in enumerate(turns, start=1)]
+    messages[:untrained] = [
+        {**message, "weight": 0} if message["role"] == "assistant" else message for message in messages[:untrained]
+    ]
     if from_sharegpt:
         messages = list(dropwhile(lambda message: message["role"] not in ("system", "user"), messages))
-    answers = (message for message in messages if message["role"] == "assistant")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
+    messages = _with_system(messages, record)
+    if any(map(is_cut, messages[:-1])):
+        raise ValueError(f'"{FINISH}" is "length" in a turn that is not the last one')
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not any(message.get("tool_calls") or message["content"].strip() for message in answers):
         raise NothingToLearn("the assistant does not say a word in the chat")
-    tools = _check_type(_decoded(tools) or [], list, '"tools" must be a list')
-    return _alternating(messages), {"tools": tools} if tools else {}
+    if all("weight" in message for message in answers):
+        raise NothingToLearn("no turn of the assistant is trained on")
+    return _alternating(messages), _variables(record)
 
 
-def _message(turn: Any, number: int) -> Message:
+def _with_system(messages: list[Message], record: Mapping[str, Any]) -> list[Message]:
+    """The messages, after a turn with the system prompt of the record, if there is one."""
+    for name in SYSTEM:
+        system = _check_type(_joined(record.get(name, "")), str, f'"{name}" must be a string')
+        if system and messages[:1] and messages[0]["role"] == "system":
+            if messages[0]["content"] != system:
+                raise ValueError(f'"{name}" and the first turn are two different system prompts; remove one')
+        elif system:
+            messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The template variables of a chat: its tools, its documents, and the entries of `chat_template_kwargs`."""
+    variables: dict[str, Any] = {}
+    for name in ("tools", "functions", "documents"):
+        items = _check_type(_decoded(record.get(name)) or [], list, f'"{name}" must be a list')
+        if items and name == "functions" and variables:
+            raise ValueError('"functions" is the old name of "tools"; give one of the two')
+        if items:
+            variables["documents" if name == "documents" else "tools"] = items
+    if "tools" in variables:
+        variables["tools"] = [_tool(tool) for tool in variables["tools"]]
+    problem = '"chat_template_kwargs" must be an object'
+    more = _check_type(_decoded(record.get("chat_template_kwargs")) or {}, dict, problem)
+    if wrong := sorted(more.keys() & {*RESERVED, *variables}):
+        raise ValueError(f'"chat_template_kwargs" may not set "{wrong[0]}", which the record or the training sets')
+    return {**variables, **more}
+
+
+def _tool(tool: Any) -> Any:
+    """A tool in OpenAI's form, as templates expect it. The record may give the function alone."""
+    bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if bare and tool.get("type", "function") == "function" else tool
+
+
+def _weighted(message: dict[str, Any], number: int) -> Message:
+    """The message, with `weight` 0 instead of the fields that say that it is not trained on."""
+    where = f"turn {number} of the chat: "
+    check_refused(message, REFUSED_IN_TURNS, where)
+    trained, role = is_trained(message, where), message["role"]
+    if trained and role != "assistant":
+        raise ValueError(f"{where}is of the {role}, and only turns of the assistant can be trained on")
+    return {**message, "weight": 0} if trained is False and role == "assistant" else message
+
+
+def _message(turn: Any, number: int) -> dict[str, Any]:
     """A turn with the keys of transformers ("role", "content") or ShareGPT ("from", "value"), as a message."""
     fields = _without_nulls(turn)
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), _joined(fields.pop("content", content))
     function_call = fields.pop("function_call", None)  # OpenAI's format before tool_calls
     calls = _decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
-    if content is None and calls:
-        content = ""
     no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
-    role, content = _check_type(role, str, no_text).strip().lower(), _check_type(content, str, no_text)
+    role = _check_type(role, str, no_text).strip().lower()
+    if content is not None or not calls:
+        content = _check_type(content, str, no_text)
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")
     if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
-        calls, content = call if isinstance(call, list) else [call], ""
+        calls = call if isinstance(call, list) else [call]
+        content = None if calls else ""
     if calls:
         fields["tool_calls"] = _calls(calls, number)
-    return {"role": ROLES[role], "content": content, **fields}
+    return {"role": ROLES[role], **({} if content is None else {"content": content}), **fields}
+
+
+def _check_parts(content: Any, number: int) -> None:
+    """Raise ValueError for a part of a content that is not text."""
+    for part in content if isinstance(content, list) else []:
+        if (kind := _without_nulls(part).get("type", "text")) != "text":
+            raise ValueError(f"turn {number} of the chat: a part has type {kind!r}, and only text can be trained on")
 
 
 def _joined(content: Any) -> Any:
@@ -171,14 +341,11 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments in text form (OpenAI) are
-    decoded, because templates encode them as JSON."""
+    """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments stay in their form, a dict or
+    JSON in a string, until it is known which form the chat template takes."""
     call = _without_nulls(call)
     function = _without_nulls(call.get("function", call))
     _check_type(function.get("name"), str, f"turn {number} of the chat calls a tool without a name")
-    arguments = _decoded(function.get("arguments"))
-    if isinstance(arguments, dict):
-        function["arguments"] = arguments
     return {"type": "function", **(call if "function" in call else {}), "function": function}
 
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import IO, Any, NoReturn, cast
 
 import jinja2
@@ -226,10 +226,20 @@ def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
-    # jinja2's own escapes <, >, & and ' for HTML.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` with transformers' arguments; jinja2's own escapes <, >, & and ' for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

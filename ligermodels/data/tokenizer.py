@@ -11,6 +11,9 @@ from ligermodels.convert.hub import resolve
 from ligermodels.convert.input_files import TOKENIZER_BYTES, as_path, read_bytes
 from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.generation.text_stream import TextStream
+
+__all__ = ["TextStream", "Tokenizer"]
 
 CHARACTERS_AT_ONCE = 1 << 20
 """Most characters of texts that are encoded together: encoding takes about 100 bytes of memory per character."""
@@ -92,6 +95,14 @@ class Tokenizer:
                 token_ids.append(ids[1:] if has_two else ids)
         return token_ids
 
+    @property
+    def added_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before a text (usually a BOS), and after it."""
+        encoding = self.backend.encode("a")
+        added = [bool(special) for special in encoding.special_tokens_mask]  # 0 for special tokens of the text itself
+        start, end = added.index(False), len(added) - added[::-1].index(False)
+        return encoding.ids[:start], encoding.ids[end:]
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, and the span [start, end) of each token, in characters.
 
@@ -111,6 +122,11 @@ class Tokenizer:
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens."""
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, by default without special tokens. Raises InputError for values that are no token ids."""
@@ -151,44 +167,3 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         size += len(text)
     if group:
         yield group
-
-
-class TextStream:
-    """Decodes tokens one by one, for streaming: a token may be part of a character, or depend on earlier tokens.
-
-    Args:
-        tokenizer: the tokenizer.
-        prompt: token ids before the first pushed token.
-
-    Examples:
-        >>> tokenizer = Tokenizer("MODEL")
-        >>> stream = TextStream(tokenizer, [])
-        >>> "".join([*map(stream.push, tokenizer.encode("über alles")), stream.flush()])
-        'über alles'
-    """
-
-    CONTEXT = 8
-    """Number of earlier tokens that are decoded together with new tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self.tokenizer, self.ids = tokenizer, list(prompt[-self.CONTEXT :])
-        self.shown = len(self.ids)
-
-    def push(self, token: int) -> str:
-        """Text up to and including `token` that was not returned before; empty while a character is incomplete."""
-        self.ids.append(token)
-        text = self._pending()
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._take(text)
-
-    def flush(self) -> str:
-        """The remaining text, such as an incomplete last character."""
-        return self._take(self._pending())
-
-    def _pending(self) -> str:
-        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.shown])) :]
-
-    def _take(self, text: str) -> str:
-        start = max(0, len(self.ids) - self.CONTEXT)
-        self.ids = self.ids[start:]
-        self.shown = len(self.ids)
-        return text

@@ -1,147 +1,172 @@
-"""Locating the assistant's turns in a rendered chat."""
+"""Which parts of a rendered chat the model wrote.
+
+A template may render a turn of the assistant in several pieces, put tool results between them, drop the reasoning of
+earlier turns, or write other text around the last turn. So the text is compared with other versions of the chat: they
+show where the parts of messages are (`leaves`), and how the text between two parts is divided (`frames`).
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
-from ligermodels.data import rendering
+from ligermodels.data.frames import Frame, Frames
+from ligermodels.data.leaves import Leaf, find_leaves
+from ligermodels.data.parts import is_trained
+from ligermodels.data.versions import Version, Versions, without_marks
 from ligermodels.errors import InputError
 
-if TYPE_CHECKING:
-    from ligermodels.data.chat import ChatTemplate, Message
+KNOWN = 4096
+"""Most frames that are remembered per template."""
 
-PROBE = "\ufdd2"
-"""A marker in rendered text: a Unicode noncharacter, like START and END."""
 
-AT_ONCE = 1 << 22
-"""Most characters of the versions of a chat that are rendered together."""
+class Span(NamedTuple):
+    """A span [start, end) of the text, in characters, that the model wrote in a turn."""
+
+    start: int
+    end: int
+    message: int
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Locates the assistant's turns in `text`, the rendered messages, by rendering other versions of the messages."""
+    """Finds the spans of a rendered chat that the model wrote.
 
-    template: ChatTemplate
-    messages: Sequence[Message]
+    Args:
+        versions: the chat and its other versions.
+        special: pattern of the special tokens.
+    """
+
+    versions: Versions
     special: re.Pattern[str]
-    variables: Mapping[str, Any]
-    answers: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    """Answers of `rendering.render_all` for versions that are already rendered."""
-
-    def render_ahead(self, assistant: Sequence[int], size: int) -> None:
-        """Render together all versions that are needed to locate these turns, if they have at most AT_ONCE characters;
-        a version has about `size` characters."""
-        needed = [("whole", 0)]
-        needed += [("without calls", i) for i, message in enumerate(self.messages) if message.get("tool_calls")]
-        needed += [(version, i) for i in assistant for version in ("last", "prompt", "earlier", "probed")]
-        if len(needed) * size <= AT_ONCE:
-            answers = self.template.render_all_marked([self._version(*key) for key in needed], self.variables)
-            self.answers.update(zip(needed, answers, strict=False))  # no answers if a version ended the process
-
-    def _version(self, version: str, i: int) -> tuple[Sequence[Message], bool]:
-        """Messages of a version of the chat, and whether a generation prompt follows them.
-
-        "whole": all messages. "earlier": the messages before message i. "prompt": the same, and a generation prompt.
-        "last": the same, and a turn of the assistant with PROBE as its content. "so far": the messages up to message i.
-        "probed": all messages, message i with PROBE as its content. "without calls": all messages, message i without
-        its tool calls.
-        """
-        if version == "whole":
-            return self.messages, False
-        earlier, message, later = self.messages[:i], self.messages[i], self.messages[i + 1 :]
-        match version:
-            case "earlier" | "prompt":
-                return earlier, version == "prompt"
-            case "last":
-                return [*earlier, {"role": "assistant", "content": PROBE}], False
-            case "probed":
-                return [*earlier, {**message, "content": PROBE}, *later], False
-            case "so far":
-                return [*earlier, message], False
-        without = {key: value for key, value in message.items() if key != "tool_calls"}
-        return [*earlier, without, *later], False
 
     @cached_property
     def text(self) -> str:
-        """The text of all messages. Raises InputError if the template refuses them."""
-        return self._text("whole", 0)
+        """The rendered chat. Raises InputError if the template refuses it."""
+        return self.versions.text(Version())
 
-    def check_calls(self) -> None:
-        """Raise InputError if the template omits tool calls: the model would be trained on an empty turn."""
-        for i, message in enumerate(self.messages):
-            if message.get("tool_calls") and self._try("without calls", i) == self.text:
-                raise InputError(f"{self.template.name}: does not write the tool calls in message {i}")
+    def trained_spans(self) -> list[tuple[int, int]]:
+        """The spans (start, end) to train on: what the template marks, or else what the model wrote.
 
-    def span(self, i: int) -> tuple[int, int]:
-        """Start and end of turn i of the assistant in `text`. Raises InputError if it cannot be located."""
-        # Rendered as the last turn, it shows the template's text before and after the content.
-        head, probed, tail = (self._try("last", i) or "").partition(PROBE)
-        content = self._content(i)
-        start = self._start(i, content, [head, head.rstrip()] if probed else [])
-        if start is not None and content is not None and not self.messages[i].get("tool_calls"):
-            return start, self._end(content[1], tail)
-        # The turn has more than its content (tool calls), or its content changes the surrounding text (reasoning).
-        end = self._end_of_more(i, content[1] if content else start, tail) if start is not None else None
-        if start is None or end is None:
-            raise InputError(
-                f"{self.template.name}: message {i}, of the assistant, cannot be located in the rendered chat"
-            )
-        return start, end
+        Raises InputError if the template refuses the chat or omits its tool calls, or a turn cannot be located.
+        """
+        leaves = find_leaves(self.versions)
+        left_out = {i for i, message in enumerate(self.versions.messages) if not is_trained(message)}
+        if not self.versions.template.marks_turns:
+            return [(span.start, span.end) for span in self._spans(leaves) if span.message not in left_out]
+        _, marked = without_marks(self.versions.marked_text(Version()))
+        masked = [span for span in self._spans(leaves) if span.message in left_out] if left_out else []
+        return [(start, end) for start, end in marked if not any(start < a.end and a.start < end for a in masked)]
 
-    def _start(self, i: int, content: tuple[int, int] | None, heads: list[str]) -> int | None:
-        """The start of turn i: the end of its generation prompt, or the start of its content, or the end of a head."""
-        prompt = self._try("prompt", i)
-        has_prompt = prompt is not None and prompt != self._try("earlier", i)
-        start = len(prompt) if prompt is not None and self.text.startswith(prompt) else None
-        if content is not None:
-            is_before = start is not None and start <= content[0]
-            return start if is_before and (has_prompt or self.text[start : content[0]].isspace()) else content[0]
-        return start if has_prompt else next((len(head) for head in heads if self.text.startswith(head)), None)
+    def _spans(self, found: list[Leaf]) -> list[Span]:
+        """The spans that the model wrote, with the tokens that end its turns, in the order of the text.
 
-    def _end_of_more(self, i: int, start: int, tail: str) -> int | None:
-        """The end, after `start`, of message i, or None if unknown. `tail` follows a last turn."""
-        so_far = self._try("so far", i)
-        if so_far is not None and self.text.startswith(so_far):
-            tokens = list(self.special.finditer(so_far, start))
-            if tokens and not so_far[tokens[-1].end() :].strip():
-                return tokens[-1].end()
-        token = self.special.match(tail.lstrip())
-        mark = token[0] if token else tail.strip()
-        end = self.text.find(mark, start) if mark else -1
-        return end + len(mark) if end >= 0 else None
+        Raises InputError if a turn of the assistant cannot be located.
+        """
+        leaves = self._separate(found)
+        runs = [list(run) for _, run in groupby(leaves, key=lambda leaf: (self._is_own(leaf), leaf.message))]
+        frames = Frames(self.versions, self.special, leaves[0].start if leaves else 0)
+        spans, low, header = list[Span](), 0, ""
+        for k, run in enumerate(runs):
+            if self._is_own(run[0]):
+                frame = self._frame(frames, runs, k, low)
+                if frame.before is None and run[0].part == "calls":
+                    raise self._lost(run[0].message)
+                header = frame.header or header
+                start, end = run[0].start - (frame.before or 0), run[-1].end + frame.after
+                mark = "".join(frames.pieces.findall(self.text, run[-1].end, end)[-1:])
+                spans += self._without_headers(run, start, end, mark, header)
+                low = spans[-1].end
+            low = max(low, run[-1].end)
+        return spans
 
-    def _content(self, i: int) -> tuple[int, int] | None:
-        """The span of the content of message i: the part of the text that changes with the content."""
-        probed = self._try("probed", i)
-        before, probe, after = (probed or "").partition(PROBE)
-        if not probe or PROBE in after or len(before) + len(after) > len(self.text):
-            return None
-        if not (self.text.startswith(before) and self.text.endswith(after)):
-            return None
-        return len(before), len(self.text) - len(after)
+    def _separate(self, found: list[Leaf]) -> list[Leaf]:
+        """The parts without other messages' parts that overlap parts of the assistant's messages.
 
-    def _end(self, content_end: int, tail: str) -> int:
-        """The end of a turn, from the end of its content; `tail` follows the content of a last turn."""
-        rest = tail.lstrip()
-        if token := self.special.match(rest):
-            after = len(self.text) - len(self.text[content_end:].lstrip())
-            return after + len(token[0]) if self.text.startswith(token[0], after) else content_end
-        mark = tail.rstrip()  # an end marker that is not a special token
-        return content_end + len(mark) if self.text.startswith(mark, content_end) else content_end
+        If a part changes the text around other messages, its place is unknown, and it is not needed: it would only
+        narrow the search. Raises InputError if a turn of the assistant is not in the text, or overlaps another one.
+        """
+        own = [leaf for leaf in found if self._is_own(leaf)]
+        lost = {i for i, message in enumerate(self.versions.messages) if message.get("role") == "assistant"}
+        lost -= {leaf.message for leaf in own}
+        lost |= {later.message for leaf, later in pairwise(own) if later.start < leaf.end}
+        if lost:
+            raise self._lost(min(lost))
+        return [a for a in found if self._is_own(a) or not any(a.start < b.end and b.start < a.end for b in own)]
 
-    def _text(self, version: str, i: int) -> str:
-        """The text of a version of the messages. Raises InputError if the template refuses it."""
-        if (answer := self.answers.get((version, i))) is not None:
-            return rendering.text_of(self.template.name, answer)
-        return self.template.render_marked(*self._version(version, i), self.variables)
+    def _is_own(self, leaf: Leaf) -> bool:
+        """Whether the model wrote the part."""
+        return self.versions.messages[leaf.message].get("role") == "assistant" and leaf.part != "responses"
 
-    def _try(self, version: str, i: int) -> str | None:
-        """The text of a version of the messages, or None if the template refuses it."""
-        try:
-            return self._text(version, i)
-        except InputError:
-            return None
+    def _lost(self, i: int) -> InputError:
+        name = self.versions.template.name
+        return InputError(f"{name}: message {i}, of the assistant, cannot be located in the rendered chat")
+
+    def _frame(self, frames: Frames, runs: list[list[Leaf]], k: int, low: int) -> Frame:
+        """The frame of run k of the parts, whose text starts after `low`.
+
+        The same text of the template, between parts of the same kind, is divided in the same way: it is remembered.
+        """
+        run, previous = runs[k], runs[k - 1][-1] if k else None
+        following = runs[k + 1][0] if k + 1 < len(runs) else None
+        start, end, high = run[0].start, run[-1].end, following.start if following else len(self.text)
+        before, after = self._around(runs, k)
+        around = self.text[previous.end if previous else 0 : start], self.text[end:high]
+        kinds = tuple(map(self._kind, (previous, run[0], run[-1], following)))
+        known, key = self.versions.template.frames, (*around, kinds, before.dropped is None, self._settings)
+        if key in known:
+            return known[key]
+        frame = frames.frame(before, after, low, start, end, high)
+        if frame.before is not None:
+            if len(known) >= KNOWN:
+                known.clear()
+            known[key] = frame
+        return frame
+
+    def _kind(self, leaf: Leaf | None) -> Any:
+        return None if leaf is None else (self.versions.messages[leaf.message].get("role"), leaf.part)
+
+    @cached_property
+    def _settings(self) -> tuple[str, str]:
+        """The variables that may change the template's text around turns, as JSON; the pattern of special tokens."""
+        values = {key: key in ("tools", "documents") or value for key, value in self.versions.variables.items()}
+        return json.dumps(values, sort_keys=True, default=str), self.special.pattern
+
+    def _around(self, runs: list[list[Leaf]], k: int) -> tuple[Version, Version]:
+        """The versions of the chat that end before, and after, run k of the parts.
+
+        Tool results may come between two parts of the message that calls the tools.
+        """
+        i, now = runs[k][0].message, {leaf.part for leaf in runs[k]}
+        results = [run[-1].message + 1 for run in runs[:k] if run[-1].message >= i and self._is_result(run[-1])]
+        later = frozenset(leaf.part for run in runs[k + 1 :] for leaf in run if leaf.message == i)
+        before = Version(max(results), dropped=(i, later | now)) if results else Version(i)
+        return before, Version(max([i + 1, *results]), dropped=(i, later) if later else None)
+
+    def _is_result(self, leaf: Leaf) -> bool:
+        role = self.versions.messages[leaf.message].get("role")
+        return leaf.part == "responses" or role not in ("system", "developer", "user", "assistant")
+
+    def _without_headers(self, run: list[Leaf], start: int, end: int, mark: str, header: str) -> list[Span]:
+        """The span of a run of parts, divided where the template ends the turn and starts another one.
+
+        The other turn is left out if it is empty.
+
+        Args:
+            run: the parts.
+            start: start of the span.
+            end: end of the span.
+            mark: the last token of the span.
+            header: the header of a turn.
+        """
+        spans = list[Span]()
+        for leaf, following in zip(run, [*run[1:], None], strict=True):
+            again = self.text.find(mark + header, leaf.end, following.start if following else end)
+            if again >= 0 and header.strip():
+                spans.append(Span(start, again + len(mark), leaf.message))
+                start = again + len(mark + header) if following else end
+        return [*spans, Span(start, end, run[0].message)] if start < end or not spans else spans

@@ -126,7 +126,8 @@ class _Demo:
 
     def run(self, train: Any, recipe: Any, name: str) -> Outcome:
         console = Console(lambda message: None, progress)
-        outcome: Outcome = train(recipe, self.folder / name, device=self.s.device, console=console)
+        options = {"device": self.s.device, "console": console, "overwrite": True}
+        outcome: Outcome = train(recipe, self.folder / name, **options)
         return outcome
 
     def pretrain(self) -> None:

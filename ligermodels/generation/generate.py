@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ligermodels.arguments import check_token_id, is_sequence
 from ligermodels.errors import InputError
+from ligermodels.generation.context_length import GenerationLimit
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.host import (
     LogitsProcessor,
@@ -66,6 +67,8 @@ def generate(
 
             max_length: most tokens of a prompt, padding included, and its continuation; ignored with `max_new_tokens`.
             attention_mask: (B, T), 1 on tokens and 0 on padding, which may be on any side. Only with a tensor of ids.
+                Default: as in transformers, 0 on tokens of a tensor that equal `pad_token_id`, unless it is an EOS
+                token too; lists of ids are prompts without padding.
             do_sample: sample instead of greedy decoding. Default: False. The next four options apply only then.
             temperature: above 0; logits are divided by it. Default: 1.
             top_k: sample from the k most probable tokens; None or 0: from all.
@@ -181,7 +184,7 @@ class Decoding:
         check_values(repetition_penalty=repetition_penalty, num_return_sequences=num_return_sequences)
         self.model, self.eos_ids = model, as_eos_ids(eos_token_id)
         self.pad_id = as_pad_id(pad_token_id, self.eos_ids)
-        self.prompts = prepare_prompts(input_ids, attention_mask, self.pad_id, model.config.vocab_size)
+        self.prompts = prepare_prompts(input_ids, attention_mask, self.pad_id, self.eos_ids, model.config.vocab_size)
         self.max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, self.prompts.ids.shape[1])
         check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if do_sample:
@@ -218,10 +221,12 @@ class Decoding:
             # A superfluous step must not reach the caller, functions on the host or the random generator.
             finished = Finished(step.state.device, not (streamed or on_host or self.stopping))
             may_end = bool(self.eos_ids or self.stopping)
+            limit, longest = GenerationLimit(self.model), max(prompt_lengths)
             for count in range(1, self.max_new_tokens + 1):
                 if self.stopping:
                     # In place: a CUDA graph reads `done`. Finished sequences gain no more tokens.
                     sequences.done.logical_or_(self.stopping(self.result(), sequences.done))
+                limit(longest + count - 1)  # the newest token is not read yet
                 yield count
                 if may_end and finished(all_done(sequences.done)) is not None:
                     break

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,14 +42,16 @@ class Graphed(Generic[Result]):
     """Calls a function on tensors at fixed addresses; from the second call on it replays a CUDA graph of the function.
 
     The function reads and changes tensors in place and does not synchronise. It returns None or tensors, and the next
-    call overwrites these tensors. The first call runs the function itself, to compile its kernels. On other devices,
-    and if not `enabled`, every call does so.
+    call overwrites these tensors. The first call runs the function itself, to compile its kernels, unless they
+    are compiled already (`is_warm`). On other devices, and if not `enabled`, every call runs the function.
     """
 
-    def __init__(self, function: Callable[[], Result], device: torch.device, enabled: bool = True) -> None:
+    def __init__(
+        self, function: Callable[[], Result], device: torch.device, enabled: bool = True, is_warm: bool = False
+    ) -> None:
         self._function, self._device = function, device
         self._enabled = enabled and device.type == "cuda"
-        self._warm = False
+        self._warm = is_warm
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
@@ -57,12 +59,17 @@ class Graphed(Generic[Result]):
         if not self._enabled or not self._warm:
             self._warm = True
             return self._function()
-        if self._graph is None:
-            self._graph = self._record()
-        self._graph.replay()
-        return self._result
+        self.record()
+        if self._graph is not None:
+            self._graph.replay()
+        return cast(Result, self._result)
 
-    def _record(self) -> torch.cuda.CUDAGraph:
+    def record(self) -> None:
+        """Record the function now, if no call has done so. RuntimeError if it does anything that a graph cannot."""
+        if self._enabled and self._graph is None:
+            self._graph = self._recorded()
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
         """Record the function without running it.
 
         Not with `torch.cuda.graph`: it waits for the device and releases all memory that torch has cached on device and

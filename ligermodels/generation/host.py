@@ -11,6 +11,7 @@ from torch import Tensor
 from ligermodels.errors import InputError, short
 from ligermodels.generation.prompts import Prompts
 from ligermodels.generation.step import new_tokens
+from ligermodels.generation.text_stream import TextDecoder, TextStream
 
 LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ids (B, T), fp32 scores (B, V)) -> scores (B, V)."""
@@ -71,7 +72,7 @@ def _check_scores(name: str, scores: Any, logits: Tensor) -> None:
 
 
 class Stopping:
-    """Decides which sequences end, by stopping criteria and by stop strings.
+    """Decides which sequences end, by stopping criteria and by stop strings; called after each step.
 
     Args:
         criteria: functions (ids (B, T), None) -> bool or bool (B,); None for none.
@@ -90,19 +91,21 @@ class Stopping:
         tokenizer: Any,
         prompts: Prompts,
     ) -> None:
-        self._criteria, self._tokenizer = _functions("stopping_criteria", criteria), tokenizer
-        self._strings = _texts("stop_strings", stop_strings)
-        if self._strings and not callable(getattr(tokenizer, "decode", None)):
+        self._criteria = _functions("stopping_criteria", criteria)
+        strings = _texts("stop_strings", stop_strings)
+        if strings and not callable(getattr(tokenizer, "decode", None)):
             raise InputError("stop_strings: need a tokenizer, to read the text: give tokenizer=... too")
-        # No token is shorter than a byte. A decoder may change the beginning of a text, such as its first space.
-        self._window = max((len(text.encode()) for text in self._strings), default=0) + 2
-        self._width, self._lengths = prompts.ids.shape[1], prompts.mask.sum(dim=1).tolist()
+        self._texts: list[_StopText] = []
+        if strings:
+            rows = zip(prompts.ids.tolist(), prompts.mask.sum(dim=1).tolist(), strict=True)
+            # Without the padding: pad_token_id may be any number, also one outside the vocabulary.
+            self._texts = [_StopText(strings, tokenizer, ids[len(ids) - length :]) for ids, length in rows]
 
     def __bool__(self) -> bool:
-        return bool(self._criteria or self._strings)
+        return bool(self._criteria or self._texts)
 
     def __call__(self, ids: Tensor, done: Tensor) -> Tensor:
-        """Bool (B,): `done` (B,), and the sequences in `ids` (B, T) that end now."""
+        """Bool (B,): `done` (B,), and the sequences in `ids` (B, T) that end with their last token."""
         for number, criterion in enumerate(self._criteria):
             answer = criterion(ids, None)
             try:
@@ -112,20 +115,30 @@ class Stopping:
                 expected = f"bool or bool {tuple(done.shape)}"
                 raise InputError(f"stopping_criteria[{number}]: must return {expected}, got {answer!r}") from None
             done = done | ends
-        if not self._strings:
+        if not self._texts:
             return done
-        new = ids.shape[1] - self._width
-        rows = zip(ids[:, -self._window - 1 :].tolist(), self._lengths, done.tolist(), strict=True)
-        # Without the padding: pad_token_id may be any number, also one outside the vocabulary.
-        ended = [is_done or self._completes_text(row[-(length + new) :]) for row, length, is_done in rows]
-        return torch.tensor(ended, device=done.device)
+        rows = zip(self._texts, ids[:, -1].tolist(), done.tolist(), strict=True)
+        return torch.tensor([is_done or text.ends_with(token) for text, token, is_done in rows], device=done.device)
 
-    def _completes_text(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens completes one of the stop strings."""
-        before, after = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:-1], ids))
-        differences = (position for position, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
-        unchanged = next(differences, min(len(before), len(after)))
-        return any(after.rfind(text) + len(text) > unchanged for text in self._strings if text in after)
+
+class _StopText:
+    """The end of a sequence's text, read token by token for stop strings."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: TextDecoder, prompt: list[int]) -> None:
+        self._strings, self._size = strings, max(map(len, strings)) - 1
+        self._stream = TextStream(tokenizer, prompt, skip_special_tokens=False)
+        self._text = self._last(tokenizer.decode(prompt[: self._stream.start], skip_special_tokens=False))
+
+    def ends_with(self, token: int) -> bool:
+        """Whether this next token of the sequence completes a stop string."""
+        start, text = len(self._text), self._text + self._stream.push(token)
+        self._text = self._last(text)
+        text += self._stream.pending
+        return any(text.rfind(string) + len(string) > start for string in self._strings if string in text)
+
+    def _last(self, text: str) -> str:
+        """The last characters of `text`, that a stop string may begin with."""
+        return text[max(0, len(text) - self._size) :]
 
 
 def _texts(name: str, value: Any) -> list[str]:

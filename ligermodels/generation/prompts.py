@@ -1,5 +1,6 @@
 """The prompts of a batch: checked, and padded on the left."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,14 +34,22 @@ class Prompts(NamedTuple):
 
 
 def prepare_prompts(
-    input_ids: TokenIds, attention_mask: Tensor | None, pad_token_id: int | None, vocab_size: int
+    input_ids: TokenIds,
+    attention_mask: Tensor | None,
+    pad_token_id: int | None,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
 ) -> Prompts:
     """Check the prompts of a `generate` call and pad them on the left.
+
+    Without a mask, tokens of a tensor that equal `pad_token_id` are padding, as in transformers, unless this token also
+    ends sequences. Then a warning says that a mask is missing, if the ids look padded.
 
     Args:
         input_ids: integers (B, T) or (T,), one list of ids, or a list of such lists.
         attention_mask: (B, T) or (T,), 1 on tokens and 0 on padding, on any side; only with a tensor of ids.
         pad_token_id: fills shorter lists; None if all lists have one length.
+        eos_token_ids: tokens that end a sequence.
         vocab_size: token ids are in [0, vocab_size).
 
     Returns:
@@ -52,6 +61,8 @@ def prepare_prompts(
     """
     if isinstance(input_ids, Tensor):
         ids = _check_ids(input_ids)
+        if attention_mask is None:
+            attention_mask = _inferred_mask(ids, pad_token_id, eos_token_ids)
         prompts = _padded_on_the_left(ids, _check_mask(attention_mask, ids))
     elif attention_mask is None:
         prompts = _from_lists(input_ids, pad_token_id)
@@ -75,9 +86,34 @@ def _check_ids(ids: Tensor) -> Tensor:
     return ids
 
 
-def _check_mask(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
-    if attention_mask is None:
-        return torch.ones_like(ids)
+def _inferred_mask(ids: Tensor, pad_token_id: int | None, eos_token_ids: Sequence[int]) -> Tensor:
+    """A mask for ids (B, T) or (T,) that come without one."""
+    is_pad = torch.zeros_like(ids, dtype=torch.bool) if pad_token_id is None else ids == pad_token_id
+    if pad_token_id not in eos_token_ids:
+        if bool(is_pad.all(dim=-1).any()):
+            raise InputError(
+                f"input_ids: a prompt has no token but pad_token_id ({pad_token_id}); if it is text, give a mask"
+            )
+        return ~is_pad
+    if _looks_padded(is_pad.reshape(-1, ids.shape[-1])):
+        warnings.warn(
+            f"input_ids: look padded with pad_token_id ({pad_token_id}), which is read as text, because it ends "
+            "sequences too: give attention_mask, or a pad_token_id of its own",
+            UserWarning,
+            stacklevel=2,
+        )
+    return torch.ones_like(is_pad)
+
+
+def _looks_padded(is_pad: Tensor) -> bool:
+    """Whether rows (B, T) have padding on a side, by the places of `pad_token_id`. One may begin each row, as BOS."""
+    first, last = is_pad[:, 0], is_pad[:, -1]
+    if is_pad.shape[1] == 1:
+        return False
+    return bool((first & is_pad[:, 1]).any() | (first.any() & ~first.all()) | (last.any() & (len(last) > 1)))
+
+
+def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:
     check_plain("attention_mask", attention_mask)
     if attention_mask.is_meta or attention_mask.is_complex() or attention_mask.is_quantized:
         description = f"{attention_mask.dtype} on {attention_mask.device}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -15,8 +18,8 @@ from ligermodels.integrations.inputs import check_logits_to_keep, check_loss_inp
 from ligermodels.integrations.modules import has_hooks, is_ours, part
 from ligermodels.integrations.padding import Inputs, Padding, shape_of
 from ligermodels.integrations.token_statistics import token_statistics
-from ligermodels.layers import Targets
-from ligermodels.layers.lm_head import head_loss
+from ligermodels.layers import IGNORE_INDEX, Targets
+from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.tokens import layout_without_padding
 
 
@@ -68,6 +71,8 @@ def causal_lm_forward(
             plain = MoeCausalLMOutputWithPast if has_router_logits(model) else CausalLMOutputWithPast
             loss = _loss(model, inputs, padding, labels, options)
             return (model.native.output or plain)(loss=loss, past_key_values=no_cache(model, use_cache))
+        if model.training and model.loss_function is ForCausalLMLoss and takes_loss_options(model.__class__):
+            options["num_items_in_batch"] = _num_items(labels, **kwargs)
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
     return type(model).forward(model, **inputs, attention_mask=attention_mask, **options)
 
@@ -86,8 +91,27 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
     """
     if targets is None:
         return type(head).forward(head, hidden)
-    compute = token_statistics if "outputs" in options else head_loss
+    compute = token_statistics if "outputs" in options else loss_or_log_probs
     return compute(head.native.config, hidden, head.weight, targets, head.bias, **options)
+
+
+@cache
+def takes_loss_options(kind: Any) -> bool:
+    """Whether the forward of a class of transformers passes its further arguments on to the loss."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
+
+
+def _num_items(
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The divisor of transformers' loss: given, or the number of targets; 1 without a target, for a loss of 0."""
+    count = ((labels[..., 1:] if shift_labels is None else shift_labels) != ignore_index).sum()
+    items = count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=count.device)
+    return torch.where(count > 0, items, 1)
 
 
 def _loss_is_fused(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ligermodels.archs.unread import DROPOUT
 from ligermodels.errors import InputError
 from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
 from ligermodels.integrations.padding import Inputs, Padding
@@ -65,7 +66,7 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: Mappin
         and all(value is None or name in UNUSED for name, value in rest.items())
         and (inputs["input_ids"] is None) != (inputs["inputs_embeds"] is None)
         and padding.at_ends
-        and not (module.training and getattr(config, "attention_dropout", 0.0))
+        and not (module.training and any(getattr(config, name, None) for name in DROPOUT))
     )
 
 

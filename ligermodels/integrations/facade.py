@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.convert.export_spec import as_json
+from ligermodels.convert.source_checkpoint import SourceCheckpoint, headless
+from ligermodels.errors import CheckpointWarning, ConfigError, InputError
 from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.in_place import nativize
 from ligermodels.layers.lm_head import scaled_logits
@@ -21,7 +27,8 @@ def wrap(model: CausalLM) -> Any:
 
     The weights get transformers' names, so that adapters find their projections. `model` stays usable: it shares its
     modules and parameters with the result, also trained or adapted ones. Make optimizers after this call, and export by
-    `save_pretrained` of the result. While the weights move, memory holds them twice.
+    `save_pretrained` of the result. While the weights move, memory holds them twice. A CheckpointWarning says so if the
+    checkpoint has tensors outside the language model, which transformers does not write.
 
     Raises:
         ConfigError: the model was composed by hand, or its config has been changed since it was composed from its
@@ -37,7 +44,9 @@ def wrap(model: CausalLM) -> Any:
     if isinstance(model.decoder, _Decoder):
         raise InputError("wrap: this model is wrapped already; use the transformers model that wrap returned")
     spec = model.checked_export_spec()
-    fields = {name: value for name, value in spec.hf_config.items() if name != "architectures"}
+    _warn_of_extra(spec.source)
+    fields = headless(spec.hf_config, spec.head_fields)  # transformers writes no draft heads
+    fields.pop("architectures", None)
     try:
         config = AutoConfig.for_model(**fields)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -48,13 +57,32 @@ def wrap(model: CausalLM) -> Any:
     # By its path, trainers load a reference model.
     hf.name_or_path = hf.config.name_or_path = "" if spec.source is None else str(spec.source.folder)
     if spec.generation_config is not None:
-        hf.generation_config = GenerationConfig.from_dict(dict(spec.generation_config))
+        hf.generation_config = _as_loaded(spec.generation_config)
     nativize(hf.train(model.training))
     mode = model.activation_checkpointing
     model.decoder = _Decoder(hf)
     model.head = cast(Any, _Head(hf))
     model.activation_checkpointing = mode
     return hf
+
+
+def _as_loaded(fields: Mapping[str, Any]) -> GenerationConfig:
+    """The generation config that transformers loads from a file. Unlike a config in memory it is saved again even if
+    some of its values have no effect, such as a temperature without do_sample."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "generation_config.json").write_text(as_json(fields), encoding="utf-8")
+        return GenerationConfig.from_pretrained(folder)
+
+
+def _warn_of_extra(source: SourceCheckpoint | None) -> None:
+    if source is not None and source.extra:
+        warnings.warn(
+            f"wrap: {len(source.extra)} tensors of {source.folder} are outside the language model, such as "
+            f"{next(iter(source.extra))}; save_pretrained of the transformers model does not write them. After "
+            "training, load_hf_state_dict of a native model takes the weights, and its save_pretrained writes all",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
 
 def from_pretrained(name_or_path: str | os.PathLike[str], **options: Any) -> Any:

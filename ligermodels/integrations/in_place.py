@@ -22,6 +22,7 @@ from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_f
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import warn_of_other_family
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -144,6 +145,7 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     prefix = layout.get("prefix", "model")
     if family.text is not None and "." not in prefix:
         raise InputError(f"nativize: of {type(hf).__name__} the language model cannot compute natively by itself")
+    warn_of_other_family(fields)
     config = family.decoder_config(fields)
     if config.norm.kind != "rms":
         raise ConfigError(f"nativize: norms of kind {config.norm.kind!r} are not supported")

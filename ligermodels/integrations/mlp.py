@@ -31,7 +31,10 @@ def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Any:
-    """Forward of the experts of a layer. A rank's share of the experts runs the class's own forward.
+    """Forward of the experts of a layer.
+
+    A rank's share of the experts runs the class's own forward, as does an implementation that was chosen since
+    `nativize`, by `set_experts_implementation` or in the config.
 
     Args:
         module: the experts.
@@ -48,7 +51,7 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
     names = [native.names[name] for name in ("experts.gate_up", "experts.down")]
     gate_up, down = (attrgetter(name)(module) for name in names)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
-    if args or not plain or len(gate_up) != config.router.num_experts:
+    if args or not plain or len(gate_up) != config.router.num_experts or _chosen_since(module):
         return type(module).forward(module, x, top_k_index, top_k_weights, *args)
     pairs = "experts.gate_up_pairs" in native.names  # gate and up alternate, and the weights are transposed
     if pairs:
@@ -60,6 +63,27 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
         return ACTIVATIONS[config.activation](*operands, **config.activation_options)
 
     return mix_experts(x, top_k_weights, top_k_index, gate_up, down, activation, (gate_up_bias, down_bias))
+
+
+class _BeforeNativize(str):
+    """The name of the experts' implementation in a config: the name from before `nativize`, until another is chosen."""
+
+
+def _implementation(experts: Any) -> Any:
+    config = getattr(experts, "config", None)  # some classes have one implementation, and no config
+    return getattr(config, "_experts_implementation", None)
+
+
+def _chosen_since(experts: Any) -> bool:
+    """Whether an implementation was chosen since `nativize`."""
+    name = _implementation(experts)
+    return name is not None and not isinstance(name, _BeforeNativize)
+
+
+def keep_implementation(experts: Any) -> None:
+    """Mark the implementation in the config of experts as the one from before `nativize`."""
+    if name := _implementation(experts):
+        experts.config._experts_implementation_internal = _BeforeNativize(name)
 
 
 class MLPCall(Layer):

@@ -13,7 +13,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
 from ligermodels.integrations.block import HFBlock
 from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
-from ligermodels.integrations.mlp import experts_forward, mlp_forward
+from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
 from ligermodels.integrations.modules import (
     Native,
     layer_forward,
@@ -100,6 +100,7 @@ def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names, experts: Na
         attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
     path = _parent(experts["experts.down"])
     set_forward(layer.get_submodule(path), experts_forward, Native(config, attributes))
+    keep_implementation(layer.get_submodule(path))
     if config.shared is not None:
         shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
         projections = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}

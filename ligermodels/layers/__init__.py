@@ -7,8 +7,8 @@ from ligermodels.layers.config import LayerConfig, LayerState
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
 from ligermodels.layers.dense_moe import DenseMoEConfig
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.full_precision import FullPrecision
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from ligermodels.layers.keeps_dtype import FullPrecision, KeepsDtype
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from ligermodels.layers.latent_cache import LatentCache
@@ -61,6 +61,7 @@ __all__ = [
     "HeadConfig",
     "HeadLoss",
     "KVCache",
+    "KeepsDtype",
     "KeysValues",
     "LMHead",
     "LatentAttention",

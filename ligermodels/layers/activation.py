@@ -47,9 +47,9 @@ class GatedActivation:
         """The same as arguments of the ops."""
         return GLUOptions(self.activation, self.gate_multiplier, self.down_multiplier, self.limit, self.up_offset)
 
-    def __call__(self, gate_up: Tensor, *, float8: Float8Form | None = None) -> Tensor:
-        """gate_up (..., 2 I) -> (..., I) of the same dtype; with a form `float8` a `Float8Tensor` in that form."""
-        if float8 is None:
+    def __call__(self, gate_up: Tensor, *, form: Float8Form | None = None) -> Tensor:
+        """gate_up (..., 2 I) -> (..., I) of the same dtype; with a `form` a `Float8Tensor` in that form."""
+        if form is None:
             return ops.gated_activation(gate_up, self.options)
         options = self.options._asdict()
-        return _FLOAT8[options.pop("activation")](gate_up, *float8[:2], **float8.layouts, **options)
+        return _FLOAT8[options.pop("activation")](gate_up, *form[:2], **form.layouts, **options)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
-from ligermodels.layers.float8 import float8_input, produce
+from ligermodels.layers.float8 import layer_input_form, produce
 from ligermodels.layers.layer import Layer, checked_layer, declared
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
@@ -143,6 +144,16 @@ class Block(nn.Module):
         if self.layer_scalar is not None:
             nn.init.ones_(self.layer_scalar)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block, with the options of `torch.compile`; as of nn.Module."""
+        super().compile(*args, **kwargs)
+        self.compiled_selective = torch.compile(call_selective, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # without the compiled call
+        state.pop("compiled_selective", None)
+        return state
+
     def declarations(self) -> dict[str, Layer]:
         """The declarations of the block's layers, by name: see `Layer`."""
         layers = {"mixer": self.mixer, "mlp": self.mlp, "after": self.after}
@@ -195,7 +206,7 @@ class Block(nn.Module):
 def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
     if getattr(norm, "fused_add", False):
-        return cast("tuple[Tensor, Tensor]", produce(norm, float8_input(layer), x, branch))
+        return cast("tuple[Tensor, Tensor]", produce(norm, layer_input_form(layer), x, branch))
     total = x if branch is None else x + branch.to(x.dtype)
     normed = norm(total)
     return normed if isinstance(normed, tuple) else (normed, total)  # a module around a fused norm gives both

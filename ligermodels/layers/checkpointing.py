@@ -50,7 +50,32 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    if mode == "full":
-        return checkpoint(function, *args, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    if mode == "selective" and parts is None:
+        compiled = getattr(module, "compiled_selective", None)
+        if compiled is not None:
+            return compiled(module, *args)
+    return _checkpoint(mode, function, *args)
+
+
+def call_selective(module: nn.Module, *args: Any) -> Any:
+    """`module(*args)` with selective checkpointing, to be compiled.
+
+    The checkpoint is inside the compiled function: outside, it would keep buffers that compiled code uses again.
+    """
+    return _checkpoint("selective", module._call_impl, *args)
+
+
+def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any:
+    # While a CUDA graph is recorded, the state of the random numbers cannot be read. `training.graph_step` records no
+    # dropout with activation checkpointing.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_recording()}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(function, *args, **options)
+
+
+def is_recording() -> bool:
+    """Whether the current stream's work goes into a CUDA graph now."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():  # a compiler does not trace the next question
+        return False
+    return torch.cuda.is_current_stream_capturing()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers.context import TreeTokens
+from ligermodels.layers.memory import own_storage
 
 
 class DeltaState:
@@ -34,7 +35,8 @@ class DeltaState:
         wide = torch.promote_types(dtype, torch.float32)
         self._inputs = torch.zeros(num_layers, batch_size, *conv_inputs, dtype=dtype, device=device)
         self._matrices = torch.zeros(num_layers, batch_size, *matrix, dtype=wide, device=device)
-        self._layers = [LayerDelta(*state) for state in zip(self._inputs, self._matrices, strict=True)]
+        states = zip(self._inputs, self._matrices, strict=True)
+        self._layers = [LayerDelta(*map(own_storage, state)) for state in states]
 
     def layer(self, index: int) -> LayerDelta:
         """The state of layer number `index`."""

@@ -1,7 +1,7 @@
 """Linear layers that compute in float8, and how a layer and the producer of its input agree on float8.
 
 A class of modules says by `float8_linears` which of its linear layers can compute in float8: INPUT for a layer that
-takes the module's own input, else None. A block asks its layers by `float8_input` for the form of their input, and
+takes the module's own input, else None. A block asks its layers by `layer_input_form` for the form of their input, and
 passes it to its norms; a producer that can write float8 marks its forward by `writes_float8`. Any other linear layer
 in float8 casts its input itself.
 """
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels import ops
 from ligermodels.layers import token_parts
-from ligermodels.layers.linear_parts import WHOLE, Compute, WholeShare
+from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.lora import LoRA
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.ops import Float8Form, Float8Recipe, Float8Tensor, GLUOptions
@@ -58,7 +58,7 @@ class Float8(Compute):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        share: WholeShare = WHOLE,
+        shard: Shard = UNSHARDED,
         *,
         activation: GLUOptions | None = None,
     ) -> Tensor:
@@ -74,7 +74,7 @@ class Float8(Compute):
         return self.recipe.form(cast(Tensor, weight)) if self.active else None
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
-        """No parameters; InputError unless both sizes of a rank's share are multiples of 16."""
+        """No parameters; InputError unless both sizes of a rank's shard are multiples of 16."""
         ops.check_float8_sizes("float8", out_features, in_features)
         return {}
 
@@ -129,7 +129,7 @@ class _FrozenCast:
 
 @torch.compiler.disable  # as `ops.float8_lora_linear`: one break of the graph for each layer
 def float8_lora(
-    compute: Float8, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, share: WholeShare
+    compute: Float8, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard
 ) -> Tensor | None:
     """`ops.float8_lora_linear`: product and LoRA of a frozen weight, in one op; None where the weight is trained, or
     the layer computes without float8."""
@@ -139,7 +139,7 @@ def float8_lora(
     frozen = compute.frozen(weight, tail)
     if frozen is None:
         frozen = ops.float8_cast(weight, compute.recipe.dtype, tail=tail)
-    return ops.float8_lora_linear(x, frozen, bias=bias, recipe=compute.recipe, **update.operands(x, share))
+    return ops.float8_lora_linear(x, frozen, bias=bias, recipe=compute.recipe, **update.operands(x, shard))
 
 
 def float8_lora_form(compute: Float8, update: LoRA, weight: Tensor) -> Float8Form | None:
@@ -157,7 +157,7 @@ def float8_slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{part}", linear
 
 
-def float8_input(module: nn.Module) -> Float8Form | None:
+def layer_input_form(module: nn.Module) -> Float8Form | None:
     """The form in which `module` takes its input as a `Float8Tensor` now: the form of its linear layers that take the
     input, if it is the same for all of them. Else None, and each layer casts for itself, as it does for what it
     gathers from parts of the tokens."""
@@ -166,11 +166,11 @@ def float8_input(module: nn.Module) -> Float8Form | None:
     if token_parts.current() is not None or not may_be_float8:
         return None
     linears = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
-    forms = {own_float8_input(linear) for linear in linears if linear is not None}
+    forms = {linear_input_form(linear) for linear in linears if linear is not None}
     return forms.pop() if len(forms) == 1 else None
 
 
-def own_float8_input(linear: nn.Module) -> Float8Form | None:
+def linear_input_form(linear: nn.Module) -> Float8Form | None:
     """The form in which a linear layer itself takes its input as a `Float8Tensor` now; None for other modules."""
     if not hasattr(type(linear), "input_form"):  # a module that lacks an attribute takes long to say so
         return None
@@ -181,7 +181,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def writes_float8(forward: Forward) -> Forward:
-    """Mark a module's forward that takes a form `float8`, in which its result is a Float8Tensor: a class that
+    """Mark a module's forward that takes a `form`, in which its result is a Float8Tensor: a class that
     overrides it is then not taken for one that can."""
     forward.writes_float8 = True  # type: ignore[attr-defined]
     return forward
@@ -191,7 +191,7 @@ def produce(producer: nn.Module, form: Float8Form | None, *inputs: Tensor | None
     """`producer(*inputs)`, which writes float8 in this form, if there is one and the producer can."""
     if form is None or not getattr(producer.forward, "writes_float8", False):
         return producer(*inputs)
-    return producer(*inputs, float8=form)
+    return producer(*inputs, form=form)
 
 
 def _rules(module: nn.Module) -> Mapping[str, str | None]:

@@ -15,7 +15,7 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
-from ligermodels.layers.full_precision import FullPrecision
+from ligermodels.layers.keeps_dtype import FullPrecision
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly

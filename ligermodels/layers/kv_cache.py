@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.layers.memory import own_storage
 
 
 class KVCache:
@@ -48,7 +49,7 @@ class KVCache:
 
     def layer(self, index: int) -> LayerKV:
         """The keys and values of layer number `index`."""
-        return LayerKV(*self._stored[index])
+        return LayerKV(*map(own_storage, self._stored[index]))
 
     def reset(self) -> None:
         """Does nothing: slots beyond a sequence's length are never read, and are overwritten when it grows."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.layers.memory import own_storage
 
 
 class LatentCache:
@@ -49,7 +50,7 @@ class LatentCache:
 
     def layer(self, index: int) -> LayerLatents:
         """The latents and the projection of layer number `index`."""
-        return LayerLatents(self._latents[index], self._up[index])
+        return LayerLatents(own_storage(self._latents[index]), own_storage(self._up[index]))
 
     def reset(self) -> None:
         """Does nothing: slots beyond a sequence's length are never read, and are overwritten when it grows; a prefill

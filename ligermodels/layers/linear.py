@@ -18,16 +18,16 @@ from ligermodels import ops
 from ligermodels.errors import InputError, short
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.float8 import Float8, float8_lora, float8_lora_form
-from ligermodels.layers.linear_parts import WHOLE, Compute, Update, WholeShare
+from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard, Update
 from ligermodels.layers.lora import LoRA, lora
-from ligermodels.layers.tensor_share import TensorShare
+from ligermodels.layers.tensor_shard import TensorShard
 from ligermodels.ops import Float8Form, GLUOptions
 
 
 class FusedPair(NamedTuple):
     """How a compute and an update are computed by one op.
 
-    product: (compute, update, x, weight, bias, share) -> their sum, or None where this op does not apply.
+    product: (compute, update, x, weight, bias, shard) -> their sum, or None where this op does not apply.
     input_form: (compute, update, weight) -> the form of x as a `Float8Tensor`, or None.
     """
 
@@ -48,11 +48,11 @@ class Linear(nn.Linear):
 
     Examples:
         >>> layer = Linear(32, 64)
-        >>> layer.store(QuantizedWeight.of(layer.weight, "int4"))   # frozen, 4 bits
+        >>> layer.store(QuantizedCompute.of(layer.weight, "int4"))   # frozen, 4 bits
         >>> layer.update = LoRA(layer, [part])                # trained
     """
 
-    split: TensorShare | None = None
+    split: TensorShard | None = None
 
     @property
     def compute(self) -> Compute | None:
@@ -90,28 +90,26 @@ class Linear(nn.Linear):
         """
         gated = activation.options if type(activation) is GatedActivation and form is None else None
         if self.split is None and self.update is None and (activation is None or gated is not None):
-            return self._product(input, self.weight, self.bias, WHOLE, activation=gated)
-        y = self.local_sum(input, self.weight, self.bias, WHOLE) if self.split is None else self.split.call(self, input)
+            return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
+        if self.split is None:
+            y = self.local_sum(input, self.weight, self.bias, UNSHARDED)
+        else:
+            y = self.split.call(self, input)
         return activate(y, activation, form)
 
-    def local_sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, share: WholeShare) -> Tensor:
-        """Product and update of this rank's `share`; weight and bias are this rank's. `TensorShare.call` calls it."""
+    def local_sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shard: Shard) -> Tensor:
+        """Product and update of this rank's `shard`; weight and bias are this rank's. `TensorShard.call` calls it."""
         if self.update is None:
-            return self._product(x, weight, bias, share)
+            return self._product(x, weight, bias, shard)
         fused = FUSED.get((type(self.compute), type(self.update)))
-        y = None if fused is None else fused.product(self.compute, self.update, x, weight, bias, share)
-        return self._product(x, weight, bias, share) + self.update(x, share) if y is None else y
+        y = None if fused is None else fused.product(self.compute, self.update, x, weight, bias, shard)
+        return self._product(x, weight, bias, shard) + self.update(x, shard) if y is None else y
 
     def _product(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        share: WholeShare,
-        activation: GLUOptions | None = None,
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shard: Shard, activation: GLUOptions | None = None
     ) -> Tensor:
         if self.compute is not None:
-            return cast(Tensor, self.compute(x, weight, bias, share, activation=activation))
+            return cast(Tensor, self.compute(x, weight, bias, shard, activation=activation))
         return ops.linear(x, cast(Tensor, weight), bias, activation=activation)
 
     def input_form(self) -> Float8Form | None:
@@ -141,19 +139,23 @@ class Linear(nn.Linear):
             self.store(None)
 
     @torch.no_grad()
-    def merge_update(self, dtype: torch.dtype) -> None:
-        """Add the update to the weight, which stays kept as it is (codes are rounded anew), and remove the update.
+    def merge_update(self, dense: torch.dtype | None = None) -> None:
+        """Add the update to the weight, rounded once, and remove the update.
 
         Args:
-            dtype: in which a weight that `compute` holds is dequantised, updated and rounded anew.
+            dense: keep a weight that `compute` holds as a frozen parameter of this dtype. Default: None, its codes are
+                rounded anew.
         """
         if self.update is None:
             return
         held = self.compute if self.compute is not None and self.compute.holds_weight else None
-        weight = self.weight.detach() if held is None else held.dense(dtype)
+        weight = self.weight.detach() if held is None else held.dense(torch.float32)
         self.update.add_to(weight)
-        if held is not None:
+        if held is not None and dense is None:
             held.fill(weight)
+        elif held is not None and dense is not None:
+            self.weight = nn.Parameter(weight.to(dense), requires_grad=False)
+            self.store(None)
         del self._modules["update"]
 
     def init_weights(self, std: float) -> None:
@@ -188,4 +190,4 @@ def activate(y: Tensor, activation: Callable[..., Tensor] | None, form: Float8Fo
         return y
     if form is None or type(activation) is not GatedActivation:
         return activation(y)
-    return activation(y, float8=form)
+    return activation(y, form=form)

@@ -15,8 +15,8 @@ from ligermodels.layers.sharding import TensorSharding
 from ligermodels.ops import Float8Form, GLUOptions
 
 
-class WholeShare:
-    """The share that one rank has of a linear layer and of its parts: here all of it. `TensorShare` is a part."""
+class Shard:
+    """One rank's shard of a linear layer and of its parts: here all of it. See `TensorShard` for tensor parallelism."""
 
     def local(self, parameter: Any) -> Any:
         """The tensor to compute with of a parameter that this rank has whole, or has a shard of."""
@@ -35,7 +35,7 @@ class WholeShare:
         return F.dropout(x, p)
 
 
-WHOLE = WholeShare()
+UNSHARDED = Shard()
 
 
 class Compute(nn.Module):
@@ -55,7 +55,7 @@ class Compute(nn.Module):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        share: WholeShare = WHOLE,
+        shard: Shard = UNSHARDED,
         *,
         activation: GLUOptions | None = None,
     ) -> Tensor:
@@ -65,7 +65,7 @@ class Compute(nn.Module):
             x: (..., in_features).
             weight: (out_features, in_features); None if this module `holds_weight`.
             bias: (out_features,) or None.
-            share: this rank's share. x, weight and bias are this rank's already; tensors of this module are not.
+            shard: this rank's shard. x, weight and bias are this rank's already; tensors of this module are not.
             activation: options of a gated activation of the result, or None.
 
         Returns (..., out_features) of the dtype of x, or half as many channels after an activation.
@@ -88,15 +88,15 @@ class Compute(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} holds no weight")
 
     def of_sizes(self, out_features: int, in_features: int) -> Compute:
-        """A copy for a weight of other sizes, on the meta device if it holds the weight: a rank's share in a plan."""
+        """A copy for a weight of other sizes, on the meta device if it holds the weight: a rank's shard in a plan."""
         return copy.deepcopy(self)
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
         """How the parameters of this module are distributed over tensor-parallel ranks; by default replicated.
 
         Args:
-            split: how the layer is divided, a key of `tensor_share.RULES`.
-            out_features, in_features: sizes of one rank's share of the weight.
+            split: how the layer is divided, a key of `tensor_shard.RULES`.
+            out_features, in_features: sizes of one rank's shard of the weight.
 
         Raises ConfigError or InputError where shares of these sizes cannot be computed.
         """
@@ -107,13 +107,13 @@ class Update(nn.Module):
     """What is added to the product of a linear layer, such as a low-rank update; subclasses define `forward`.
 
     Parameters are replicated over tensor-parallel ranks. `forward` takes this rank's channels of them by
-    `share.inputs` and `share.outputs`.
+    `shard.inputs` and `shard.outputs`.
     """
 
     unexportable: ClassVar[str | None] = None
     """Why a model with such updates cannot be written as a checkpoint, and what to do; None if it can be."""
 
-    def forward(self, x: Tensor, share: WholeShare = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, shard: Shard = UNSHARDED) -> Tensor:
         """The summand for the input x (..., in_features): (..., out_features), of the dtype of x."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 

@@ -128,7 +128,7 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
         raise InputError(f"{name}: is an option of the loss, and log-probabilities take the place of the loss")
 
 
-def head_loss(
+def loss_or_log_probs(
     config: HeadConfig,
     hidden: Tensor,
     weight: Tensor,
@@ -220,7 +220,7 @@ class LMHead(Linear):
         """
         if targets is not None:
             with self._loss_weight(hidden.dtype) as weight:
-                return head_loss(self.config, hidden, weight, targets, self.bias, **loss_options)
+                return loss_or_log_probs(self.config, hidden, weight, targets, self.bias, **loss_options)
         if self.weight is None:
             return scaled_logits(self.config, super().forward(hidden))
         logits = ops.linear(used_in_parts(self, hidden), local(self, self.weight), local(self, self.bias))

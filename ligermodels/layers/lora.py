@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, concat, rename
-from ligermodels.layers.linear_parts import WHOLE, Update, WholeShare
+from ligermodels.layers.linear_parts import UNSHARDED, Shard, Update
 
 MOST_RANKS = 65536
 """Highest rank: no layer of a language model has a larger side that ranks could make use of."""
@@ -131,23 +131,23 @@ class LoRA(Update):
         parts = ", ".join(f"{part.name.rpartition('.')[2]} (r={part.r})" for part in self.parts)
         return f"{parts}, dropout={self.dropout}"
 
-    def operands(self, x: Tensor, share: WholeShare = WHOLE) -> dict[str, Any]:
-        """What the ops take: a (r, in) and b (out, r) of a rank's `share` in the dtype of x, scaling and dropped x."""
-        a, b = share.inputs(self.lora_A), share.outputs(self._native_b(share))
-        dropped = share.dropout(x, self.dropout) if self.drops else None
+    def operands(self, x: Tensor, shard: Shard = UNSHARDED) -> dict[str, Any]:
+        """What the ops take: a (r, in) and b (out, r) of a rank's `shard` in the dtype of x, scaling and dropped x."""
+        a, b = shard.inputs(self.lora_A), shard.outputs(self._native_b(shard))
+        dropped = shard.dropout(x, self.dropout) if self.drops else None
         return {"a": a.to(x.dtype), "b": b.to(x.dtype), "scaling": self.parts[0].scaling, "dropped": dropped}
 
-    def forward(self, x: Tensor, share: WholeShare = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, shard: Shard = UNSHARDED) -> Tensor:
         """x (..., in) -> scaling * B A dropout(x), (..., out), in the dtype of x."""
-        given = self.operands(x, share)
+        given = self.operands(x, shard)
         y = F.linear(F.linear(x if given["dropped"] is None else given["dropped"], given["a"]), given["b"])
         return y * given["scaling"]
 
-    def _native_b(self, share: WholeShare) -> Tensor:
+    def _native_b(self, shard: Shard) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
             return self.get_parameter(self._names[0])
-        b = [share.local(self.get_parameter(name)) for name in self._names]
+        b = [shard.local(self.get_parameter(name)) for name in self._names]
         native = b[0].new_zeros(self.out_features, self.rank)
         start = 0
         for part, rows in zip(self.parts, b, strict=True):
@@ -158,12 +158,11 @@ class LoRA(Update):
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:
-        """Add scaling * B A to `weight` (out, in) in place, rounded as PEFT rounds it."""
+        """Add scaling * B A to `weight` (out, in) in place: computed in float32 or wider, and rounded once."""
         a = self.lora_A.split([part.r for part in self.parts])
+        wide = torch.promote_types(self.lora_A.dtype, torch.float32)
         for part, name, down in zip(self.parts, self._names, a, strict=True):
-            up, dtype = self.get_parameter(name), self.lora_A.dtype
-            wide = torch.promote_types(dtype, torch.float32) if up.device.type == "cpu" else dtype
-            part.scatter(weight, ((up.to(wide) @ down.to(wide)) * part.scaling).to(dtype))
+            part.scatter(weight, (self.get_parameter(name).to(wide) @ down.to(wide)) * part.scaling)
 
     def weight_mappings(self, native: str) -> list[WeightMapping]:
         """Where PEFT's files have the parameters of the update that the model calls `native`."""
@@ -174,9 +173,9 @@ class LoRA(Update):
         return mappings + [rename(f"{native}.{name}", f"{source}B.weight") for name, source in pairs]
 
 
-def lora(compute: None, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, share: WholeShare) -> Tensor:
+def lora(compute: None, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
     """`ops.lora_linear`: product and LoRA of a weight that is kept as numbers, in one op."""
-    return ops.lora_linear(x, weight, bias=bias, **update.operands(x, share))
+    return ops.lora_linear(x, weight, bias=bias, **update.operands(x, shard))
 
 
 def _short(names: Sequence[str]) -> list[str]:

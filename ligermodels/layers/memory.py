@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import InputError, LigerModelsError
+from ligermodels.ops.runtime.library import is_fake
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -54,3 +56,12 @@ def memory_for(
             size = f"at least {int(least):,}" if least.isdigit() else "too many"
             raise kind(f"{what} needs {size} bytes, more memory than there is on {device}") from None
         raise
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """The memory of a view as a tensor with a storage of its own, that begins where the view begins.
+
+    For the part of a decoding state that one layer changes. torch.compile would otherwise see inputs with one storage,
+    of which an op changes several; Inductor (torch 2.13) then copies from the wrong place in the storage.
+    """
+    return view if is_fake(view) else torch.from_dlpack(view)

@@ -96,21 +96,21 @@ class HeadRMSNorm(RMSNorm):
 class AddRMSNorm(RMSNorm):
     """A branch joins the residual stream, whose norm enters the next sublayer: one pass over memory.
 
-    With a form `float8` the norm is a Float8Tensor."""
+    With a `form` the norm is a Float8Tensor."""
 
     fused_add: ClassVar[bool] = True
 
     @writes_float8
     def forward(  # type: ignore[override]
-        self, x: Tensor, branch: Tensor | None = None, *, float8: Float8Form | None = None
+        self, x: Tensor, branch: Tensor | None = None, *, form: Float8Form | None = None
     ) -> tuple[Tensor, Tensor]:
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
         config = self.config
         branch = branch if branch is None else as_dtype(branch, x.dtype)
         weight = local(self, self.weight)
         options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
-        if float8 is not None:
-            return ops.float8_add_rms_norm(x, branch, weight, config.eps, float8.dtype, **options, **float8.layouts)
+        if form is not None:
+            return ops.float8_add_rms_norm(x, branch, weight, config.eps, form.dtype, **options, **form.layouts)
         return ops.add_rms_norm(x, branch, weight, config.eps, **options)
 
 

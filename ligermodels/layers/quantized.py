@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.shards import fill_shard, is_dtensor
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers.full_precision import FullPrecision
-from ligermodels.layers.linear_parts import WHOLE, Compute, WholeShare
+from ligermodels.layers.keeps_dtype import KeepsDtype
+from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.sharding import TensorSharding, gathered
-from ligermodels.ops import GLUOptions, Quantized
+from ligermodels.ops import GLUOptions, QuantizedFormat, QuantizedWeight
+from ligermodels.ops.quantized.weights import pack_nf4
 
-AT_A_TIME = 2**24
+CHUNK_ELEMENTS = 2**24
 """Elements of a weight that are compared, or dequantised, at a time."""
 
 
-class QuantizedWeight(Compute, FullPrecision):
+class QuantizedCompute(Compute, KeepsDtype):
     """A frozen weight kept as codes and scales: see `ops.quantize_weight`.
 
     Parameters `codes`, uint8, and `scales`, float32, are not trained, and keep their dtypes where the module is cast.
@@ -29,7 +30,7 @@ class QuantizedWeight(Compute, FullPrecision):
 
     Args:
         in_features, out_features: sizes of the weight.
-        kind: "float8" or "int4".
+        kind: "float8", "int4" or "nf4".
         device: of the codes, which are not filled: see `fill`.
     """
 
@@ -40,7 +41,7 @@ class QuantizedWeight(Compute, FullPrecision):
     )
 
     def __init__(
-        self, in_features: int, out_features: int, kind: Quantized, device: torch.device | None = None
+        self, in_features: int, out_features: int, kind: QuantizedFormat, device: torch.device | None = None
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
@@ -50,7 +51,7 @@ class QuantizedWeight(Compute, FullPrecision):
         self.scales = nn.Parameter(scales, requires_grad=False)
 
     @classmethod
-    def of(cls, weight: Tensor, kind: Quantized) -> QuantizedWeight:
+    def of(cls, weight: Tensor, kind: QuantizedFormat) -> QuantizedCompute:
         """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
         not finite."""
         out_features, in_features = weight.shape
@@ -58,26 +59,28 @@ class QuantizedWeight(Compute, FullPrecision):
         quantized.fill(weight)
         return quantized
 
-    @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
         """Keep `weight` (out_features, in_features), rounded. InputError if it has values that are not finite."""
-        codes, scales = ops.quantize_weight(weight, self.kind)
-        if codes.is_meta:
+        self._keep(ops.quantize_weight(weight, self.kind))
+
+    def fill_nf4(self, levels: Tensor, scales: Tensor) -> None:
+        """Keep a weight that is rounded to nf4 already.
+
+        Args:
+            levels: (out_features, in_features), uint8, the index of each element's level.
+            scales: (out_features, in_features / 64), float32, of each block.
+        """
+        self._keep(pack_nf4(levels, scales))
+
+    @torch.no_grad()
+    def _keep(self, quantized: QuantizedWeight) -> None:
+        if quantized.codes.is_meta:
             return
-        for parameter, whole in ((self.codes, codes.view(torch.uint8)), (self.scales, scales)):
+        for parameter, whole in ((self.codes, quantized.codes.view(torch.uint8)), (self.scales, quantized.scales)):
             if is_dtensor(parameter):
                 fill_shard(parameter, whole)
             else:
                 parameter.copy_(whole)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        def kept(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            if new.dtype == tensor.dtype:
-                return new
-            return torch.empty_like(new, dtype=tensor.dtype) if tensor.is_meta else tensor.to(new.device)
-
-        return nn.Module._apply(self, kept, recurse)
 
     def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether these are the codes and scales of `weight`, on any device, once it is cast to `dtype`."""
@@ -106,7 +109,7 @@ class QuantizedWeight(Compute, FullPrecision):
         return codes.view(torch.float8_e4m3fn) if self.kind == "float8" else codes
 
     def _slices(self) -> Iterator[slice]:
-        count = max(1, AT_A_TIME // self.in_features)
+        count = max(1, CHUNK_ELEMENTS // self.in_features)
         return (slice(first, first + count) for first in range(0, self.out_features, count))
 
     def init_weights(self, std: float) -> None:
@@ -122,23 +125,23 @@ class QuantizedWeight(Compute, FullPrecision):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        share: WholeShare = WHOLE,
+        shard: Shard = UNSHARDED,
         *,
         activation: GLUOptions | None = None,
     ) -> Tensor:
         """See `Compute.forward`. InputError for x of another width."""
-        codes, scales = share.local(self.codes), share.local(self.scales)
-        if share is WHOLE and (x.ndim == 0 or x.shape[-1] != self.in_features):
-            # Int4 codes alone tell the width only up to a multiple of 128.
+        codes, scales = shard.local(self.codes), shard.local(self.scales)
+        if shard is UNSHARDED and (x.ndim == 0 or x.shape[-1] != self.in_features):
+            # Codes of int4 and nf4 alone tell the width only up to a multiple of 128.
             raise InputError(f"x must be floating, of shape (..., {self.in_features}); got {tuple(x.shape)}")
         return ops.quantized_linear(x, self._coded(codes), scales, bias, activation=activation)
 
-    def of_sizes(self, out_features: int, in_features: int) -> QuantizedWeight:
-        return QuantizedWeight(in_features, out_features, self.kind, torch.device("meta"))
+    def of_sizes(self, out_features: int, in_features: int) -> QuantizedCompute:
+        return QuantizedCompute(in_features, out_features, self.kind, torch.device("meta"))
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
-        """By output channels, or for "rows" by input channels, of which int4 needs whole groups of 128 on each rank
-        (ConfigError)."""
+        """By output channels, or for "rows" by input channels, of which int4 and nf4 need whole groups of 128 on
+        each rank (ConfigError)."""
         if split == "replicated":
             return {"codes": "replicated", "scales": "replicated"}
         if split != "rows":
@@ -147,16 +150,16 @@ class QuantizedWeight(Compute, FullPrecision):
             return {"codes": 1, "scales": "replicated"}
         if in_features % 128:
             raise ConfigError(
-                f"int4 weights have groups of 128 inputs, and a rank has {in_features} of {self.in_features} inputs; "
-                "quantise to float8, or shard by FSDP2 alone"
+                f"{self.kind} weights have groups of 128 inputs, and a rank has {in_features} of {self.in_features} "
+                "inputs; quantise to float8, or shard by FSDP2 alone"
             )
         return {"codes": 1, "scales": 1}
 
 
-def weight_codes(module: nn.Module) -> QuantizedWeight | None:
+def weight_codes(module: nn.Module) -> QuantizedCompute | None:
     """The quantised weight of a linear layer or a head; None for any other module."""
     compute = getattr(module, "compute", None)
-    return compute if isinstance(compute, QuantizedWeight) else None
+    return compute if isinstance(compute, QuantizedCompute) else None
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.memory import own_storage
 
 
 class RecurrentState:
@@ -23,7 +24,7 @@ class RecurrentState:
         self, num_layers: int, batch_size: int, *shape: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self._values = torch.zeros(num_layers, batch_size, *shape, dtype=dtype, device=device)
-        self._layers = [LayerRecurrence(value) for value in self._values]
+        self._layers = [LayerRecurrence(own_storage(value)) for value in self._values]
 
     def layer(self, index: int) -> LayerRecurrence:
         """The value of layer number `index`."""

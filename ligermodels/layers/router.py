@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.full_precision import at_least_float32
+from ligermodels.layers.keeps_dtype import at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops.runtime.tensors import without_autocast
@@ -130,7 +130,7 @@ class Router(nn.Module):
         selection_bias = self.selection_bias  # before it is cast
         super()._apply(fn, recurse)
         if selection_bias is not None:
-            self.selection_bias = at_least_float32(fn)(selection_bias)
+            self.selection_bias = keeping(fn, at_least_float32)(selection_bias)
         return self
 
     def extra_repr(self) -> str:

@@ -72,7 +72,7 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
 def sum_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
     """The sum over ranks of x, which each rank computed with its shard of `module`: all tokens, or this rank's."""
     if (parts := _token_parts(module)) is not None:
-        return parts.sum(x)
+        return parts.reduce_scatter(x)
     ranks = _ranks(module, x)
     return x if ranks is None else ranks.total(x)
 
@@ -89,7 +89,7 @@ def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for computations that are the same on all ranks."""
     parts = _token_parts(module)
-    return x if parts is None else parts.whole(x)
+    return x if parts is None else parts.restore(x)
 
 
 def gather_last(module: nn.Module, x: Tensor, size: int, *, partial: bool = False) -> Tensor:

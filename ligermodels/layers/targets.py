@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
+from ligermodels.layers.checkpointing import is_recording
 from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
@@ -115,9 +116,7 @@ class Targets:
         self._host_counts: AsyncHostCopy | None = None
         self._needed: SelectedTokens | None = None
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
-        compiling = torch.compiler.is_compiling()  # asked first: a compiler does not trace the next question
-        captured = not compiling and labels.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not (compiling or captured or labels.is_meta):
+        if not (torch.compiler.is_compiling() or is_recording() or labels.is_meta):
             valid = (self.values != IGNORE_INDEX).flatten(1)
             self._any = valid.any(0)
             self._host_counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))

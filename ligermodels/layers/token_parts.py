@@ -87,16 +87,16 @@ class TokenParts(Tokens):
         return self._like(self.ranks.take(self._padded(x)), x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks of x, all tokens. The gradient is gathered."""
-        return self._like(self.ranks.sum(self._padded(x)), x)
+        """The sum over ranks of a value that each computed from its part."""
+        return self.ranks.all_reduce(x)
 
-    def whole(self, part: Tensor) -> Tensor:
-        """All tokens, for computations that are the same on all ranks. So is the gradient."""
-        return self._as_tokens(self.ranks.whole(_as_rows(part))[: self.batch * self.length], part)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks of x, all tokens. The gradient is gathered."""
+        return self._like(self.ranks.reduce_scatter(self._padded(x)), x)
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
-        """`whole`."""
-        return self.whole(x)
+        """All tokens, for computations that are the same on all ranks. So is the gradient."""
+        return self._as_tokens(self.ranks.whole(_as_rows(x))[: self.batch * self.length], x)
 
     def gather(self, part: Tensor) -> Tensor:
         """All tokens, for computations that differ between ranks. The gradient is summed over ranks."""
@@ -118,7 +118,7 @@ class TokenParts(Tokens):
         return self._as_tokens(rows, part)
 
     def summed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`sum` of `F.linear` on x, this rank's input channels of all tokens."""
+        """`reduce_scatter` of `F.linear` on x, this rank's input channels of all tokens."""
         return self._like(linear_reduce_scatter(_as_rows(x), weight, ranks=self.ranks.size, group=self.ranks.group), x)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

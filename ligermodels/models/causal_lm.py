@@ -26,6 +26,7 @@ from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, check_head_inputs, check_returns, warn_deprecated
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import decode, output_of
+from ligermodels.models.transformers_tools import ADVICE
 
 
 class CausalLM(GenerationMixin, ExportMixin, nn.Module):
@@ -45,6 +46,12 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         self._tie()
         self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}; {ADVICE}") from None
 
     @property
     def _tied(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,17 +14,18 @@ from torch import Tensor
 
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
-from ligermodels.convert.dequantize import dequantized
-from ligermodels.convert.export_spec import ExportSpec, SourceCheckpoint
+from ligermodels.convert.dequantize import dequantized, names_in_4_bits
+from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import FileReader, Reader, Spec
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.extra_heads import require_model, without_heads
-from ligermodels.models.families import Family, family_of
+from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, without_heads
+from ligermodels.models.families import Family, family_of, warn_of_other_family
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.models.untie import TIED
 
@@ -53,18 +55,40 @@ class OpenCheckpoint(NamedTuple):
 
     def export_spec(self, weight_map: WeightMap, repo_id: str | None) -> ExportSpec:
         """How a model that was loaded by `weight_map` is written again; `repo_id` names the checkpoint on the hub."""
-        extra = self.reader.headers.keys() - weight_map.sources() - weight_map.aliases.keys()
+        family, spec = family_of(self.hf_config), export_spec(self.hf_config, self.config, weight_map, self.companions)
+        extra = sorted(self.reader.headers.keys() - weight_map.sources() - weight_map.aliases.keys())
+        mtp = [(layout, family.mtp.layers_in(self.config, layout, extra)) for layout in family.layouts]
+        stored_as = {mapping.target: mapping.views[0].source for mapping in weight_map.mappings}
         source = SourceCheckpoint(
             self.folder.absolute(),
             self.stored_config,
             weight_map,
-            extra=sorted(extra),
-            nested=family_of(self.hf_config).text is not None,
+            loaded=copy.deepcopy(spec.hf_config),  # users change the fields of hf_config in place
+            extra=extra,
+            heads=[
+                name
+                for name in extra
+                if name.startswith(MEDUSA_PREFIX)
+                or any(family.mtp.holds(name, self.config, layout, count) for layout, count in mtp)
+            ],
+            copies={
+                name: stored_as[native]
+                for layout, count in mtp
+                for name, native in family.mtp.copied(self.config, layout, count).items()
+            },
+            nested=family.text is not None,
             files=self.companions.processors,
             repo_id=repo_id,
             quantization=self.quantization,
+            unquantized=self._unquantized(weight_map),
         )
-        return replace(export_spec(self.hf_config, self.config, weight_map, self.companions), source=source)
+        return replace(spec, source=source)
+
+    def _unquantized(self, weight_map: WeightMap) -> frozenset[str]:
+        """Native tensors that are not, or only in part, in 4 bits in a checkpoint of bitsandbytes."""
+        in_4_bits = names_in_4_bits(self.reader)
+        parts = [(mapping.target, {view.source for view in mapping.views}) for mapping in weight_map.mappings]
+        return frozenset(target for target, sources in parts if in_4_bits and not sources <= in_4_bits)
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) -> OpenCheckpoint:
@@ -81,10 +105,9 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
         CheckpointError: files are missing or damaged.
     """
     stored_config, quantization = without_quantization(read_json(folder / "config.json"))
-    if "model_type" not in stored_config:
-        require_model(stored_config)
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    warn_of_other_family(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None
     reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
     if config is None:
@@ -140,8 +163,8 @@ def export_spec(
     weight_map: WeightMap | None = None,
     companions: Companions = Companions(),  # noqa: B008 - immutable
 ) -> ExportSpec:
-    """How a model is written: in the layout it was loaded in. Multimodal checkpoints are written as the language model
-    alone, in the usual layout.
+    """How a language model is written alone: in the layout it was loaded in, or from a multimodal checkpoint in the
+    usual layout.
 
     Args:
         hf_config: config.json.
@@ -159,6 +182,8 @@ def export_spec(
         generation_config=companions.generation_config,
         default_theta=family.default_theta,
         attribute_map=family.attribute_map,
+        architectures=[family.causal_lm],
+        head_fields={**dict.fromkeys(MEDUSA_COUNTS), **dict.fromkeys(family.mtp.fields, 0)},
         files=companions.tokenizer,
     )
 

@@ -33,8 +33,10 @@ from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
+from ligermodels.models.transformers_tools import native_config
 
 
+@native_config
 @dataclass(frozen=True)
 class DecoderConfig:
     """A whole decoder as data.
@@ -54,6 +56,8 @@ class DecoderConfig:
         num_mtp_layers: number of multi-token prediction layers that checkpoints hold after the layers of the blocks
             (DeepSeek-V3, GLM-4.5); they are no part of the model.
         per_layer_inputs: config of inputs that each layer takes beside the hidden states (Gemma 4).
+        dropout: fields of config.json that ask for dropout in training, such as "attention_dropout = 0.1". It is not
+            implemented: such a model is in eval mode, and refuses training.
     """
 
     vocab_size: int
@@ -69,6 +73,7 @@ class DecoderConfig:
     max_position_embeddings: int | None = None
     num_mtp_layers: int = 0
     per_layer_inputs: PerLayerInputsConfig | None = None
+    dropout: tuple[str, ...] = ()
 
     def weight_map(
         self,
@@ -128,6 +133,17 @@ class Decoder(nn.Module):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        if config.dropout:
+            self.eval()
+
+    def train(self, mode: bool = True) -> Decoder:
+        """As of nn.Module. Raises InputError for training with dropout, except if all parameters are frozen."""
+        if mode and self.config.dropout and any(parameter.requires_grad for parameter in self.parameters()):
+            raise InputError(
+                f"model.train: config.json has {', '.join(self.config.dropout)}, and dropout is not implemented; to "
+                "train without it, set it to 0 in the checkpoint's config.json"
+            )
+        return super().train(mode)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -179,7 +195,9 @@ class Decoder(nn.Module):
         """
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
-        tokens = self.layout(shape, cu_seqlens, state) if layout is None else layout
+        tokens = layout
+        if tokens is None:  # with a decoding state, each rank computes all tokens
+            tokens = layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
         # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
         # tokens are taken at the end.
         takes_early = layout is not None or tokens.shard is None
@@ -197,18 +215,6 @@ class Decoder(nn.Module):
             state.after(shape[1], seq_lens, tree)
         x = self.norm(x)
         return x if layout is not None or selected is not None else _returned(x, tokens, late)
-
-    def layout(
-        self, shape: tuple[int, int], cu_seqlens: Tensor | None = None, state: DecodingState | None = None
-    ) -> TokenLayout:
-        """The layout of a pass without padding. For a batch with an attention mask see `CausalLM.layout`.
-
-        Args:
-            shape: (B, T) of the inputs.
-            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens, or None.
-            state: a decoding state, whose passes each rank computes whole, or None.
-        """
-        return layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
 
     def _embed(
         self, tokens: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
@@ -280,7 +286,7 @@ class Decoder(nn.Module):
                 context.keys_values[i] = output.keys_values
             if output.router is not None and router_outputs is not None:
                 router_outputs.append(output.router)
-        return x if parts is None else parts.whole(x)
+        return x if parts is None else parts.restore(x)
 
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.sharding import reshard
@@ -43,7 +44,9 @@ class ExportMixin(nn.Module):
 
         check_exportable(self)
         spec = self.require_export_spec()
-        composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # they were shown when the model was made
+            composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
         difference = first_difference(self.config, composed, "config")
         if difference is None:
             with torch.device("meta"), skip_init():
@@ -72,7 +75,7 @@ class ExportMixin(nn.Module):
         *,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
-        keep: Keep = "model",
+        keep: Keep = "all",
     ) -> None:
         """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation_config.json.
 
@@ -83,16 +86,17 @@ class ExportMixin(nn.Module):
             folder: folder to write; it is created if it does not exist.
             max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
             overwrite: replace a checkpoint that is in `folder`. Other files there stay.
-            keep: "model" writes the language model alone. "all" writes the whole checkpoint that the model was loaded
-                from, including tensors outside the language model (a vision tower); that checkpoint must still exist.
+            keep: "all" writes the whole checkpoint that the model was loaded from: tensors outside the language model
+                (a vision tower, draft heads) are copied from it unchanged. "without-heads" leaves out draft heads, so
+                that any loader opens the result. "model" writes the language model alone.
 
         Raises:
             InputError: the model has LoRA (call `save_adapter` or `merge_lora`) or quantised weights (call
                 `dequantize`), or an argument is not usable.
             ConfigError: the model was built from a `DecoderConfig` and has no `export_spec`, or `model.config` differs
                 from the config that its config.json composes to; the message names the field.
-            CheckpointError: `folder` is not empty, in use, or cannot be written, or the checkpoint that `keep="all"`
-                needs is gone.
+            CheckpointError: `folder` is not empty, in use, or cannot be written; or tensors outside the language model
+                are to be written, and the checkpoint that holds them is gone, or they do not fit the model any more.
 
         Examples:
             >>> import ligermodels as lm
@@ -113,7 +117,7 @@ class ExportMixin(nn.Module):
         revision: str | None = None,
         create_pr: bool = False,
         max_shard_size: int | str = "5GB",
-        keep: Keep = "model",
+        keep: Keep = "all",
     ) -> str:
         """Upload a Hugging Face checkpoint of the model to the hub.
 
@@ -129,8 +133,8 @@ class ExportMixin(nn.Module):
             revision: branch to upload to; it is created if it does not exist. Default: "main".
             create_pr: open a pull request instead of committing to the branch.
             max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
-            keep: "model" uploads the language model alone; "all" uploads the whole checkpoint that the model was loaded
-                from, including tensors outside the language model.
+            keep: "all" uploads the whole checkpoint that the model was loaded from, including tensors outside the
+                language model; "without-heads" leaves out draft heads; "model" uploads the language model alone.
 
         Returns:
             The URL of the commit or pull request; "" on ranks other than 0.
@@ -141,7 +145,8 @@ class ExportMixin(nn.Module):
                 is not usable.
             ConfigError: the model was built from a `DecoderConfig` and has no `export_spec`, or `model.config` differs
                 from the config that its config.json composes to; the message names the field.
-            CheckpointError: the temporary files cannot be written, or the checkpoint that `keep="all"` needs is gone.
+            CheckpointError: the temporary files cannot be written; or tensors outside the language model are to be
+                written, and the checkpoint that holds them is gone, or they do not fit the model any more.
 
         Examples:
             >>> model.push_to_hub("my-name/my-model", private=True)  # doctest: +SKIP

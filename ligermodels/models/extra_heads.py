@@ -20,8 +20,9 @@ HEADS = {MEDUSA_TYPE: ("Medusa heads", "MedusaModel"), MTP_TYPE: ("a head for mu
 
 
 def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """`config` without the fields of Medusa heads, and patterns of their tensors; none if it has no such fields."""
-    if not set(MEDUSA_COUNTS) <= set(config):
+    """The `config` of a model without the fields of Medusa heads, and patterns of their tensors; none if it has no such
+    fields, or is the config of heads without a model."""
+    if not {"model_type", *MEDUSA_COUNTS} <= set(config):
         return dict(config), []
     return {key: value for key, value in config.items() if key not in MEDUSA_COUNTS}, [f"^{re.escape(MEDUSA_PREFIX)}"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class Family:
         attribute_map: field name in older checkpoints -> its name in newer checkpoints. None instead of a newer name
             means that no release of transformers reads the field for this family; exports leave it out.
         mtp: how checkpoints of this family store layers of multi-token prediction.
+        architecture: class of transformers that opens the language model alone, for exports of a config that names no
+            `architectures`. By default the `model_type` as the name of a class: "Qwen3MoeForCausalLM".
 
     Examples:
         >>> from ligermodels.archs import Family, register
@@ -48,6 +51,14 @@ class Family:
     text: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     mtp: MTPFormat = field(default_factory=MTPFormat)
+    architecture: str | None = None
+
+    @property
+    def causal_lm(self) -> str:
+        """`architecture`, or its default."""
+        words = re.sub(r"_(?=\d)", "-", self.model_type.removesuffix("_text")).split("_")
+        name = "".join(word[:1].upper() + word[1:] for word in words).replace("-", "_")
+        return self.architecture or f"{name}ForCausalLM"
 
     def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
         """The weight map of `config` in each of the `layouts`."""
@@ -79,9 +90,7 @@ def register(family: Family) -> None:
 def family_of(config: Mapping[str, Any]) -> Family:
     """The registered family of a Hugging Face config, by its `model_type`.
 
-    Modules that register families are imported on demand: this package's own, then the entry points. Warns with
-    ConfigWarning if `architectures` names a model of another registered family: the two families may name their tensors
-    alike, and a wrong `model_type` would load without an error.
+    Modules that register families are imported on demand: this package's own, then the entry points.
 
     Raises:
         ConfigError: `model_type` is missing or not registered, or the config describes draft heads without a model.
@@ -104,12 +113,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"{', '.join(sorted(FAMILIES))}. To add your own, call ligermodels.archs.register in a module that "
             "--import or an entry point names"
         )
-    _warn_of_other_family(model_type, config.get("architectures"))
     return FAMILIES[model_type]
 
 
-def _warn_of_other_family(model_type: str, architectures: Any) -> None:
-    """ConfigWarning if the first of the `architectures` ("LlamaForCausalLM") is of another registered family."""
+def warn_of_other_family(config: Mapping[str, Any]) -> None:
+    """ConfigWarning if the first of a config's `architectures` ("LlamaForCausalLM") is of another registered family.
+
+    The two families may name their tensors alike, and a wrong `model_type` would load without an error.
+    """
+    model_type, architectures = config["model_type"], config.get("architectures")
     if not architectures or not isinstance(architectures, list):
         return
     family = _normalized(str(architectures[0]).partition("For")[0])
@@ -118,7 +130,7 @@ def _warn_of_other_family(model_type: str, architectures: Any) -> None:
             f"config.json: architectures names {short(architectures[0])}, but model_type is {model_type!r}, and "
             "model_type decides; correct the one that is wrong",
             ConfigWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -38,7 +38,8 @@ class MTPFormat:
 
     Args:
         fields: names of the field with the number of MTP layers, in config.json or its `text_config`. All of them are
-            read; exports write the first.
+            read.
+        written_fields: the names under which exports write the number. Default: the first of `fields`.
         prefix: prefix of the tensors outside the block. With {layer} in it, each MTP layer has these tensors; without,
             all MTP layers share them.
         names: part of an `MTPHead` (except its block) -> its name after the prefix.
@@ -47,6 +48,7 @@ class MTPFormat:
     """
 
     fields: tuple[str, ...] = ("mtp_num_hidden_layers",)
+    written_fields: tuple[str, ...] = ()
     prefix: str = "mtp."
     names: Mapping[str, str] = field(default_factory=QWEN_NAMES.copy)
     block: str = "mtp.layers.{index}"
@@ -105,6 +107,12 @@ class MTPFormat:
         starts = (f"{self._prefixes(config, layout, index)[1]}." for index in itertools.count())
         return sum(1 for _ in itertools.takewhile(lambda start: any(n.startswith(start) for n in stored), starts))
 
+    def holds(self, name: str, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int) -> bool:
+        """Whether the checkpoint tensor `name` belongs to one of `num_layers` MTP layers of a model of this `config`,
+        stored in this `layout`."""
+        prefixes = (self._prefixes(config, layout, index) for index in range(num_layers))
+        return any(name.startswith((shared, f"{block}.")) for shared, block in prefixes)
+
     def _prefixes(self, config: DecoderConfig, layout: Mapping[str, Any], index: int) -> tuple[str, str]:
         """Prefixes of MTP layer `index`: outside its block, and of its block."""
         values = {"model": layout.get("prefix", "model"), "layer": len(config.blocks) + index, "index": index}
@@ -134,12 +142,10 @@ class MTPFormat:
 
     def written(self, hf_config: Mapping[str, Any], num_layers: int = 1) -> dict[str, Any]:
         """`hf_config` with `num_layers` as its number of MTP layers."""
-        if self.count(hf_config) == num_layers:
-            return dict(hf_config)
         if isinstance(text := hf_config.get(TEXT), Mapping):
             return {**hf_config, TEXT: self.written(text, num_layers)}
-        others = {name: value for name, value in hf_config.items() if name not in self.fields}
-        return {**others, self.fields[0]: num_layers}
+        names = {*(self.written_fields or self.fields[:1]), *(hf_config.keys() & set(self.fields))}
+        return {**hf_config, **dict.fromkeys(sorted(names), num_layers)}
 
 
 NUMBERED_LAYERS = MTPFormat(

@@ -15,6 +15,6 @@ def check_native(model: Any, function: str) -> None:
     advice = "lm.from_pretrained and lm.from_config return one"
     if isinstance(getattr(model, "base", None), CausalLM):
         advice = "for a model with draft heads, pass its `base`"
-    elif hasattr(getattr(model, "config", None), "to_dict"):
+    elif hasattr(getattr(model, "config", None), "model_type"):
         advice = "lm.from_transformers(model) converts a model of transformers"
     raise InputError(f"{function}: takes a native CausalLM, got a {type(model).__name__}; {advice}")

@@ -84,8 +84,9 @@ class CausalLMOutput(ModelOutput):
         follows is ignored or missing.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
+    # Any: whether they are None depends on the call, and type checkers would want a check before `out.loss.backward()`.
+    loss: Any = None
+    logits: Any = None
     aux_loss: Tensor | None = None
     last_hidden_state: Tensor | None = None
     ranks: Tensor | None = None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.sharding import is_sharded, is_tensor_parallel
+from ligermodels.ops.runtime.library import once_differentiable
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states (..., H) -> logits (..., V)."""

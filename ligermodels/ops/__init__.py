@@ -2,7 +2,7 @@
 
 Each op has a reference in plain torch, Triton kernels, and one public function that chooses between them."""
 
-from ligermodels.arguments import Quantized
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.accept_path import Paths, Sequences, accept_path, accept_path_reference
 from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_kv_cache_reference
@@ -47,8 +47,9 @@ from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_r
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.optimizer.adamw import adamw_step
+from ligermodels.ops.quantized.dequantize import dequantize_weight
 from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_reference
-from ligermodels.ops.quantized.weights import QuantizedWeight, dequantize_weight, empty_quantized, quantize_weight
+from ligermodels.ops.quantized.weights import QuantizedWeight, empty_quantized, quantize_weight
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
 from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
@@ -60,7 +61,7 @@ __all__ = [
     "Float8Tensor",
     "GLUOptions",
     "Paths",
-    "Quantized",
+    "QuantizedFormat",
     "QuantizedWeight",
     "Routes",
     "Sequences",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import FullPrecision
+from ligermodels.layers import KeepsDtype
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.sharding import is_tensor_parallel
@@ -29,7 +29,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     """Distribute a model over all ranks with FSDP2 and the other forms of parallelism in `plan`, in place.
 
     FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters.
-    It prefetches the next group while one computes. Modules that stay float32 (`FullPrecision`) are groups of their
+    It prefetches the next group while one computes. Modules that keep their dtypes (`KeepsDtype`) are groups of their
     own. FSDP2 averages gradients over the ranks; `training.train` scales them to the gradients of one process on the
     batches of all ranks. All ranks then call `forward`, `generate` and `save_pretrained` together.
 
@@ -151,10 +151,10 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
     modules = (module for decoder in decoders for block in decoder.blocks for module in block.modules())
-    if plan.compile != "none" and any(isinstance(module, FullPrecision) for module in modules):
+    if plan.compile != "none" and any(isinstance(module, KeepsDtype) for module in modules):
         raise ConfigError(
-            "compile: blocks of this model contain modules that stay float32 and are gathered within the block; "
-            "torch.compile does not support that; leave it 'none'"
+            "compile: blocks of this model contain modules that keep their dtypes (float32 or quantised weights) and "
+            "are gathered within the block; torch.compile does not support that; leave it 'none'"
         )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligermodels.errors import InputError
-from ligermodels.layers import FullPrecision, LMHead
+from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
@@ -24,8 +24,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     """Shard a model with FSDP2, in place.
 
     FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters.
-    Modules that stay float32 (`FullPrecision`) are a group before their block, and compute in float32 whatever the
-    plan. Experts that are distributed over ranks are a group of their own, and so are the router and the other
+    Modules that keep their dtypes (`KeepsDtype`) are a group before their block, and compute in these dtypes whatever
+    the plan. Experts that are distributed over ranks are a group of their own, and so are the router and the other
     submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
     gradients, all parameters are sharded again.
 
@@ -64,24 +64,24 @@ class _Sharder(NamedTuple):
     mesh: DeviceMesh
     experts: DeviceMesh | None
     policy: MixedPrecisionPolicy
-    full_precision: MixedPrecisionPolicy
+    uncast: MixedPrecisionPolicy
 
     @classmethod
     def of(cls, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None) -> _Sharder:
         param_dtype, reduce_dtype = (name and getattr(torch, name) for name in (plan.param_dtype, plan.reduce_dtype))
         # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
-        full_precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        return cls(mesh, experts, policy, full_precision)
+        uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        return cls(mesh, experts, policy, uncast)
 
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
         """Shard a module, and return one module for each of its groups, in the order of gathering backwards."""
         if isinstance(module, FSDPModule):
             return [module]
         unsharded = [submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule)]
-        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, FullPrecision)]
+        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, KeepsDtype)]
         if kept:
-            fully_shard(kept, mesh=self.mesh, mp_policy=self.full_precision)
+            fully_shard(kept, mesh=self.mesh, mp_policy=self.uncast)
         mixtures: list[nn.Module] = []
         for mixture in unsharded if self.experts is not None else ():
             if vars(mixture).get("_expert_mesh") is not None:

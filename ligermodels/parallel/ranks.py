@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -84,11 +85,26 @@ class Meshes(NamedTuple):
 
     @classmethod
     def of(cls, plan: ParallelPlan, device_type: str) -> Meshes:
-        """The meshes of `plan` on devices of `device_type` ("cuda").
+        """The meshes of `plan` on devices of `device_type` ("cuda"), the same ones in every call: their process groups
+        take memory that a GPU never gets back.
 
         ConfigError if its degrees do not divide the number of ranks, InputError without a process group.
         """
-        ranks = parameters = _mesh(plan, device_type)
+        if not dist.is_initialized():
+            raise InputError(
+                "plan: there is no process group; start the program by torchrun --nproc-per-node N, or call "
+                "torch.distributed.init_process_group first"
+            )
+        key = (*plan.degrees(dist.get_world_size()).items(), plan.expert, device_type)
+        known = _MESHES.setdefault(dist.group.WORLD, {})
+        if key not in known:
+            known[key] = cls._new(plan, device_type)
+        return known[key]
+
+    @classmethod
+    def _new(cls, plan: ParallelPlan, device_type: str) -> Meshes:
+        degrees = plan.degrees(dist.get_world_size())
+        ranks = parameters = dist.init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         replicate, shard, context, tensor = ranks.shape
         experts = None
         if context > 1:
@@ -98,6 +114,10 @@ class Meshes(NamedTuple):
             sizes = replicate, shard * context // plan.expert, plan.expert
             experts = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "expert"))
         return cls(ranks, parameters, experts)
+
+
+_MESHES: WeakKeyDictionary[Any, dict[Any, Meshes]] = WeakKeyDictionary()
+"""Meshes by the process group of all ranks, and by plan and device."""
 
 
 class Parallelism(NamedTuple):
@@ -112,16 +132,6 @@ def parallelism_of(model: object) -> Parallelism | None:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     spread = (vars(module).get("_parallelism") for module in modules)
     return next((parallelism for parallelism in spread if parallelism is not None), None)
-
-
-def _mesh(plan: ParallelPlan, device_type: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise InputError(
-            "plan: there is no process group; start the program by torchrun --nproc-per-node N, or call "
-            "torch.distributed.init_process_group first"
-        )
-    degrees = plan.degrees(dist.get_world_size())
-    return dist.init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def data_share(plan: ParallelPlan, axes: tuple[str, ...] = DATA) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Linear
 from ligermodels.layers.sharding import TensorSharding, is_sharded
-from ligermodels.layers.tensor_share import RULES, TensorShare
+from ligermodels.layers.tensor_shard import RULES, TensorShard
 from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -83,7 +83,7 @@ def divide(distributed: Iterable[Planned], mesh: Any) -> None:
     for module, _, split in distributed:
         module._tensor_mesh = mesh
         if split is not None:
-            module.split = TensorShare(split, mesh)
+            module.split = TensorShard(split, mesh)
 
 
 def tensor_placements(model: nn.Module, ranks: int) -> dict[int, int]:

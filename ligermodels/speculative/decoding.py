@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.generation.context_length import GenerationLimit
 from ligermodels.generation.generate import as_eos_ids, as_pad_id, evaluating, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
@@ -99,7 +100,8 @@ def speculative_generate(
         eos_token_id: token or tokens that end a sequence. None: no sequence ends early.
         pad_token_id: pads shorter prompts on the left and finished sequences on the right; by default the first EOS
             token.
-        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side; only with a tensor of ids.
+        attention_mask: (B, T), 1 on tokens and 0 on padding, on either side; only with a tensor of ids. Default: 0 on
+            tokens of a tensor that equal `pad_token_id`, unless it is an EOS token too.
         cuda_graph: on a GPU, replay steps from a CUDA graph.
         on_tokens: called after the prefill and after each step with the tokens that each sequence gained, B lists of
             any length.
@@ -112,7 +114,7 @@ def speculative_generate(
     """
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
-    prompts = prepare_prompts(input_ids, attention_mask, pad_id, model.config.vocab_size)
+    prompts = prepare_prompts(input_ids, attention_mask, pad_id, eos_ids, model.config.vocab_size)
     check_values(temperature=temperature, epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
     typical = Typical(float(temperature), epsilon, delta) if temperature else None
     batch, length = prompts.ids.shape
@@ -138,6 +140,7 @@ def speculative_generate(
                 take_step()
             passes += 1
         passes -= superfluous
+        GenerationLimit(model)(int(sequences.cache_seqlens.max()))
     tokens = torch.cat([ids, new_tokens(sequences.text, sequences.start, sequences.count, pad_id)], dim=1)
     return SpeculativeOutput(tokens, int(sequences.steps.sum()), int(sequences.count.sum()), passes)
 

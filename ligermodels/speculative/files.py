@@ -8,7 +8,6 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
-from ligermodels.convert.weight_map import LazyTensor, WeightMap
+from ligermodels.convert.weight_map import LISTED, LazyTensor, WeightMap, raise_faults
 from ligermodels.errors import CheckpointError, short
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
@@ -120,19 +119,23 @@ def save_heads(
         InputError: the format needs `base_model`.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
+    whole = None
     if base is not None:
-        weights = replace(base.weight_map, mappings=[*base.weight_map.mappings, *weights.mappings])
+        whole = base.with_heads(
+            weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(profile.prefix)
+        )
+        weights = whole.whole_map
     tensors, ranks = weights.export(state), Ranks(state.values())
+    others = whole.source.extra if whole is not None and whole.source is not None else ()
     planned = {tensor.name: tensor.shape for tensor in tensors}
 
     def check(written: Path) -> None:
         with _opened(written, profile.file) as reader:
-            sizes = {name: tuple(header.shape) for name, header in reader.headers.items()}
+            sizes = {name: tuple(header.shape) for name, header in reader.headers.items() if name not in others}
         if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
             raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
 
-    if base is not None:
-        whole = replace(base, hf_config={**base.hf_config, **config}, weight_map=weights)
+    if whole is not None:
         whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, check=check)
     elif profile.file.endswith(".safetensors"):
         save_checkpoint(
@@ -239,6 +242,10 @@ def _recognise(folder: Path, opened: ExitStack) -> Heads:
                 f"{folder}: the heads have a truncated vocabulary (token_map), which is not implemented; "
                 "give heads with logits of every token"
             )
+        gaps = {name: PROFILES[name].missing(count, reader.headers) for name, count in counts.items()}
+        if all(gaps.values()):  # before tensors of that many heads are made
+            first = next(iter(gaps.values()))
+            raise_faults(str(folder), {f"{'or more ' * (len(first) == LISTED)}missing from the checkpoint": first})
         nearest = min(counts, key=lambda name: PROFILES[name].distance(counts[name], names, config))
         profile = PROFILES[nearest]
         return Heads(profile, *counts[nearest], profile.has_biases(names), reader)

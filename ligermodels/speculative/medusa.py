@@ -186,7 +186,8 @@ class MedusaModel(MultiHeadModel):
             profile: name of the format: "vllm", "vllm-shared", "tgi", "tgi-v2", "tensorrt-llm", "fasterdecoding"; or
                 "full-hf", the base model's checkpoint with the heads in it.
             base_model: the base model's hub id or folder, for config.json in the formats of TGI, TensorRT-LLM and
-                FasterDecoding; by default `_name_or_path` of the base model's config.
+                FasterDecoding. A folder is written as an absolute path. Default: the checkpoint that the base model was
+                loaded from.
             max_shard_size: largest size of a safetensors file of "full-hf", in bytes or as a string such as "5GB"; the
                 other formats have a single file.
             overwrite: replace a checkpoint or heads in `folder`; other files in it stay.
@@ -201,10 +202,11 @@ class MedusaModel(MultiHeadModel):
         """
         chosen, spec = profile_named(profile), self.base.export_spec
         if base_model is not None:
-            as_path(base_model, InputError, "base_model")
+            path = as_path(base_model, InputError, "base_model")
+            base_model = os.path.abspath(path) if os.path.isdir(path) else base_model
+        elif spec is not None:
+            base_model = spec.base_name
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
-        if base_model is None and spec is not None:
-            base_model = spec.hf_config.get("_name_or_path") or None
         base = spec if chosen.prefix else None
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
         save_heads(folder_to_write(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)

@@ -256,7 +256,7 @@ class MTPModel(MultiHeadModel):
         *,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
-        keep: Keep = "model",
+        keep: Keep = "all",
     ) -> None:
         """Write the base model's checkpoint with the head in it.
 
@@ -267,8 +267,9 @@ class MTPModel(MultiHeadModel):
             folder: created if need be.
             max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
             overwrite: replace a checkpoint in the folder.
-            keep: "model" writes the language model and the head. "all" writes the whole checkpoint that the model was
-                loaded from, such as a multimodal model, with the language model's tensors replaced.
+            keep: "all" writes the whole checkpoint that the model was loaded from, such as a multimodal model, with the
+                language model and this head in it. "without-heads" leaves out other draft heads of that checkpoint.
+                "model" writes the language model and this head alone.
 
         Raises:
             ConfigError: the base model has no config.json, or no longer matches it.

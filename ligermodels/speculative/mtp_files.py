@@ -186,20 +186,12 @@ def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[Ex
     copies = {f"mtp.copies.{i}": (name, state[native]) for i, (name, native) in enumerate(layout.copies.items())}
     added = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
 
-    def with_head(weights: WeightMap) -> WeightMap:
-        dtypes = {**weights.dtypes, **layout.weight_map.dtypes}
-        return replace(weights, mappings=[*weights.mappings, *added], dtypes=dtypes)
-
-    source = spec.source
-    if source is not None:
-        source = replace(
-            source,
-            hf_config=layout.format.written(source.hf_config, layout.num_layers),
-            weight_map=with_head(source.weight_map),
-            extra=[name for name in source.extra if not layout.holds(name)],
-        )
-    config = layout.format.written(spec.hf_config, layout.num_layers)
-    whole = replace(spec, hf_config=config, weight_map=with_head(spec.weight_map), source=source)
+    whole = spec.with_heads(
+        replace(layout.weight_map, mappings=added),
+        partial(layout.format.written, num_layers=layout.num_layers),
+        layout.format.fields,
+        layout.holds,
+    )
     return whole, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
 
 
@@ -220,10 +212,7 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
     state, spec = _state(head), base.export_spec
     config: dict[str, Any] = {"model_type": MODEL_TYPE}
     if spec is not None:
-        config |= {
-            "base_model_type": spec.hf_config["model_type"],
-            "base_model_name_or_path": spec.hf_config.get("_name_or_path") or (spec.source and spec.source.repo_id),
-        }
+        config |= {"base_model_type": spec.hf_config["model_type"], "base_model_name_or_path": spec.base_name}
     config |= {
         layout.format.fields[0]: layout.num_layers,
         "hidden_size": base.config.hidden_size,

@@ -240,10 +240,11 @@ class MultiHeadModel(nn.Module):
             )
             for i, hidden in enumerate(states)
         ]
-        head_losses = torch.stack([cast(Tensor, result.loss) for result in results])
+        losses = [cast(Tensor, result.loss) for result in results]
         ranks = torch.stack([cast(Tensor, result.ranks) for result in results])
-        weights = torch.tensor(self.loss_weights(), dtype=head_losses.dtype).to(head_losses.device)
-        return MultiHeadOutput.of_ranks(ranks, loss=(weights * head_losses).sum(), head_losses=head_losses.detach())
+        # Numbers, not a tensor of the weights: a CUDA graph takes no copy from the host.
+        total = torch.stack([weight * loss for weight, loss in zip(self.loss_weights(), losses, strict=True)]).sum()
+        return MultiHeadOutput.of_ranks(ranks, loss=total, head_losses=torch.stack(losses).detach())
 
     def num_targets(
         self,

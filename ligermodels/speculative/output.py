@@ -27,12 +27,12 @@ class MultiHeadOutput(ModelOutput):
     base_loss: the base model's own loss, where it is part of the loss.
     """
 
-    loss: Tensor | None = None
+    loss: Any = None  # as in CausalLMOutput
     head_losses: Tensor | None = None
     ranks: Tensor | None = None
     accuracy: dict[int, Tensor] | None = None
     counts: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Any = None
     base_loss: Tensor | None = None
 
     @classmethod

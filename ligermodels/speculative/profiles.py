@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.mappings import rename
-from ligermodels.convert.weight_map import WeightMap
+from ligermodels.convert.weight_map import LISTED, WeightMap
 from ligermodels.errors import InputError, short
 from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 
@@ -117,6 +118,12 @@ class Profile:
         pattern = pattern.replace(r"\{part\}", "weight")
         indices = [tuple(map(int, match.groups())) for name in names if (match := re.fullmatch(pattern, name))]
         return (max(head for head, _ in indices) + 1, max(layer for _, layer in indices) + 1) if indices else None
+
+    def missing(self, counts: tuple[int, int], names: Collection[str]) -> list[str]:
+        """The first few weights of ResBlocks that are not among `names`, where `counts` is the result of `count`."""
+        pairs = itertools.product(*map(range, counts))
+        weights = (self.linear.format(head=head, layer=layer, part="weight") for head, layer in pairs)
+        return list(itertools.islice((weight for weight in weights if weight not in names), LISTED))
 
     def distance(
         self, counts: tuple[int, int], names: Collection[str], config: Mapping[str, Any]

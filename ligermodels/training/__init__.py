@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ligermodels.training.callback import Callback
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
+    from ligermodels.training.cuda_graph import GraphStep, graph_step
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
@@ -33,6 +34,7 @@ _get, __dir__ = lazy_names(
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
         "job": ("Job",),
+        "cuda_graph": ("GraphStep", "graph_step"),
         "loop": ("train",),
         "medusa": ("train_heads",),
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
@@ -61,6 +63,7 @@ __all__ = [
     "Console",
     "FineTuningRecipe",
     "FusedAdamW",
+    "GraphStep",
     "Job",
     "MTPRecipe",
     "MedusaRecipe",
@@ -71,6 +74,7 @@ __all__ = [
     "adamw",
     "clip_gradients",
     "fine_tune",
+    "graph_step",
     "read_recipe",
     "run_job",
     "train",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligermodels.convert import hub
+from ligermodels.convert.companions import chat_templates, tokenizer_files
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import COMPANIONS
 from ligermodels.data import fingerprint
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.tokenizer import Tokenizer
@@ -116,10 +116,11 @@ class Base:
                 torch.manual_seed(recipe.seed)
                 model = from_config(self.config, **options)
             self._check_vocabulary(model.config.vocab_size)
-        files = {name: self.tokenizer / name for name in COMPANIONS if name not in CONFIGS}
-        files = {name: path for name, path in files.items() if path.is_file()}
+        files = tokenizer_files(self.tokenizer)
         if recipe.chat_template is not None:
-            files = {**files, "chat_template.jinja": Path(recipe.chat_template)}
+            named = chat_templates(self.tokenizer)  # A named template would be used instead for chats with tools.
+            files = {name: path for name, path in files.items() if name not in named}
+            files["chat_template.jinja"] = Path(recipe.chat_template)
         model.export_spec = replace(model.require_export_spec(), files=files)
         return model
 

@@ -34,6 +34,7 @@ def fine_tune(
     device: str = "cpu",
     attention: str = "auto",
     resume: bool = False,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> Outcome:
     """Train a language model by `recipe`. If its base is a config without weights, training starts from random weights.
@@ -44,6 +45,7 @@ def fine_tune(
         device: device of the model, such as "cpu" or "cuda".
         attention: attention backend, or "auto".
         resume: continue from the newest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
 
     Returns:
@@ -58,8 +60,8 @@ def fine_tune(
         >>> outcome.evaluation.perplexity  # on the validation split
     """
     FineTuningRecipe.check_kind(recipe)
-    options = {"device": device, "attention": attention}
-    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, resume=resume, console=console, **options)
+    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
+    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, console=console, **options)
 
 
 def export_adapter(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 
 
@@ -48,7 +49,7 @@ class FineTuningRecipe(TrainingRecipe):
         (), description="LoRA: names of linear layers in transformers, such as q_proj.  [default: all in the blocks]"
     )
 
-    quantize: Literal["int4", "float8"] | None = Field(
+    quantize: QuantizedFormat | None = Field(
         None, description="LoRA: keep the frozen weights of the blocks in 4 or 8 bits (QLoRA).  [default: in `dtype`]"
     )
     quantize_exclude: tuple[str, ...] = Field(

@@ -14,6 +14,7 @@ import yaml
 
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.locks import Locked, locked
+from ligermodels.convert.saving import require_free
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import BY_CONTENT, Content
@@ -71,11 +72,33 @@ def has_checkpoints(folder: Path) -> bool:
     return bool(Checkpoints(folder / CHECKPOINTS).steps())
 
 
-def require_resumable(folder: Path) -> None:
+def require_usable(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise CheckpointError if a run could not write to `folder` without replacing other files.
+
+    Args:
+        folder: the output folder.
+        resume: whether the run resumes from checkpoints in it.
+        overwrite: whether its content may be replaced.
+    """
+    if overwrite:
+        return
+    if resume:
+        _require_resumable(folder)
+    elif has_checkpoints(folder):
+        raise CheckpointError(
+            f"{folder}: holds checkpoints of a run; resume=True continues from the newest, overwrite=True starts over"
+        )
+    else:
+        require_free(folder)
+
+
+def _require_resumable(folder: Path) -> None:
     """Raise CheckpointError if `folder` holds files that are neither a run with checkpoints nor a run that was
     interrupted before its first checkpoint."""
-    if has_checkpoints(folder) or not folder.exists():
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    if checkpoints.steps() or not folder.exists():
         return
+    checkpoints.newest()  # raises for checkpoints under other names
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     names_of_files = {name for name in names if not (name.startswith(".") and name.endswith((".partial", ".lock")))}
     interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD}
@@ -88,7 +111,7 @@ def require_resumable(folder: Path) -> None:
             )
         raise CheckpointError(
             f"{folder}: holds no checkpoint to resume from, but something else; if that is a finished run there is "
-            "nothing left to do, otherwise give another folder, or --overwrite to start over"
+            "nothing left to do, otherwise give another folder, or overwrite=True to start over"
         )
 
 

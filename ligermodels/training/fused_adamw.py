@@ -15,7 +15,7 @@ from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError, short
 from ligermodels.ops import adamw_step
-from ligermodels.ops.optimizer.adamw import Shard
+from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -70,6 +70,8 @@ class FusedAdamW(torch.optim.AdamW):
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
         self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
+        self.graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
+        self.steps_in_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
@@ -94,9 +96,9 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group, parameter in self._parameters():
+        for index, group, parameter in self.indexed_parameters():
             if parameter.grad is not None:
-                self._start(parameter)
+                self.start_state(parameter)
                 self._update(parameter, self.param_groups[group], index)
         return loss
 
@@ -112,6 +114,7 @@ class FusedAdamW(torch.optim.AdamW):
         Returns:
             Handles; `handle.remove()` ends it. The hooks are also removed when the optimizer is deleted.
         """
+        self.steps_in_backward = True
         streams: dict[torch.device, torch.cuda.Stream] = {}
         # A parameter holds its hook: a strong reference to the optimizer would be a cycle that is never collected.
         optimizer = weakref.ref(self)
@@ -119,7 +122,7 @@ class FusedAdamW(torch.optim.AdamW):
         def update(parameter: Tensor, index: int, group: int) -> None:
             if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
-            this._start(parameter)
+            this.start_state(parameter)
             if parameter.is_cuda:
                 if parameter.device not in streams:
                     streams[parameter.device] = torch.cuda.Stream(parameter.device)
@@ -130,14 +133,14 @@ class FusedAdamW(torch.optim.AdamW):
 
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(update, index=index, group=group))
-            for index, group, parameter in self._parameters()
+            for index, group, parameter in self.indexed_parameters()
             if parameter.requires_grad
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
         return handles
 
-    def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+    def indexed_parameters(self) -> Iterator[tuple[int, int, Tensor]]:
         """(index, index of the group, parameter) of every parameter."""
         grouped = ((i, p) for i, group in enumerate(self.param_groups) for p in group["params"])
         return ((index, i, parameter) for index, (i, parameter) in enumerate(grouped))
@@ -147,7 +150,7 @@ class FusedAdamW(torch.optim.AdamW):
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             self._update(parameter, group, index)
-        _local(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
+        local_shard(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
 
         def join() -> None:
             torch.cuda.current_stream(parameter.device).wait_stream(stream)
@@ -155,7 +158,7 @@ class FusedAdamW(torch.optim.AdamW):
         torch.autograd.Variable._execution_engine.queue_callback(join)  # at the end of the backward pass
 
     @torch.no_grad()
-    def _start(self, parameter: Tensor) -> None:
+    def start_state(self, parameter: Tensor) -> None:
         """Create the state of a parameter that has none."""
         state = self.state[parameter]
         if not state:
@@ -167,24 +170,34 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        # The index gives parameters of the same shape different random bits.
-        state, stochastic = self.state[parameter], self.defaults["rounding"] == "stochastic"
+        state, seeds = self.state[parameter], self.rounding_seeds(index)
+        p, g, m, v = (local_shard(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+        if self.graph_numbers is not None:
+            adamw_step_in_memory(p, g, m, v, **self.graph_numbers.of(index), betas=group["betas"], eps=group["eps"])
+            return
         state["step"] += 1
         adamw_step(
-            *(_local(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])),
+            p,
+            g,
+            m,
+            v,
             step=int(state["step"]),
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            rounding_seeds=(self.defaults["seed"], index) if stochastic else None,
-            shard=_shard(parameter) if stochastic else None,
+            rounding_seeds=seeds,
+            shard=None if seeds is None else _shard(parameter),
         )
 
+    def rounding_seeds(self, index: int) -> tuple[int, int] | None:
+        """Seeds of stochastic rounding. The index gives parameters of the same shape different random bits."""
+        return (self.defaults["seed"], index) if self.defaults["rounding"] == "stochastic" else None
 
-def _local(x: Any) -> Tensor:
+
+def local_shard(x: Any) -> Tensor:
     """This process's shard of a sharded tensor, or the tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    return x.tolocal_shard() if hasattr(x, "to_local") else x
 
 
 def _shard(parameter: Tensor) -> Shard | None:

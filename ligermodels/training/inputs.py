@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.data import fingerprint
+from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.training.base import Base
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -43,8 +45,22 @@ def documents_of(
         date=recipe.date,
         max_bad_lines=recipe.max_bad_lines,
         on_bad_line=say,
+        packing_strategy=recipe.packing_strategy,
         piece=piece,
     )
+
+
+def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **options: Any) -> PackedBatches:
+    """Documents packed by a recipe.
+
+    Args:
+        recipe: the settings: sequence length and what happens to longer documents.
+        documents: the documents.
+        indices: the documents to use.
+        options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
+    """
+    strategy = recipe.excess_length_strategy
+    return PackedBatches(documents, indices, seq_len=recipe.seq_len, excess_length_strategy=strategy, **options)
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:

@@ -11,9 +11,9 @@ from torch import nn
 
 from ligermodels.data.batches import Batch
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.training.loop import Trainable
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.reports import OutputMetrics, Value
+from ligermodels.training.step import Trainable
 
 R = TypeVar("R", bound=TrainingRecipe, contravariant=True)
 

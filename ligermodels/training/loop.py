@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
+from ligermodels.data.batches import Batch, count_targets
 from ligermodels.errors import InputError
-from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.callback import Callback, Hook, callbacks_of, is_due
-from ligermodels.training.clipping import clip_gradients
 from ligermodels.training.context_length import ContextLengthCheck
+from ligermodels.training.cuda_graph import CudaGraph, make_step
 from ligermodels.training.renamed import renamed_arguments
 from ligermodels.training.reports import OutputMetrics, PendingStep, StepLog, StepMetrics
-
-
-class Trainable(CountsTargets, Protocol):
-    """A model that the loop can train, such as `CausalLM`. Calling it returns an object with `loss`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def parameters(self) -> Iterable[nn.Parameter]: ...
-
-    def train(self, mode: bool = True) -> Any: ...
+from ligermodels.training.step import EagerStep, StepResult, Trainable
 
 
 @renamed_arguments(grad_clip="max_grad_norm", accumulate="accumulation_steps")
@@ -49,6 +36,7 @@ def train(
     targets: int = 0,
     loss_options: Callable[[int], Mapping[str, Any]] | None = None,
     output_metrics: Callable[[Any], OutputMetrics] | None = None,
+    cuda_graph: CudaGraph = "off",
     hooks: Sequence[Hook] = (),
     stop: Callable[[], bool] | None = None,
 ) -> int:
@@ -74,6 +62,7 @@ def train(
         targets: `StepMetrics.targets` of the earlier run; 0 for a new run.
         loss_options: further keyword arguments of the model's forward, by the number of the step.
         output_metrics: metrics to log, from an output of the model.
+        cuda_graph: "on": each step is one CUDA graph, see `graph_step`; "auto": where this is faster; "off".
         hooks: deprecated: (period, function), for `Callback.on_step_end`.
         stop: deprecated: function for `Callback.should_stop`.
 
@@ -97,8 +86,9 @@ def train(
     """
     callbacks = [*callbacks, *callbacks_of(on_step, hooks, stop)]
     _check_numbers(steps, accumulation_steps, report_every, max_grad_norm, callbacks)
-    device, ranks = next(iter(model.parameters())).device, DataRanks.of(model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    eager_step = EagerStep(model, optimizer, max_grad_norm, output_metrics)
+    take_step: Callable[..., StepResult] | None = None
+    device, ranks = eager_step.device, eager_step.ranks
     micro_batches, check_length = iter(batches), ContextLengthCheck(model)
     model.train()
     log = StepLog(steps, targets, device, ranks)
@@ -109,14 +99,12 @@ def train(
         num_targets = ranks.sum(count_targets(model, parts).to(device, non_blocking=True))
         check_length(parts, step)
         options = {"num_items_in_batch": num_targets.clamp(min=1), **(loss_options(step) if loss_options else {})}
-        losses, metrics = _forward_backward(model, parts, device, ranks, options, output_metrics)
-        grad_norm = clip_gradients(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+        take_step = take_step or make_step(eager_step, cuda_graph, parts)
         learning_rate = optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        result = take_step(parts, **options)
         if schedule is not None:
             schedule.step()
-        log.add(PendingStep(step, learning_rate, parts, num_targets, losses, metrics, grad_norm))
+        log.add(PendingStep(step, learning_rate, parts, num_targets, *result))
 
         is_last = step == steps or _should_stop(callbacks)
         due = [callback for callback in callbacks if is_due(step, callback.every, steps)]
@@ -128,24 +116,6 @@ def train(
         if is_last:
             return step
     return start
-
-
-def _forward_backward(
-    model: Trainable,
-    parts: Sequence[Batch],
-    device: torch.device,
-    ranks: DataRanks,
-    options: Mapping[str, Any],
-    output_metrics: Callable[[Any], OutputMetrics] | None,
-) -> tuple[list[Tensor], OutputMetrics]:
-    """Add the gradients of the micro-batches `parts`; returns their losses and the sum of their metrics."""
-    losses, metrics = [], []
-    for part in parts:
-        out = model(**on_device(part, device), **options)
-        (out.loss if ranks.size == 1 else out.loss * ranks.size).backward()  # FSDP2 averages over the ranks
-        losses.append(out.loss.detach())
-        metrics.append(output_metrics(out) if output_metrics else OutputMetrics())
-    return losses, OutputMetrics.sum(metrics)
 
 
 def _call(callbacks: Iterable[Callback], due: Iterable[Callback], report: StepMetrics) -> None:

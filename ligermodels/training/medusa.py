@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
@@ -26,6 +27,7 @@ def train_heads(
     device: str = "cpu",
     attention: str = "auto",
     resume: bool = False,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> Outcome:
     """Train Medusa heads by `recipe`: in stage 1 on the frozen model, in stage 2 together with the model.
@@ -36,6 +38,7 @@ def train_heads(
         device: device of the model, such as "cpu" or "cuda".
         attention: attention backend, or "auto".
         resume: continue from the newest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
 
     Returns:
@@ -51,7 +54,8 @@ def train_heads(
         >>> outcome.evaluation.scores.accuracy(1)  # of each head, on the validation split
     """
     MedusaRecipe.check_kind(recipe)
-    return run_job(medusa_job, recipe, out, device=device, attention=attention, resume=resume, console=console)
+    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
+    return run_job(medusa_job, recipe, out, console=console, **options)
 
 
 def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:

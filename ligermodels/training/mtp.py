@@ -27,6 +27,7 @@ def train_mtp(
     device: str = "cpu",
     attention: str = "auto",
     resume: bool = False,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> Outcome:
     """Train a head of multi-token prediction by `recipe`, on a frozen model.
@@ -37,6 +38,7 @@ def train_mtp(
         device: device of the model, such as "cpu" or "cuda".
         attention: attention backend, or "auto".
         resume: continue from the newest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
 
     Returns:
@@ -52,7 +54,8 @@ def train_mtp(
         >>> outcome.evaluation.scores.accuracy(1)  # of each step, on the validation split
     """
     MTPRecipe.check_kind(recipe)
-    return run_job(mtp_job, recipe, out, device=device, attention=attention, resume=resume, console=console)
+    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
+    return run_job(mtp_job, recipe, out, console=console, **options)
 
 
 def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:

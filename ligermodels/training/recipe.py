@@ -35,6 +35,11 @@ CONDITIONS: tuple[Condition, ...] = (
     (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
     (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
     (
+        ("excess_length_strategy",),
+        lambda settings: settings["packing_strategy"] != "wrapped",
+        "is for whole documents, and packing_strategy is wrapped",
+    ),
+    (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
@@ -69,6 +74,7 @@ class TrainingRecipe(BaseModel):
             "validation_tokens",
             "max_bad_lines",
             "activation_checkpointing",
+            "cuda_graph",
             "micro_batch_tokens",
             "parallel",
             "tokenizer",
@@ -114,13 +120,24 @@ class TrainingRecipe(BaseModel):
     seq_len: int = Field(
         2048, ge=2, le=2**31 - 1, description="Tokens per sequence; documents are packed into sequences."
     )
-    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Tokens per optimizer step.")
+    packing_strategy: Literal["bfd", "wrapped"] | None = Field(
+        None,
+        description="bfd: whole documents, by best-fit decreasing; wrapped: documents are split to fill sequences.  "
+        "[default: bfd for chats, wrapped for texts]",
+    )
+    excess_length_strategy: Literal["truncate", "drop", "split", "raise"] = Field(
+        "truncate", description="What happens to whole documents with more than seq_len tokens; a message counts them."
+    )
+    batch_tokens: int = Field(16384, ge=1, le=2**31 - 1, description="Most tokens per optimizer step.")
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",
         description="Recomputed in the backward pass, to save memory: nothing, cheap activations, or whole blocks.",
+    )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        "auto", description="Each step as one CUDA graph, on one GPU; auto: for small models and short batches."
     )
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
         None, description="Dtype of the parameters.  [default: the checkpoint's, if it is one of these]"
@@ -215,6 +232,11 @@ class TrainingRecipe(BaseModel):
             return ParallelPlan(**value) if isinstance(value, Mapping) else value
         except ConfigError as error:
             raise ConfigError(f"parallel.{error}") from None
+
+    @field_validator("cuda_graph", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads on and off as bool
 
     @field_validator("date")
     @classmethod

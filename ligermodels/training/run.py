@@ -16,7 +16,7 @@ from ligermodels.parallel.ranks import join
 from ligermodels.training.callback import is_due
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare
+from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
 from ligermodels.training.job import JobFactory, Prepare
 from ligermodels.training.loop import train
@@ -36,6 +36,7 @@ def run_job(
     device: str = "cpu",
     attention: str = "auto",
     resume: bool = False,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> Outcome:
     """Train by `recipe` and write the result to `out`, with recipe.yaml, metrics.jsonl, checkpoints/ and content.json
@@ -65,8 +66,9 @@ def run_job(
             loaded; None for no change.
         device: device of the model, such as "cpu" or "cuda"; "cuda" is the GPU of the process.
         attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one; otherwise the files of an earlier run are
-            removed.
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error. With
+            `resume` it has no effect on a run that has a checkpoint.
         console: where messages and progress go; None: nowhere.
 
     Returns:
@@ -79,13 +81,14 @@ def run_job(
             started with.
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
-            base, tokenizer or heads that the run reads.
+            base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
         TrainingError: the loss is not finite, there is nothing to learn in the data, or another rank has ended.
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
     """
     TrainingRecipe.check_kind(recipe)
     folder, console = folder_to_write(out), console or Console()
     with _only_run_in(folder, device) as ranks:
+        ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=ranks, console=console)
         state = build_state(
@@ -133,7 +136,9 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     targets=plan.targets,
                     loss_options=lambda step: state.job.loss_options(step, plan.steps),
                     output_metrics=state.job.output_metrics,
+                    cuda_graph=recipe.cuda_graph,
                 )
+            plan.documents.notes.say_totals()
             _complete_checkpoint(step, save, state, folder, ranks, console)
             is_stopped = stop.should_stop()
     except BaseException:

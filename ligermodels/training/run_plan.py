@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ligermodels.convert.config_json import dtype_of, read_json
@@ -31,6 +30,7 @@ from ligermodels.training.inputs import (
     content_of,
     documents_of,
     length_changes,
+    packed,
     require_same_content,
     same_recipe,
 )
@@ -97,8 +97,7 @@ class RunPlan:
         return self._share(islice(self._packed(self.validation, epochs=1), limit))
 
     def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
-        sizes = {"seq_len": self.recipe.seq_len, "batch_size": self.micro_batches[0]}
-        return PackedBatches(self.documents, indices, **sizes, **options)
+        return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
 
     def _share(self, batches: B) -> B | RankBatches:
         """The batches of this rank, from the batches of all ranks."""
@@ -182,12 +181,27 @@ def _count_steps(
     recipe: TrainingRecipe, documents: Documents, training: Indices, validation: Indices, console: Console
 ) -> int:
     """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
-    indices = validation if recipe.steps else np.concatenate([validation, training])
+
+    def count(indices: Indices, seed: int | None) -> tuple[int, int]:
+        """Number of sequences and of tokens in an epoch."""
+        batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
+        for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
+            tokens += batch["labels"].numel()
+            update(batches.documents_read, batches.num_documents)
+        return sequences, tokens
+
     with console.progress("reading text") as update:
-        tokens = documents.count(indices, update)
+        try:
+            if len(validation):
+                count(validation, None)
+        except InputError as error:
+            raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
             return recipe.steps
-        tokens -= documents.count(validation)
-    steps = max(1, math.ceil(recipe.epochs * tokens / recipe.batch_tokens))
-    console.say(f"{len(training):,} documents, {tokens:,} tokens; {steps:,} steps of {recipe.batch_tokens:,} tokens")
+        sequences, tokens = count(training, recipe.seed)
+    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
+    console.say(
+        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
+        f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
+    )
     return steps

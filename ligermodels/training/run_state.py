@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.data.batches import Batch
+from ligermodels.data.documents import Documents
+from ligermodels.data.ends import with_end_of_turn
 from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import InputError
+from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
@@ -112,11 +115,14 @@ def build_state(
     with console.progress(f"loading {recipe.base}", in_bytes=True) as update:
         prepare = partial(prepare_model, recipe, prepare_base)
         model = plan.base.load(recipe, device=device, attention=attention, progress=update, prepare=prepare, **options)
+    console.say(f"attention: {attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len)}")
     if plan.base.weights is None and not plan.resumes:
         count = sum(parameter.numel() for parameter in model.parameters())
         console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
     model.activation_checkpointing = recipe.activation_checkpointing
     job = make_job(recipe, model, resuming=plan.resumes)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
         parallelize(job.model, recipe.parallel)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
@@ -137,6 +143,19 @@ def build_state(
     if plan.resumes:
         state.restore(console.say)
     return state
+
+
+def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:
+    """Add the token that ends a turn to the EOS tokens in the model's exports, if the documents have chats."""
+    if not documents.has_chats():
+        return
+    spec = model.require_export_spec()
+    template, tokenizer = documents.template, documents.tokenizer
+    config = with_end_of_turn(spec.generation_config, spec.hf_config, template, tokenizer)
+    if config is not None and config is not spec.generation_config:
+        model.export_spec = replace(spec, generation_config=config)
+        token = tokenizer.backend.id_to_token(config["eos_token_id"][-1])
+        say(f"generation_config.json: eos_token_id gets {token}, which ends a turn in the chat template")
 
 
 def _warn_of_lost_updates(model: CausalLM, recipe: TrainingRecipe, say: Callable[[str], object]) -> None:

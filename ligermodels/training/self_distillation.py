@@ -6,27 +6,35 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ligermodels.convert.input_files import read_json_object
+from ligermodels.data.chat import end_of_turn
 from ligermodels.data.documents import Documents
-from ligermodels.data.prompts import OpenChat
+from ligermodels.data.prompts import OpenChat, text_prompt
+from ligermodels.data.record_fields import FINISH
+from ligermodels.data.records import Completion, chat_record
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.inputs import BY_CONTENT, Content, changes, require_same_content
 
+Truncated = Literal["keep", "drop"]
+"""What happens to answers that do not end within the largest number of new tokens."""
+
 
 class SelfDistillation:
     """A model's own continuations of documents, as records of a .jsonl file that `Documents` reads.
 
     A text keeps its first `prompt_tokens` tokens, and the model continues them. In a chat the model writes every turn
-    of the assistant, given its own earlier turns. A chat ends before the first answer that does not end within
-    `max_new_tokens`; without any answer it is left out.
+    of the assistant, given its own earlier turns, except turns with `weight` 0. A text or an answer
+    that does not end within `max_new_tokens` has `"finish_reason": "length"`, so that no end of it is trained on. Such
+    an answer ends its chat; `num_cut` counts these answers.
     """
 
     def __init__(
@@ -35,9 +43,10 @@ class SelfDistillation:
         documents: Documents,
         *,
         temperature: float = 0.3,
-        max_new_tokens: int = 512,
+        max_new_tokens: int = 2048,
         prompt_tokens: int = 64,
         seed: int = 0,
+        truncated: Truncated = "keep",
     ) -> None:
         """
         Args:
@@ -47,6 +56,8 @@ class SelfDistillation:
             max_new_tokens: largest number of new tokens per text, and per answer in a chat.
             prompt_tokens: tokens of a text that are kept as the prompt.
             seed: seed of sampling, together with the indices of the documents in a batch.
+            truncated: "keep" writes an answer in a chat that does not end within `max_new_tokens`; "drop" leaves it
+                out, and a chat without any answer with it, so that the data lacks long answers.
 
         Raises:
             InputError: a number is out of range.
@@ -57,7 +68,8 @@ class SelfDistillation:
                 f"{temperature}, {max_new_tokens} and {prompt_tokens}"
             )
         self._model, self.documents, self._seed = model, documents, seed
-        self._max_new_tokens, self._prompt_tokens = max_new_tokens, prompt_tokens
+        self._max_new_tokens, self._prompt_tokens, self._truncated = max_new_tokens, prompt_tokens, truncated
+        self.num_cut = 0
         self._ends = as_eos_ids(model.generation_defaults().get("eos_token_id"))
         self._generator = torch.Generator(model.device)
         self._options: dict[str, Any] = {"do_sample": bool(temperature)}
@@ -71,6 +83,7 @@ class SelfDistillation:
             "max_new_tokens": max_new_tokens,
             "prompt_tokens": prompt_tokens,
             "seed": seed,
+            "truncated": truncated,
             "eos_token_id": sorted(self._ends),
         }
 
@@ -81,35 +94,57 @@ class SelfDistillation:
         """
         # The seed depends on the batch, so that samples do not depend on where an earlier call stopped.
         self._generator.manual_seed(random.Random(f"{self._seed} {list(indices)}").getrandbits(63))
-        texts: dict[int, list[int]] = {}
+        texts: dict[int, Completion] = {}
         chats: dict[int, OpenChat] = {}
         for index, record in zip(indices, self.documents.records(indices), strict=True):
-            if isinstance(record, str):
-                texts[index] = self.documents.tokenizer.encode(record)[: self._prompt_tokens]
+            if isinstance(record, Completion):
+                texts[index] = record
             elif record is not None:
                 chats[index] = OpenChat([], *record)
         records: dict[int, dict[str, Any]] = {}
-        for index, new in self._continue(texts).items():
-            records[index] = {"text": self.documents.tokenizer.decode(texts[index] + new)}
-        while prompts := {i: prompt for i, chat in chats.items() if (prompt := chat.prompt(self.documents, i))}:
-            for index, new in self._continue(prompts).items():
+        prompts = {i: text_prompt(self.documents, text, self._prompt_tokens) for i, text in texts.items()}
+        for index, new in self._continue(prompts, self._ends).items():
+            words, finish = self._answer(prompts[index], new, self._ends)
+            if texts[index].prompt:
+                records[index] = {"prompt": texts[index].prompt, "completion": words, **finish}
+            else:
+                records[index] = {"text": self.documents.tokenizer.decode(prompts[index] + new), **finish}
+        while questions := {i: prompt for i, chat in chats.items() if (prompt := chat.prompt(self.documents, i))}:
+            for index, new in self._continue(questions, self._turn_ends).items():
                 chat = chats[index]
-                if new[-1] in self._ends:
-                    words = self.documents.tokenizer.continuation(prompts[index], new[:-1])
-                    chat.messages.append({"role": "assistant", "content": words})
-                    records[index] = {"messages": list(chat.messages), **chat.variables}
-                else:
+                words, finish = self._answer(questions[index], new, self._turn_ends)
+                if finish:
+                    self.num_cut += 1
                     chat.rest = []
+                if not finish or self._truncated == "keep":
+                    chat.messages.append({"role": "assistant", "content": words, **finish})
+                    records[index] = chat_record(chat.messages, chat.variables)
         return [records.get(index) for index in indices]
 
-    def _continue(self, prompts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """New tokens after each non-empty prompt, up to and including the first EOS."""
+    @cached_property
+    def _turn_ends(self) -> list[int]:
+        """Tokens that end a turn: EOS, and the token that ends a turn in the chat template."""
+        return [*self._ends, *end_of_turn(self.documents.template, self.documents.tokenizer)]
+
+    def _answer(self, prompt: list[int], new: list[int], ends: Sequence[int]) -> tuple[str, dict[str, str]]:
+        """The text of new tokens without their EOS, and `finish_reason`, if they have none.
+
+        A text without EOS does not end with an incomplete character.
+        """
+        continuation = self.documents.tokenizer.continuation
+        if new[-1] in ends:
+            return continuation(prompt, new[:-1]), {}
+        return continuation(prompt, new).rstrip("\N{REPLACEMENT CHARACTER}"), {FINISH: "length"}
+
+    def _continue(self, prompts: Mapping[int, list[int]], ends: Sequence[int]) -> dict[int, list[int]]:
+        """New tokens after each non-empty prompt, up to and including the first of `ends`."""
         prompts = {index: prompt for index, prompt in prompts.items() if prompt}
         if not prompts:
             return {}
-        rows = self._model.generate(list(prompts.values()), self._max_new_tokens, **self._options)
+        options = {**self._options, "eos_token_id": list(ends) or None}
+        rows = self._model.generate(list(prompts.values()), self._max_new_tokens, **options)
         longest = max(map(len, prompts.values()))
-        new = (until_eos(row, self._ends) for row in rows[:, longest:].tolist())
+        new = (until_eos(row, ends) for row in rows[:, longest:].tolist())
         return dict(zip(prompts, new, strict=True))
 
 
@@ -155,6 +190,7 @@ def write_self_distillation_data(
         "written": 0,
         "bytes": 0,
         "unusable": [],
+        "cut": 0,
     }
     if resume and is_interrupted(out):
         before = _interrupted_state(out)
@@ -168,6 +204,7 @@ def write_self_distillation_data(
         file.truncate(state["bytes"])  # to the last complete batch
         file.seek(state["bytes"])
         source.documents.bad |= set(state["unusable"])
+        source.num_cut = state["cut"]
         for start in range(state["done"], count, batch_size):
             indices = range(start, min(start + batch_size, count))
             for record in source.records(indices):
@@ -176,7 +213,8 @@ def write_self_distillation_data(
                     state["written"] += 1
             file.flush()
             os.fsync(file.fileno())
-            state |= {"done": indices.stop, "bytes": file.tell(), "unusable": sorted(source.documents.bad)}
+            state |= {"done": indices.stop, "bytes": file.tell(), "cut": source.num_cut}
+            state["unusable"] = sorted(source.documents.bad)
             write_atomically(_beside(out, "progress"), json.dumps(state).encode())
             if progress is not None:
                 progress(indices.stop, count)
@@ -212,7 +250,7 @@ def _interrupted_state(out: Path) -> dict[str, Any]:
     path = _beside(out, "progress")
     try:
         state = read_json_object(path, InputError)
-        is_complete = {"settings", "content", "done", "written", "unusable"} <= state.keys()
+        is_complete = {"settings", "content", "done", "written", "unusable", "cut"} <= state.keys()
         if is_complete and _beside(out, "partial").stat().st_size >= state["bytes"]:
             return state
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

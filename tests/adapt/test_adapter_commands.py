@@ -174,6 +174,8 @@ def test_from_hf_needs_the_right_base(adapter: Path, speaker: Path, tmp_path: Pa
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(speaker)
     make_checkpoint(tmp_path / "other", CONFIGS["phi3"])
     failed = refused("lora", "from-hf", adapter, tmp_path / "no", "--base", tmp_path / "other")
+    assert "has model_type 'llama', but this model has 'phi3'" in failed
+    failed = refused("lora", "from-hf", nameless, tmp_path / "no", "--base", tmp_path / "other")
     assert "are no linear layers of this model" in failed and not (tmp_path / "no").exists()
 
 
@@ -327,9 +329,13 @@ def test_export_keeps_or_adds_heads(speaker: Path, adapter: Path, heads: Path, t
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
     assert len([name for name in found if name.startswith("medusa_head.")]) == len(found) - len(merged) > 0
     cast = load_file(again / "model.safetensors")
-    assert equal(cast, {name: tensor.bfloat16() for name, tensor in found.items()})
+    assert equal(cast, {name: tensor.bfloat16() if name in merged else tensor for name, tensor in found.items()})
     assert json.loads(ok("info", again, "--json"))["medusa_heads"]["heads"] == 2
-    assert "--keep-all" in refused("export", whole, tmp_path / "no", "--keep-all", code=2)
+    for keep in ("without-heads", "model"):
+        ok("export", whole, tmp_path / keep, "--keep", keep)
+        assert equal(load_file(tmp_path / keep / "model.safetensors"), merged)
+        assert "medusa_heads" not in json.loads(ok("info", tmp_path / keep, "--json"))
+        assert "--keep" in refused("export", whole, tmp_path / "no", "--heads", heads, "--keep", keep, code=2)
 
 
 def test_export_of_heads_alone_finds_the_model_that_they_name(speaker: Path, heads: Path, tmp_path: Path) -> None:

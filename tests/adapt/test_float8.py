@@ -28,7 +28,7 @@ from ligermodels import ops
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import GatedActivation
-from ligermodels.layers.float8 import float8_input, float8_slots
+from ligermodels.layers.float8 import float8_slots, layer_input_form
 from ligermodels.ops import Float8Tensor
 from ligermodels.ops.float8 import cast, glu, lora, mm, tail
 from ligermodels.training import train_heads
@@ -301,7 +301,7 @@ def test_exclusion() -> None:
     assert in_place_of(model) == [
         whole.format(i, n) for i in range(blocks) for n in ("mixer.qkv", "mlp.down") if (i, n) != (1, "mixer.qkv")
     ]
-    inputs = [[float8_input(layer) is not None for layer in (b.mixer, b.mlp)] for b in model.decoder.blocks]
+    inputs = [[layer_input_form(layer) is not None for layer in (b.mixer, b.mlp)] for b in model.decoder.blocks]
     assert inputs == [[i != 1, False] for i in range(blocks)]
     assert all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
 
@@ -360,7 +360,7 @@ def test_lora(dropout: float) -> None:
 
 def test_runs(tmp_path: Path, base: Path, data: Path) -> None:
     """`train --float8`, of a checkpoint, of a config; and Medusa heads on a frozen model."""
-    settings = ("--set=steps=6", "--set=seq_len=16", "--set=batch_tokens=64", "--set=max_bad_lines=1", "--lr=5e-3")
+    settings = ("--set=steps=6", "--set=seq_len=128", "--set=batch_tokens=256", "--set=max_bad_lines=1", "--lr=5e-3")
     flags = ("--float8", "--float8-exclude", "mlp", "--float8-gradients", "e4m3")
     shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
     found: dict[str, list[tuple[int, float, float]]] = {}

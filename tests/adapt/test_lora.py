@@ -4,6 +4,7 @@ in tests/integrations/test_lora_peft.py."""
 import copy
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import in_two_ranks
+from typer.testing import CliRunner
 from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.adapt import patterns
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.convert.mappings import grouped_qkv
+from ligermodels.cli import app
+from ligermodels.convert.mappings import TensorView, grouped_qkv
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers import Linear
 from ligermodels.layers.lora import LoRA, LoRAPart
@@ -92,7 +95,7 @@ def test_a_fused_layer_against_its_formula(chosen: list[str], bias: bool) -> Non
     inputs = [x, *layer.parameters()]
     for one, other in zip(*(torch.autograd.grad(y, inputs, along) for y in (found, wanted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    layer.merge_update(torch.float64)
+    layer.merge_update()
     assert layer.update is None
     torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
 
@@ -293,6 +296,34 @@ def test_what_is_merged_goes_out_as_a_checkpoint(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "out")
     assert relative_error(lm.from_pretrained(tmp_path / "out")(tokens()).logits, logits) < 1e-5
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before  # they were mapped
+
+
+def test_a_merged_weight_is_rounded_once() -> None:
+    """In bfloat16 every weight is the nearest to the sum in float64, but for ties that float32 cannot tell apart."""
+    torch.manual_seed(0)
+    layer = Linear(96, 80, bias=False, dtype=torch.bfloat16)
+    layer.update = LoRA(layer, [LoRAPart("o_proj", (TensorView("o_proj", lambda native: native),), 8, 16.0)])
+    for parameter in layer.update.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    a, b = (parameter.detach().double() for parameter in layer.update.lora_parameters().values())
+    wanted = (layer.weight.detach().double() + 2 * (b @ a)).bfloat16()
+    layer.merge_update()
+    assert (layer.weight == wanted).double().mean() > 0.999
+
+
+def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
+    """Its layers have the same names and shapes."""
+    for name in ("llama-3", "mistral-nemo"):
+        make_checkpoint(tmp_path / name, CONFIGS[name])
+    adapter = tmp_path / "adapter"
+    lm.save_adapter(lm.add_lora(lm.from_pretrained(tmp_path / "llama-3"), 2), adapter)
+    message = r"base_model_name_or_path: .*llama-3' has model_type 'llama', but this model has 'mistral'"
+    with pytest.raises(ConfigError, match=message):
+        lm.load_adapter(lm.from_pretrained(tmp_path / "mistral-nemo"), adapter)
+    result = CliRunner().invoke(app, ["lora", "merge", *(str(tmp_path / x) for x in ("mistral-nemo", "adapter", "o"))])
+    assert result.exit_code == 1 and "has model_type 'llama'" in result.output and not (tmp_path / "o").exists()
+    shutil.rmtree(tmp_path / "llama-3")  # then there is nothing to compare with
+    lm.load_adapter(lm.from_pretrained(tmp_path / "mistral-nemo"), adapter)
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.integrations import wrap
-from ligermodels.layers.quantized import QuantizedWeight, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 
-KINDS = ("float8", "int4")
+KINDS = ("float8", "int4", "nf4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {**BASE, **SIZES, "model_type": "llama"}
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -46,7 +46,7 @@ def tokens(batch: int = 2, length: int = 19) -> Tensor:
     return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def quantised(model: nn.Module) -> dict[str, QuantizedWeight]:
+def quantised(model: nn.Module) -> dict[str, QuantizedCompute]:
     return {name: layer.compute for name, layer in quantized_layers(model).items()}
 
 
@@ -64,7 +64,7 @@ def test_decoding(name: str, kind: Any) -> None:
         wanted, found, before = (each(tokens()).logits for each in (rounded, model, plain))
     torch.testing.assert_close(found, wanted)
     distance = float((found - before).norm() / found.norm())
-    assert 1e-5 < distance < {"float8": 0.1, "int4": 0.5}[kind]
+    assert 1e-5 < distance < {"float8": 0.1, "int4": 0.5, "nf4": 0.5}[kind]
     prompts, options = [[5, 9, 11], [77], list(range(30, 50))], {"max_new_tokens": 6, "eos_token_id": None}
     for sampled in (False, True):
         results = []
@@ -116,13 +116,13 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
     config, exclude = MODELS[name]
     make_checkpoint(tmp_path, config, dtype=stored)
     wanted = lm.quantize(lm.from_pretrained(tmp_path, dtype=torch.bfloat16), kind, exclude=exclude).state_dict()
-    monkeypatch.setattr(quantized_loading, "AT_A_TIME", 1)
+    monkeypatch.setattr(quantized_loading, "CHUNK_BYTES", 1)
     alive, most, steps = 0, 0, list[tuple[int, int]]()
-    original = quantized_loading._weight
+    original = quantized_loading._Part.empty
 
-    def watched(layer: QuantizedWeight, dtype: torch.dtype, device: Any) -> Tensor:
+    def watched(part: Any, layer: QuantizedCompute, device: Any = None) -> Tensor:
         nonlocal alive, most
-        found = original(layer, dtype, device)
+        found = original(part, layer, device)
         if found.is_meta:
             return found
         alive += (size := found.nbytes)
@@ -135,7 +135,7 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
         weakref.finalize(found, freed)
         return found
 
-    monkeypatch.setattr(quantized_loading, "_weight", watched)
+    monkeypatch.setattr(quantized_loading._Part, "empty", watched)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "progress": lambda *done: steps.append(done)}
     if exclude:
         with pytest.raises(
@@ -174,8 +174,8 @@ def test_what_is_read_is_checked(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"decoder.blocks.1.mlp.down: has weights that are not finite in float32"):
             lm.quantize(model, "int4")
         assert not quantised(model) and all(p.requires_grad for p in model.parameters())
-    with pytest.raises(InputError, match="quantize: must be one of float8, int4, got 'nf4'"):
-        lm.from_pretrained(tmp_path, quantize="nf4")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="quantize: must be one of float8, int4, nf4, got 'int3'"):
+        lm.from_pretrained(tmp_path, quantize="int3")  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
         lm.from_pretrained(tmp_path, quantize="int4")

@@ -136,7 +136,7 @@ def test_logits_are_those_of_the_dequantised_weights(
 ) -> None:
     """To the bit; in the config's dtype and in another one, read in slices that end anywhere."""
     monkeypatch.setattr(loading, "SLICE_ELEMENTS", 250)
-    monkeypatch.setattr(dequantize, "AT_A_TIME", 130)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 130)
     config = {**CONFIGS[family], "dtype": "bfloat16"}
     make_checkpoint(tmp_path / "model", config)
     tensors = make_quantised(tmp_path / "model", config, form)
@@ -252,7 +252,7 @@ def test_what_is_not_quantised_stays_mapped(tmp_path: Path) -> None:
 def test_only_a_few_rows_are_float32_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of no tensor the whole is in memory a second time."""
     monkeypatch.setattr(loading, "SLICE_ELEMENTS", 200)
-    monkeypatch.setattr(dequantize, "AT_A_TIME", 130)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 130)
     make_checkpoint(tmp_path, CONFIGS["llama-3"])
     make_quantised(tmp_path, CONFIGS["llama-3"], "block")
     decode, read_slice = ScaledFP8.decode, Dequantized.read_slice

@@ -25,10 +25,10 @@ from ligermodels.errors import CheckpointError, ConfigWarning, InputError
 from ligermodels.evaluation import evaluate_kl
 from ligermodels.integrations import wrap
 from ligermodels.layers import LMHead
-from ligermodels.layers.quantized import QuantizedWeight, weight_codes
+from ligermodels.layers.quantized import QuantizedCompute, weight_codes
 from ligermodels.models.causal_lm import CausalLM
 
-KINDS = ("float8", "int4")
+KINDS = ("float8", "int4", "nf4")
 LLAMA: dict[str, Any] = {**BASE, "model_type": "llama", "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4}
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
     rounded = lm.dequantize(copy.deepcopy(model))
     assert type(rounded.head) is LMHead and rounded.head.weight is not rounded.decoder.embed.weight
     far = float(((rounded.head.weight - plain.head.weight).norm() / plain.head.weight.norm()).detach())
-    assert 1e-3 < far < {"float8": 0.04, "int4": 0.15}[kind]
+    assert 1e-3 < far < {"float8": 0.04, "int4": 0.15, "nf4": 0.15}[kind]
     ids = tokens()
     results = []
     for each in (model, rounded):
@@ -86,7 +86,7 @@ def test_decoding_and_losses(name: str, kind: Any) -> None:
         torch.testing.assert_close(found, wanted)
     assert repr(model.head).startswith("LMHead(") and kind in repr(model.head)
     report = evaluate_kl(model, plain, [Batch({"input_ids": ids, "labels": ids})])
-    assert 0 < report.kl < {"float8": 2e-3, "int4": 2e-2}[kind]
+    assert 0 < report.kl < {"float8": 2e-3, "int4": 2e-2, "nf4": 2e-2}[kind]
     for each in (model, rounded):
         assert not any(p.requires_grad for p in each.parameters())
 
@@ -97,14 +97,14 @@ def test_losses_keep_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", "int4", "int4")
     plain = lm.dequantize(copy.deepcopy(model))
     medusa, apart = (lm.MedusaModel.from_base(each, 3, lm_head="shared") for each in (model, plain))
-    made, compute = [], QuantizedWeight.dense
+    made, compute = [], QuantizedCompute.dense
 
-    def rounded(self: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    def rounded(self: QuantizedCompute, dtype: torch.dtype) -> Tensor:
         weight = compute(self, dtype)
         made.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(QuantizedWeight, "dense", rounded)
+    monkeypatch.setattr(QuantizedCompute, "dense", rounded)
     ids = tokens()
     losses = [each(ids, labels=ids).loss for each in (medusa, apart)]
     assert len(made) == 3 and all(each() is None for each in made)
@@ -307,8 +307,8 @@ def test_heads_that_cannot_be_quantised(tmp_path: Path) -> None:
             lm.from_pretrained(tmp_path, quantize="int4", quantize_head="int4")
     with pytest.raises(InputError, match="quantize_head: got 'int4' without `quantize`"):
         lm.from_pretrained(tmp_path, quantize_head="int4")
-    with pytest.raises(InputError, match="quantize_head: must be one of float8, int4, got 'nf4'"):
-        lm.from_pretrained(tmp_path, quantize="int4", quantize_head="nf4")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="quantize_head: must be one of float8, int4, nf4, got 'fp4'"):
+        lm.from_pretrained(tmp_path, quantize="int4", quantize_head="fp4")  # type: ignore[arg-type]
 
 
 def test_commands(tmp_path: Path) -> None:

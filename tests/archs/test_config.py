@@ -232,7 +232,7 @@ def compare(config: Config, changed: Config) -> None:
 def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outcome, changed: Config) -> None:
     """See that our model of the checkpoint in `folder`, and transformers' of our export, have outcome `wanted`."""
     model = lm.from_pretrained(folder, dtype=torch.float32)
-    model.save_pretrained(folder / "out")
+    model.save_pretrained(folder / "out", keep="model")
     again = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager", dtype=torch.float32)
     for found in (outcome(model, ids), outcome(plain(again), ids)):
         if not error(found, wanted) < TOLERANCE:

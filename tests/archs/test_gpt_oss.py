@@ -132,7 +132,7 @@ def test_compiled_with_packed_documents() -> None:
         ({"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is missing"),
         ({"layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of num_hidden_layers = 3"),
         ({"attention_bias": 1}, "'attention_bias' must be true or false"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented"),
+        ({"attention_dropout": -0.1}, "'attention_dropout' must be 0 or above"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, Any], message: str) -> None:

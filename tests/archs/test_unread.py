@@ -2,25 +2,30 @@
 
 import copy
 import json
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+from typer.testing import CliRunner
 from zoo import CONFIGS, NEEDED
 
 import ligermodels as lm
-from ligermodels.archs import FAMILIES, family_of, fields
-from ligermodels.archs.unread import COMPUTATION, HARMLESS
+from ligermodels.archs import FAMILIES, fields
+from ligermodels.archs.unread import COMPUTATION, DROPOUT, HARMLESS
+from ligermodels.cli import app
 from ligermodels.convert.config_json import for_export
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.errors import ConfigError, ConfigWarning, InputError
+from ligermodels.models.families import warn_of_other_family
 
 LLAMA = CONFIGS["llama-3"]
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
@@ -124,7 +129,7 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
     assert read.keys() == FAMILIES.keys()
     read = {model_type: names for model_type, names in read.items() if FAMILIES[model_type].text is None}
     for_some = set.union(*read.values()) - set.intersection(*read.values())
-    assert for_some <= COMPUTATION.keys() | HARMLESS, for_some
+    assert for_some <= {*COMPUTATION, *HARMLESS, *DROPOUT}, for_some
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,6 @@ def test_every_field_that_some_families_read_is_known_to_the_others(monkeypatch:
         ("attn_logit_softcapping", 50.0),
         ("hidden_activation", "gelu"),
         ("activation", "relu"),
-        ("embd_pdrop", 0.1),
         ("is_encoder_decoder", True),
         ("vision_config", {"hidden_size": 3}),
     ],
@@ -201,10 +205,38 @@ def test_architectures_of_another_family_are_a_warning(model_type: str) -> None:
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES):
         named = mapping.get(model_type, [])
         for name in [named] if isinstance(named, str) else named:
-            family_of({"model_type": model_type, "architectures": [name]})
+            warn_of_other_family({"model_type": model_type, "architectures": [name]})
     other = "GemmaForCausalLM" if model_type != "gemma" else "LlamaForCausalLM"
     with pytest.warns(ConfigWarning, match=rf"architectures names '{other}', but model_type is '{model_type}'"):
-        family_of({"model_type": model_type, "architectures": [other]})
+        warn_of_other_family({"model_type": model_type, "architectures": [other]})
+
+
+def test_a_warning_comes_once(tmp_path: Path) -> None:
+    """When the config is read; not for its weights, for text, nor when it goes out again."""
+    fields = {**LLAMA, "colour": "red", "architectures": ["GemmaForCausalLM"]}
+    names = ["'colour' = 'red'", "architectures names 'GemmaForCausalLM'"]
+
+    def shown(action: Callable[[], Any]) -> list[bool]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        messages = [str(each.message) for each in caught if each.category is ConfigWarning]
+        assert len(messages) in (0, len(names))
+        return [any(name in message for message in messages) for name in names]
+
+    model = lm.from_config(LLAMA)
+    assert shown(lambda: lm.from_config(fields, device="meta")) == [True, True]
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    loaded = []
+    assert shown(lambda: loaded.append(lm.from_pretrained(tmp_path / "model"))) == [True, True]
+    assert shown(lambda: loaded[0].generate([[1, 2]], 2)) == [False, False]
+    assert shown(lambda: loaded[0].save_pretrained(tmp_path / "out")) == [False, False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / "model")])
+    assert [result.stderr.count(name) for name in names] == [1, 1]
 
 
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
@@ -227,12 +259,39 @@ def test_fields_beside_a_text_model() -> None:
 
 @pytest.mark.parametrize("name", NO_DROPOUT)
 def test_the_dropout_of_published_seed_oss_is_a_warning(name: str) -> None:
-    """They all say 0.1; training is without. Any other is an error, as everywhere."""
+    """They all say 0.1; training is without. Training with any other is an error, as everywhere."""
     config = {**CONFIGS["seed_oss"], **NO_DROPOUT}
     with pytest.warns(ConfigWarning, match=f"{name} = 0.1 is not implemented: training is without dropout"):
         assert compose({**config, name: 0.1}) == compose(config)
-    with pytest.raises(ConfigError, match=f"{name} = 0.2 is not implemented"):
-        compose({**config, name: 0.2})
+    assert compose({**config, name: 0.2}).dropout == (f"{name} = 0.2",)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (LLAMA, {"attention_dropout": 0.1}),
+        (LLAMA, {"hidden_dropout": 0.1, "attention_dropout": 0}),
+        (CONFIGS["phi3"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1}),
+    ],
+)
+def test_dropout_is_loaded_and_training_with_it_is_an_error(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    """In evaluation it changes nothing."""
+    model = lm.from_config({**config, **fields})
+    ids = torch.arange(3, 9)[None]
+    loss = model(ids, labels=ids).loss
+    loss.backward()  # in eval mode, as a new model is
+    asked = ", ".join(f"{name} = {value}" for name, value in fields.items() if value)
+    message = f"{asked}, and dropout is not implemented; to train without it, set it to 0"
+    with pytest.raises(InputError, match=re.escape(message)):
+        model.train()
+    plain = lm.from_config({**config, **dict.fromkeys(fields, 0.0)}).eval()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain(ids, labels=ids).loss, loss)
+    assert torch.equal(plain.generate(ids, 4), model.generate(ids, 4))
+    heads = lm.MedusaModel.from_base(model, num_heads=2).train()  # freezes the model
+    assert heads(ids, labels=ids).loss.isfinite()
+    with pytest.raises(ConfigError, match="must be 0 or above"):
+        lm.from_config({**config, **dict.fromkeys(fields, -0.1)})
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_info_counts_what_the_checkpoint_holds(checkpoint: Path, broken: Path) -
         "rope_theta": 777.0,
         "tied_embeddings": False,
         "dtype": "float32",
+        "attention": "sdpa",
         "parameters": size // 4,
         "embedding_parameters": 307 * 48,
         "weights_bytes": size,

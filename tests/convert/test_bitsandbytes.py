@@ -1,8 +1,10 @@
 """Tensors in the 4 bits of bitsandbytes, in plain scales and in quantised ones."""
 
+import copy
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_two_ranks
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.adapt import quantized_loading
 from ligermodels.convert import dequantize
 from ligermodels.convert.dequantize import Dequantized
 from ligermodels.convert.files import SINGLE
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, CheckpointWarning
+from ligermodels.layers.quantized import quantized_layers
+from ligermodels.ops.quantized.weights import NF4_LEVELS
 
 BITS4 = Quantization("bitsandbytes 4 bits")
 CONFIG = {
@@ -28,16 +35,18 @@ CONFIG = {
 STATE = "quant_state.bitsandbytes__nf4"
 
 
-def quantised(shape: tuple[int, int], *, nested: bool, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def quantised(
+    shape: tuple[int, int], *, nested: bool, seed: int = 0, table: Any = None, block: int = 32
+) -> tuple[dict[str, Tensor], Tensor]:
     """Random tensors of the format for a matrix of this shape, by the ends of their names, and the matrix that they
-    stand for in float32: table[code] x scale of its block of 32 elements, scales in blocks of 5."""
+    stand for in float32: table[code] x scale of its block of elements, scales in blocks of 5."""
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape)
-    blocks = -(-count // 32)
-    table = torch.rand(16, generator=generator) - 0.5
+    blocks = -(-count // block)
+    table = torch.rand(16, generator=generator) - 0.5 if table is None else torch.tensor(table)
     codes = torch.randint(16, (count + count % 2,), dtype=torch.uint8, generator=generator)
     absmax = torch.rand(blocks, generator=generator) + 0.5
-    sizes: dict[str, Any] = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(shape)}
+    sizes: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
     parts = {"": (codes[::2] << 4 | codes[1::2])[:, None], "quant_map": table}
     if nested:
         indices = torch.randint(256, (blocks,), dtype=torch.uint8, generator=generator)
@@ -48,7 +57,7 @@ def quantised(shape: tuple[int, int], *, nested: bool, seed: int = 0) -> tuple[d
     else:
         parts["absmax"] = absmax
     parts[STATE] = torch.tensor(list(json.dumps(sizes).encode()), dtype=torch.uint8)
-    values = table[codes.long()][:count] * absmax.repeat_interleave(32)[:count]
+    values = table[codes.long()][:count] * absmax.repeat_interleave(block)[:count]
     return parts, values.view(shape)
 
 
@@ -63,7 +72,7 @@ def test_reads_whole_tensors_and_slices(
     nested: bool, shape: tuple[int, int], storage: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows end within a byte and within a block. `storage`: bnb_4bit_quant_storage, how the bytes are declared."""
-    monkeypatch.setattr(dequantize, "AT_A_TIME", 50)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 50)
     parts, wanted = quantised(shape, nested=nested)
     parts[""] = parts[""].view(-1).view(storage)[:, None] if parts[""].numel() % 2 == 0 else parts[""]
     save_file({**named("x.weight", parts), "norm": torch.ones(3)}, tmp_path / SINGLE)
@@ -103,31 +112,149 @@ def test_faults_name_the_tensors(change: dict[str, Any], message: str, tmp_path:
         Dequantized(files, BITS4, torch.float32)
 
 
-def test_models_load_and_fine_tune(tmp_path: Path) -> None:
-    """A checkpoint in nf4 is the model of its dequantised weights; with `quantize=`, LoRA trains over int4."""
-    make_checkpoint(tmp_path / "plain", CONFIGS["llama-3"])
-    tensors = load_file(tmp_path / "plain" / SINGLE)
-    stored = {}
+def make_pair(folder: Path, config: dict[str, Any], skip: str = "", **options: Any) -> dict[str, dict[str, Tensor]]:
+    """Write folder/nf4, a checkpoint with linear layers in 4 bits, except names with `skip`, and folder/plain with the
+    values that they stand for. Returns the parts of each layer by its name."""
+    make_checkpoint(folder / "plain", config)
+    tensors, layers, stored = load_file(folder / "plain" / SINGLE), {}, dict[str, Tensor]()
     for seed, (name, tensor) in enumerate(tensors.items()):
         parts = {"": tensor}
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and not (skip and skip in name):
             rows, columns = tensor.shape
-            parts, tensors[name] = quantised((rows, columns), nested=True, seed=seed)
+            parts, tensors[name] = quantised((rows, columns), seed=seed, **options)
+            layers[name] = parts
         stored |= named(name, parts)
-    save_file(tensors, tmp_path / "plain" / SINGLE)
-    shutil.copytree(tmp_path / "plain", tmp_path / "nf4")
-    save_file(stored, tmp_path / "nf4" / SINGLE)
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    (tmp_path / "nf4" / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    save_file(tensors, folder / "plain" / SINGLE)
+    shutil.copytree(folder / "plain", folder / "nf4")
+    save_file(stored, folder / "nf4" / SINGLE)
+    config = json.loads((folder / "plain" / "config.json").read_text())
+    (folder / "nf4" / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    return layers
+
+
+def test_models_load_and_fine_tune(tmp_path: Path) -> None:
+    """A checkpoint in nf4 is the model of its dequantised weights; with `quantize=`, LoRA trains over int4."""
+    make_pair(tmp_path, CONFIGS["llama-3"], nested=True)
     plain, model = (lm.from_pretrained(tmp_path / folder, dtype=torch.float32) for folder in ("plain", "nf4"))
     wanted = plain.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
-    tuned = lm.add_lora(lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="int4"), r=4)
+    with pytest.warns(CheckpointWarning, match='rounded to int4: quantize="nf4"'):
+        tuned = lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="int4")
+    lm.add_lora(tuned, r=4)
     ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     tuned(ids, labels=ids).loss.backward()
     gradients = {name: p.grad for name, p in tuned.named_parameters() if p.requires_grad}
     assert gradients and all(grad is not None for grad in gradients.values())
     assert any(grad.any() for grad in gradients.values() if grad is not None)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
+NF4: dict[str, Any] = {"table": NF4_LEVELS, "block": 64}
+
+
+def gradients(model: lm.CausalLM) -> list[Tensor]:
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(ids, labels=ids).loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def with_lora(model: lm.CausalLM) -> lm.CausalLM:
+    torch.manual_seed(1)
+    lm.add_lora(model, r=4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama-3", "phi3", "glm4", "qwen3"])
+def test_nf4_is_taken_over(
+    family: str, dtype: torch.dtype, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With quantize="nf4" the layers hold the stored codes and scales; fused layers and reordered rows too."""
+    layers = make_pair(tmp_path, {**CONFIGS[family], **SIZES}, nested=nested, **NF4)
+    monkeypatch.setattr(quantized_loading, "_fill", lambda *_: pytest.fail("rounded"))
+    monkeypatch.setattr(quantized_loading, "CHUNK_BYTES", 2 * 128 * 200)
+    steps = list[tuple[int, int]]()
+    options: dict[str, Any] = {"dtype": dtype, "quantize": "nf4", "progress": lambda *done: steps.append(done)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        model = lm.from_pretrained(tmp_path / "nf4", **options)
+    assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
+    assert len(quantized_layers(model)) == 4 * len(model.decoder.blocks)
+    plain = lm.from_pretrained(tmp_path / "plain", dtype=dtype)
+    found, wanted = lm.dequantize(copy.deepcopy(model)).state_dict(), plain.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()) and len(found) == len(wanted)
+
+    down = model.decoder.blocks[1].mlp.down.compute
+    parts = layers["model.layers.1.mlp.down_proj.weight"]
+    stored = torch.stack([parts[""].view(-1) >> 4, parts[""].view(-1) & 15], 1).view(128, 192)
+    codes = down.codes.view(128, 2, 1, 64)
+    codes = torch.cat([codes & 15, codes >> 4], 2).view(128, 256)
+    assert torch.equal(codes[:, :192], stored)
+    if not nested:
+        assert torch.equal(down.scales.view(128, 4)[:, :3], parts["absmax"].view(128, 3))
+
+    if dtype == torch.float32:
+        for one, two in zip(gradients(with_lora(model)), gradients(with_lora(plain)), strict=True):
+            assert (one - two).norm() < 1e-4 * two.norm()
+
+
+@pytest.mark.parametrize("how", ["quantize=", "prepare="])
+def test_layers_that_are_stored_unquantised_stay_so(how: str, tmp_path: Path) -> None:
+    """As in transformers. A fused layer stays in the model's dtype if a part of it is stored so."""
+    make_pair(tmp_path, {**CONFIGS["llama-3"], **SIZES}, skip="layers.0.self_attn.k_proj", nested=True, **NF4)
+    quantizing: dict[str, Any] = {"quantize": "nf4"}
+    if how == "prepare=":  # as the command line does
+        quantizing = {"prepare": lambda model: lm.quantize(model, "nf4")}
+    model = lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, **quantizing)
+    assert len(quantized_layers(model)) == 4 * len(model.decoder.blocks) - 1
+    wanted = lm.from_pretrained(tmp_path / "plain", dtype=torch.float32).state_dict()
+    assert torch.equal(model.decoder.blocks[0].mixer.qkv.weight, wanted["decoder.blocks.0.mixer.qkv.weight"])
+    found = lm.dequantize(model).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "count"),
+    [({"block": 32}, {}, 12), ({"table": None}, {}, 12), ({}, {"intermediate_size": 150}, 3)],
+    ids=["blocks of 32", "other levels", "blocks cross rows"],
+)
+def test_4_bits_that_nf4_cannot_take_over(
+    options: dict[str, Any], sizes: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    """They are rounded once more, and a warning says so."""
+    make_pair(tmp_path, {**CONFIGS["llama-3"], **SIZES, **sizes}, nested=False, **{**NF4, **options})
+    with pytest.warns(CheckpointWarning, match=rf"{count} weights, such as decoder.* rounded to nf4: nf4 keeps only"):
+        model = lm.from_pretrained(tmp_path / "nf4", dtype=torch.float32, quantize="nf4")
+    wanted = lm.quantize(lm.from_pretrained(tmp_path / "plain", dtype=torch.float32), "nf4").state_dict()
+    found = model.state_dict()
+    same = [torch.equal(found[name], tensor) for name, tensor in wanted.items() if name.endswith("codes")]
+    assert len(same) == 12 and all(same)
+
+
+def loaded_on_two_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    ids = torch.arange(3, 12)[None]
+    plain = lm.from_pretrained(folder / "nf4", dtype=torch.float32, quantize="nf4")
+    for plan in (lm.ParallelPlan(shard=2), lm.ParallelPlan(shard=1, tensor=2)):
+        options: dict[str, Any] = {"plan": plan, "device": "cpu", "quantize": "nf4"}
+        model = lm.from_pretrained(folder / "nf4", dtype=torch.float32, **options)
+        for name, layer in quantized_layers(model).items():
+            wanted = plain.get_submodule(name).compute
+            for part in ("codes", "scales"):
+                sharded = getattr(layer.compute, part)
+                assert 2 * sharded.to_local().numel() == sharded.numel()
+                assert torch.equal(sharded.full_tensor(), getattr(wanted, part)), f"{name} {part}"
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_nf4_is_taken_over_by_shards(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 256, "head_dim": 64}
+    make_pair(tmp_path, {**CONFIGS["llama-3"], **sizes}, nested=True, **NF4)
+    in_two_ranks(loaded_on_two_ranks, tmp_path)

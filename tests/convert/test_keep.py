@@ -76,7 +76,7 @@ def test_gemma3_goes_out_with_its_vision_tower(prefixes: tuple[str, ...], tmp_pa
     make_gemma3(folder, prefixes)
     before = stored(folder)
     model = trained(folder)
-    model.save_pretrained(out, max_shard_size="50KB", keep="all")
+    model.save_pretrained(out, max_shard_size="50KB")
 
     after = stored(out)
     text = {name for name in before if name.startswith(prefixes[0])}
@@ -107,8 +107,8 @@ def test_gemma3_goes_out_with_its_vision_tower(prefixes: tuple[str, ...], tmp_pa
     assert parts[0] == parts[1]
     assert written["text_config"]["rope_theta"] == 1e6 and "rope_theta" not in written
 
-    # The language model alone, as without keep.
-    model.save_pretrained(tmp_path / "text")
+    # The language model alone.
+    model.save_pretrained(tmp_path / "text", keep="model")
     assert not any("vision" in name for name in stored(tmp_path / "text"))
     assert not (tmp_path / "text" / "preprocessor_config.json").exists()
 
@@ -117,7 +117,7 @@ def test_cast_and_written_over_what_it_came_from(tmp_path: Path) -> None:
     make_gemma3(tmp_path)
     before = {name: tensor.clone() for name, tensor in stored(tmp_path).items()}
     model = lm.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    command = ["export", str(tmp_path), str(tmp_path), "--overwrite", "--keep-all", "--dtype", "bfloat16"]
+    command = ["export", str(tmp_path), str(tmp_path), "--overwrite", "--dtype", "bfloat16"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     for name, tensor in stored(tmp_path).items():
@@ -135,8 +135,8 @@ def test_whatever_a_family_does_not_read_is_kept(tmp_path: Path) -> None:
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(7)}
     save_file({**load_file(file), **table}, file)
     model = trained(tmp_path / "model")
-    model.save_pretrained(tmp_path / "alone")
-    model.save_pretrained(tmp_path / "all", keep="all")
+    model.save_pretrained(tmp_path / "alone", keep="model")
+    model.save_pretrained(tmp_path / "all")
     with_all, alone = stored(tmp_path / "all"), stored(tmp_path / "alone")
     assert with_all.keys() == alone.keys() | table.keys()
     assert torch.equal(with_all[next(iter(table))], table[next(iter(table))])
@@ -146,18 +146,16 @@ def test_whatever_a_family_does_not_read_is_kept(tmp_path: Path) -> None:
 def test_what_cannot_be_kept(tmp_path: Path) -> None:
     make_gemma3(tmp_path / "model")
     model, out = lm.from_pretrained(tmp_path / "model", mapped=False), tmp_path / "out"
-    with pytest.raises(InputError, match="keep: must be 'model' or 'all', got 'vision'"):
+    with pytest.raises(InputError, match=r"keep: must be one of 'all', 'without-heads', 'model', got 'vision'"):
         model.save_pretrained(out, keep="vision")
     shutil.copytree(tmp_path / "model", tmp_path / "text")
     alone = lm.from_pretrained(tmp_path / "text", mapped=False)
-    alone.save_pretrained(tmp_path / "text", overwrite=True)
+    alone.save_pretrained(tmp_path / "text", overwrite=True, keep="model")
     with pytest.raises(
         CheckpointError, match=r"(?s)keep='all'.*text: \d+ of the tensors are gone, such as multi_modal_projector"
     ):
-        alone.save_pretrained(out, keep="all")
+        alone.save_pretrained(out)
     shutil.rmtree(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"keep='all'.*model: no such folder; put that checkpoint back"):
-        model.save_pretrained(out, keep="all")
-    with pytest.raises(CheckpointError, match="keep='all': the model was not loaded from a checkpoint"):
-        lm.from_config(CONFIGS["llama-3"]).save_pretrained(out, keep="all")
+        model.save_pretrained(out)
     assert not out.exists()

@@ -21,7 +21,7 @@ def test_mxfp4_as_transformers_dequantises_it(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The experts of gpt_oss, whole and in slices that begin within a block of 32 rows."""
-    monkeypatch.setattr(dequantize, "AT_A_TIME", 50)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 50)
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (3, 7, 5, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(110, 140, (3, 7, 5), dtype=torch.uint8, generator=generator)

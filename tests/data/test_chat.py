@@ -1,6 +1,5 @@
 """Chats: the text that transformers renders, and a mask that is right to the token, whatever the template does."""
 
-import json
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.data import rendering, turns
+from ligermodels.data import rendering, versions
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
@@ -275,42 +274,6 @@ def test_helpers_and_the_clock_that_stands_still() -> None:
     assert wanted.count("é") == 2
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "list", "chat_template.json"])
-def test_where_a_template_is_found(place: str, tmp_path: Path) -> None:
-    config = {"bos_token": {"content": "<é>", "lstrip": False}, "eos_token": None, "chat_template": "{{ 'no' }}"}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>", "bos_token": "no"}))
-    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
-    if place == "chat_template.jinja":
-        (tmp_path / place).write_text(source)
-    elif place == "chat_template.json":
-        del config["chat_template"]
-        (tmp_path / place).write_text(json.dumps({"chat_template": source}))
-    else:
-        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": source}]
-        config["chat_template"] = named if place == "list" else source
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "<é>Hi there!<e>"
-    (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
-    assert ChatTemplate.from_folder(tmp_path, tmp_path / "other.jinja").render(CHAT) == "other <é>"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "has no chat template"),
-        ([{"name": "rag", "template": "x"}], "none is named 'default', only \\['rag'\\]"),
-        (5, "must be text, got 5"),
-        ("{% for %}", "not a jinja2 template"),
-    ],
-)
-def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(CheckpointError, match=words):
-        ChatTemplate.from_folder(tmp_path)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        ChatTemplate.from_folder(tmp_path, tmp_path / "nowhere.jinja")
-
-
 @pytest.mark.parametrize(
     ("source", "messages", "words"),
     [
@@ -319,6 +282,8 @@ def test_no_template_is_an_error(template: object, words: str, tmp_path: Path) -
         (TEMPLATES["llama-3.1"], [CHAT[0], {**CHAT[1], "tool_calls": []}], "single tool-calls"),
         (TEMPLATES["llama-3"], WITH_TOOLS, "does not write the tool calls in message 1"),
         (LOOP + "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}", WITH_TOOLS, "tool calls"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": 5}], "turn 2: tool_calls: must be a list of dicts"),
+        ("", [CHAT[0], {"role": "assistant", "tool_calls": ["f"]}], "turn 2: tool_calls: must be a list of dicts"),
         ("{{ messages[0].content.x.y }}", CHAT, "x"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
         ("{{ messages.append(1) }}", CHAT, "unsafe|not safely callable"),
@@ -344,7 +309,10 @@ def test_a_limit_of_memory_that_cannot_be_raised() -> None:
 
 
 def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless one of its renderings goes beyond a limit, which is that of each: then those that are needed, alone."""
+    """Of two renderings, once the frames of its turns are known.
+
+    Unless a rendering goes beyond a limit, which is that of each: then those that are needed, alone.
+    """
     special = re.compile("<e>")
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}")
     expected = template.spans(CHAT, special=special)
@@ -356,23 +324,23 @@ def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: py
         return ask(request, count)
 
     monkeypatch.setattr(rendering._process, "ask", counted)
-    assert template.spans(CHAT, special=special) == expected and counts == [9]
+    assert template.spans(CHAT, special=special) == expected and counts == [2]
     counts.clear()
-    large = [{"text": "x" * turns.AT_ONCE}]  # variables weigh too
+    large = [{"text": "x" * versions.AT_ONCE}]  # variables weigh too
     assert template.spans(CHAT, special=special, documents=large) == expected and set(counts) == {1}
     counts.clear()
-    monkeypatch.setattr(turns, "AT_ONCE", 100)
+    monkeypatch.setattr(versions, "AT_ONCE", 100)
     assert template.spans(CHAT, special=special) == expected and set(counts) == {1}
     monkeypatch.undo()
 
     monkeypatch.setattr(rendering, "SECONDS", 1)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    slow = "{% if messages|length == 1 %}" + loop + "{% endif %}" + template.source
+    slow = "{% if messages|length == 2 %}" + loop + "{% endif %}" + template.source
     monkeypatch.setattr(rendering._process, "ask", counted)
     counts.clear()
     with pytest.raises(CheckpointError, match="takes more than 1 s"):
         ChatTemplate(slow).spans(CHAT, special=special)
-    assert counts[:3] == [1, 9, 1]  # to compile it; all; the whole chat alone
+    assert counts[:3] == [1, 2, 4] and set(counts[3:]) == {1}  # to compile it, the chat, the first frame, alone
     assert template.spans(CHAT, special=special) == expected
 
 

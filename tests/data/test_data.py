@@ -4,25 +4,22 @@ import json
 import math
 import re
 import tracemalloc
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from chat_templates import add_bos, template_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ligermodels.data import corpus
-from ligermodels.data.batches import Batch
 from ligermodels.data.chat import ChatTemplate, encode_chat
 from ligermodels.data.corpus import Corpus, permutation
-from ligermodels.data.documents import Documents, TokenDocuments, Tokens
-from ligermodels.data.packing import PackedBatches, Prefetcher
+from ligermodels.data.documents import Documents
+from ligermodels.data.packing import PackedBatches
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import shift_labels
 
 CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}]
 
@@ -103,6 +100,8 @@ PACKED = ("is compressed: unpack", b'{"text": "a"}')
         ("a.jsonl.ZST", *PACKED),
         ("a.txt.gz", *PACKED),
         ("a.parquet", "is binary: write it as JSON", b"PAR1"),
+        ("a.csv", "is a table: write its rows as JSON", b"prompt,completion\nHi,Hello\n"),
+        ("a.TSV", "is a table: write its rows as JSON", b"text\nHi\n"),
     ],
 )
 def test_files_that_are_no_lines_are_refused(tmp_path: Path, name: str, words: str, content: bytes) -> None:
@@ -192,9 +191,9 @@ def test_unusable_lines_are_counted_once_and_named(tmp_path: Path, tokenizer: To
         "3: not JSON ", "5: gemma-2: ", "6: not JSON ", "7: not an ob",
     ]  # fmt: skip
     with pytest.raises(InputError, match=r"data.jsonl:7: .*4 unusable lines, 3 allowed: .*:3, .*:5, .*:6, .*:7$"):
-        documents(3).count(range(len(found)))
+        documents(3).read(range(len(found)))
     with pytest.raises(InputError, match=r"data.jsonl:3: not JSON[^;]*$"):
-        documents(0).count(range(len(found)))
+        documents(0).read(range(len(found)))
     with pytest.raises(CheckpointError, match="no chat template"):
         Documents(found, tokenizer, max_bad_lines=9).read([2])
 
@@ -206,7 +205,8 @@ def test_lines_with_nothing_to_learn_are_counted_apart(tmp_path: Path, tokenizer
     for template, empty in ((template_of("qwen2.5"), {0, 2, 3}), (silent, {0, 1, 2, 3})):
         said.clear()
         documents = Documents(found, tokenizer, lambda t=template: t, max_bad_lines=0, on_bad_line=said.append)
-        assert (documents.count(range(4)) > 0) == (len(empty) < 4) and documents.count([0]) == 0
+        assert sum(found is not None for found in documents.read(range(4))) == 4 - len(empty)
+        documents.notes.say_totals()
         assert documents.empty == empty and not documents.bad
         assert len(said) == 2 and said[1].startswith(f"{len(empty)} documents in all have nothing to learn")
         assert said[0].startswith(f"{tmp_path}/a.jsonl:1: nothing to learn: the assistant does not say a word")
@@ -256,147 +256,9 @@ def test_documents_as_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: 
     assert all(document.labels == document.ids for document in texts) and found[3] is None
     assert found[1].ids == ids and found[1].labels == [i if own else -100 for i, own in zip(ids, mask, strict=True)]
     assert 0 < sum(mask) < len(mask)
-    seen: list[tuple[int, int]] = []
-    assert documents.count(range(7), lambda *at: seen.append(at)) == sum(len(each.ids) for each in found if each)
-    assert seen[-1] == (7, 7)
 
 
-# -- the stream --------------------------------------------------------------------------------------------------------
-
-
-class Made(Documents):
-    """Documents of given lengths: document d is 100 d, 100 d + 1 ...; of the odd ones only every third token counts."""
-
-    def __init__(self, lengths: list[int], folder: Path) -> None:
-        super().__init__(Corpus([jsonl(folder / "made.jsonl", *lengths)]), None)
-        self.lengths = lengths
-
-    def read(self, indices: object) -> list:
-        found = []
-        for d in indices:
-            ids = [100 * int(d) + i for i in range(self.lengths[d])]
-            labels = [-100 if d % 2 and i % 3 else token for i, token in enumerate(ids)]
-            found.append(Tokens(ids, labels) if ids else None)
-        return found
-
-
-def pieces(batch: Batch) -> list[list[int]]:
-    return [batch["input_ids"][0, a:b].tolist() for a, b in pairwise(batch["cu_seqlens"].tolist())]
-
-
-def equal(a: Batch, b: Batch) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-@given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
-    length=st.integers(1, 11),
-    rows=st.integers(1, 3),
-    seed=st.none() | st.integers(-3, 3),
-    epochs=st.integers(1, 3),
-    at_once=st.integers(1, 3),
-)
-def test_the_stream_is_full_exact_and_goes_on_from_anywhere(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: list[int],
-    length: int,
-    rows: int,
-    seed: int | None,
-    epochs: int,
-    at_once: int,
-) -> None:
-    folder = tmp_path_factory.mktemp("stream")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ligermodels.data.packing.AT_ONCE", at_once)
-
-        def stream(documents: Made | None = None) -> PackedBatches:
-            indices = np.arange(len(lengths))
-            return PackedBatches(
-                documents or Made(lengths, folder), indices, seq_len=length, batch_size=rows, seed=seed, epochs=epochs
-            )
-
-        source = stream()
-        batches, states = [], [source.state_dict()]
-        for batch in source:
-            batches.append(batch)
-            states.append(json.loads(json.dumps(source.state_dict())))
-        tokens = [token for batch in batches for token in batch["input_ids"][0].tolist()]
-        # Every document once an epoch, whole and in order; every batch full but the last.
-        assert len(tokens) == epochs * sum(lengths)
-        place = 0
-        for _ in range(epochs):
-            epoch = tokens[place : place + sum(lengths)]
-            starts = [token // 100 for token in epoch if token % 100 == 0]
-            assert sorted(starts) == [d for d, n in enumerate(lengths) if n]
-            assert epoch == [100 * d + i for d in starts for i in range(lengths[d])]
-            place += sum(lengths)
-        sizes = [batch["input_ids"].shape[1] for batch in batches]
-        assert all(size == length * rows for size in sizes[:-1]) and 0 < sizes[-1] <= length * rows
-        # Pieces end with their document or their row, and nowhere else; labels are the document's.
-        for batch in batches:
-            end = 0
-            for piece in pieces(batch):
-                d, end = piece[0] // 100, end + len(piece)
-                assert piece == list(range(piece[0], piece[0] + len(piece))) and piece[-1] // 100 == d
-                assert end % length == 0 or piece[-1] == 100 * d + lengths[d] - 1
-                assert len(piece) <= length
-            ids, labels = batch["input_ids"], batch["labels"]
-            kept = ((ids // 100) % 2 == 0) | (ids % 100 % 3 == 0)
-            assert torch.equal(labels, ids.masked_fill(~kept, -100))
-            for ahead in (1, 2, 4):
-                targets = shift_labels(labels, ahead, batch["cu_seqlens"])
-                assert all(
-                    t == -100 or t == i + ahead for i, t in zip(ids[0].tolist(), targets[0].tolist(), strict=True)
-                )
-        for done, state in enumerate(states):
-            again = stream()
-            next(again, None)
-            again.load_state_dict(state)
-            assert all(equal(a, b) for a, b in zip(again, batches[done:], strict=True))
-
-
-def test_documents_in_memory() -> None:
-    documents = TokenDocuments([[1, 2, 3], [], [4, 5]])
-    batch = next(PackedBatches(documents, seq_len=4, batch_size=2, epochs=1))
-    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2, 3, 4, 5]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 4, 5] and batch.where() == "document 0, document 2"
-    chunks = TokenDocuments.chunks([range(5), range(1), range(10, 14)], 2)
-    assert chunks.documents == [[0, 1], [2, 3], [10, 11], [12, 13]]
-    assert chunks.fingerprint == TokenDocuments(chunks.documents).fingerprint != documents.fingerprint
-
-
-def test_orders_differ_by_seed_and_by_epoch(tmp_path: Path) -> None:
-    documents = Made([3] * 50, tmp_path)
-
-    def starts(seed: int | None) -> list[list[int]]:
-        source = PackedBatches(documents, np.arange(0, 50, 2), seq_len=5, batch_size=3, seed=seed, epochs=2)
-        tokens = [token for batch in source for token in batch["input_ids"][0].tolist()]
-        found = [token // 100 for token in tokens if token % 100 == 0]
-        return [found[:25], found[25:]]
-
-    orders = [*starts(0), *starts(1), starts(None)[0]]
-    assert all(sorted(order) == list(range(0, 50, 2)) for order in orders)
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert starts(0) == starts(0)
-
-
-def test_a_stream_of_nothing_or_of_something_else_is_an_error(tmp_path: Path) -> None:
-    documents = Made([0, 0], tmp_path)
-    with pytest.raises(InputError, match="nothing to learn in any of the 2"):
-        next(PackedBatches(documents, np.arange(2), seq_len=5, batch_size=1))
-    with pytest.raises(InputError, match="no document"):
-        PackedBatches(documents, np.arange(0), seq_len=5, batch_size=1)
-    with pytest.raises(InputError, match="seq_len=0"):
-        PackedBatches(documents, np.arange(2), seq_len=0, batch_size=1)
-    one = PackedBatches(Made([3, 3], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=1)
-    state = one.state_dict()
-    for other in (
-        PackedBatches(Made([3, 3], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=2),
-        PackedBatches(Made([3, 3], tmp_path), np.arange(1), seq_len=5, batch_size=1, seed=1),
-        PackedBatches(Made([3, 33], tmp_path), np.arange(2), seq_len=5, batch_size=1, seed=1),
-    ):
-        with pytest.raises(InputError, match="differs from the start of the run"):
-            other.load_state_dict(state)
+# -- the stream: see also test_packing --------------------------------------------------------------------------------
 
 
 def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -409,7 +271,7 @@ def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenize
     first = stream(1, [0, 1])
     next(first)
     assert first.state_dict()["unusable"] == [1]
-    state = {**first.state_dict(), "place": 0, "used": 0}
+    state = {**first.state_dict(), "place": 0, "pool": []}
     for limit, indices in ((2, [2, 3]), (1, [0, 1])):
         second = stream(limit, indices)
         second.load_state_dict(state)
@@ -418,38 +280,6 @@ def test_unusable_lines_stay_counted_when_a_run_goes_on(tmp_path: Path, tokenize
     third.load_state_dict(state)
     with pytest.raises(InputError, match=r"a.jsonl:4: .*2 unusable lines, 1 allowed"):
         next(third)
-
-
-def test_a_batch_tells_where_it_is_from(tmp_path: Path) -> None:
-    source = PackedBatches(Made([3, 4, 9, 2], tmp_path), np.arange(4), seq_len=5, batch_size=2)
-    next(source)
-    assert next(source).where() == f"{tmp_path}/made.jsonl:3, {tmp_path}/made.jsonl:4, {tmp_path}/made.jsonl:1"
-
-
-def test_batches_made_ahead_are_the_same(tmp_path: Path) -> None:
-    def stream() -> PackedBatches:
-        return PackedBatches(Made([3, 8, 1, 5], tmp_path), np.arange(4), seq_len=5, batch_size=1, seed=1, epochs=3)
-
-    plain, states = stream(), []
-    wanted = [(batch, plain.state_dict()) for batch in plain]
-    ahead = Prefetcher(stream())
-    for batch, state in wanted:
-        states.append(ahead.state_dict())
-        assert equal(next(ahead), batch) and ahead.state_dict() == state
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(ahead)
-    again = Prefetcher(stream())
-    again.load_state_dict(states[4])
-    assert [b["input_ids"].tolist() for b in again] == [b["input_ids"].tolist() for b, _ in wanted[4:]]
-    with pytest.raises(InputError, match="taken already"):
-        again.load_state_dict(states[4])
-
-
-def test_errors_of_the_thread_arrive(tmp_path: Path) -> None:
-    ahead = Prefetcher(PackedBatches(Made([0], tmp_path), np.arange(1), seq_len=5, batch_size=1))
-    with pytest.raises(InputError, match="nothing to learn"):
-        next(ahead)
 
 
 def test_the_data_stays_on_disk(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -10,8 +10,9 @@ from chat_templates import tokenizer_of
 from tokenizers import decoders
 
 from ligermodels.data import chat, corpus, documents, packing, records, tokenizer
+from ligermodels.generation import text_stream
 
-MODULES = (chat, corpus, documents, packing, records, tokenizer)
+MODULES = (chat, corpus, documents, packing, records, text_stream, tokenizer)
 NAMES: dict[str, Any] = {"Path": Path} | {name: item for module in MODULES for name, item in vars(module).items()}
 EXAMPLES = [example for module in MODULES for example in doctest.DocTestFinder().find(module) if example.examples]
 TEMPLATE = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -35,7 +36,8 @@ def test_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_classes_of_the_reference_have_examples() -> None:
-    documented = {example.name.removeprefix("ligermodels.data.") for example in EXAMPLES}
-    expected = "tokenizer.Tokenizer tokenizer.Tokenizer.from_pretrained tokenizer.TextStream chat.ChatTemplate"
-    expected += " chat.encode_chat records.parse_line corpus.Corpus documents.Documents documents.TokenDocuments"
+    documented = {example.name.removeprefix("ligermodels.").removeprefix("data.") for example in EXAMPLES}
+    expected = "tokenizer.Tokenizer tokenizer.Tokenizer.from_pretrained generation.text_stream.TextStream"
+    expected += " chat.ChatTemplate chat.encode_chat records.parse_line corpus.Corpus documents.Documents"
+    expected += " documents.TokenDocuments"
     assert {*expected.split(), "documents.Documents.of_checkpoint", "packing.PackedBatches"} <= documented

@@ -50,7 +50,7 @@ def edit(file: Path, **fields: Any) -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide num_attention_heads 6"),
         ({"head_dim": 13}, "head_dim 13 must be even"),
         ({"head_dim": None, "hidden_size": 61}, "set head_dim"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented"),
+        ({"attention_dropout": -0.1}, "'attention_dropout' must be 0 or above"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
         ({"rope_theta": "x", "rope_scaling": None}, "'rope_theta' must be a finite number"),
         ({"dtype": "float99"}, "dtype: 'float99'"),

@@ -1,5 +1,6 @@
 """`generate` and `stream` with arguments of transformers' users: as transformers, or errors that say what to use."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError, InputError, SequenceLengthWarning
 from ligermodels.generation import generate
 from ligermodels.generation.options import INSTEAD, OPTIONS, UNUSED
 
@@ -98,6 +99,58 @@ def test_generate_as_transformers(pair: tuple[Any, lm.CausalLM], name: str) -> N
     assert name in ("neutral", "config, overridden") or not torch.equal(ours, both(pair)[1])
     tokens = list(pair[1].stream(IDS[1:], **{"max_new_tokens": 4}))
     assert torch.stack(tokens, 1).tolist() == pair[1].generate(IDS[1:], 4)[:, 5:].tolist()
+
+
+@pytest.mark.parametrize("ids", [IDS, torch.tensor([[0, 5, 0, 9], [11, 0, 7, 66]])], ids=["left", "between"])
+def test_padding_without_a_mask(pair: tuple[Any, lm.CausalLM], ids: Tensor) -> None:
+    """As in transformers, tokens that are `pad_token_id` are padding, for draft heads too."""
+    theirs, ours = (model.generate(input_ids=ids, max_new_tokens=6) for model in pair)
+    assert ours[:, ids.shape[1] :].tolist() == theirs[:, ids.shape[1] :].tolist()
+    medusa = lm.MedusaModel.from_base(pair[1], num_heads=2)
+    assert medusa.generate(ids, max_new_tokens=6).tolist() == ours.tolist()
+    assert not torch.equal(pair[1].generate(ids, max_new_tokens=6, attention_mask=torch.ones_like(ids)), ours)
+    lists = pair[1].generate(ids.tolist(), max_new_tokens=6)  # prompts without padding
+    assert torch.equal(lists, pair[1].generate(ids, max_new_tokens=6, attention_mask=torch.ones_like(ids)))
+    with pytest.raises(InputError, match=r"no token but pad_token_id \(0\)"):
+        pair[1].generate(torch.tensor([[0, 0], [3, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "padded"),
+    [
+        ([[2, 2, 5, 9], [11, 40, 7, 66]], True),
+        ([[2, 5, 9], [11, 40, 7]], True),
+        ([[5, 9, 2], [11, 40, 7]], True),
+        ([[2, 5, 9], [2, 40, 7]], False),  # as BOS
+        ([[2], [2]], False),
+        ([[5, 2, 9, 2]], False),
+    ],
+)
+def test_padding_that_is_an_eos_too(pair: tuple[Any, lm.CausalLM], rows: list[list[int]], padded: bool) -> None:
+    """It is text, as in transformers, with a warning where it looks like padding."""
+    ids, options = torch.tensor(rows), {"eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 4}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = pair[1].generate(ids, **options)
+    assert ["which is read as text" in str(each.message) for each in caught] == [True] * padded
+    assert ours.tolist() == pair[0].generate(input_ids=ids, **options).tolist()
+
+
+def test_text_beyond_the_context_warns_once() -> None:
+    model = lm.from_config({**CONFIGS["llama-3"], "max_position_embeddings": 8, "rope_parameters": None})
+    medusa = lm.MedusaModel.from_base(lm.from_config(model.hf_config), num_heads=2)
+
+    def warned(generate: Any, tokens: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            generate([[3, 1, 4], [5]], max_new_tokens=tokens, eos_token_id=None, pad_token_id=0)
+        return [str(each.message) for each in caught if each.category is SequenceLengthWarning]
+
+    for generate_ in (model.generate, medusa.generate):
+        assert warned(generate_, 4) == []
+        (message,) = warned(generate_, 16)
+        assert "longer than the model's max_position_embeddings, 8;" in message
+        assert warned(generate_, 16) == []
 
 
 def test_an_object_of_any_kind_is_a_generation_config(pair: tuple[Any, lm.CausalLM]) -> None:

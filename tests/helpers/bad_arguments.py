@@ -95,7 +95,7 @@ def trained(place: Place, out: Any, **settings: Any) -> object:
     data = place.tmp / "data.txt"
     data.write_text("some words of a text\n" * 200)
     recipe = FineTuningRecipe(base=str(place.checkpoint), data=(str(data),), **settings)
-    return fine_tune(recipe.changed({"steps": 1, "seq_len": 16, "batch_tokens": 16}), out)
+    return fine_tune(recipe.changed({"steps": 1, "seq_len": 16, "batch_tokens": 16}), out, overwrite=True)
 
 
 def file_there(place: Place) -> Path:

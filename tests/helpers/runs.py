@@ -57,6 +57,7 @@ def recipe_for(base: Path, data: Path, **changes: Any) -> MedusaRecipe:
         "weight_decay": 0.01,
         "steps": 12,
         "seq_len": 16,
+        "excess_length_strategy": "split",  # most chats are longer
         "batch_tokens": 64,
         "micro_batch_tokens": 32,
         "evaluate_every": 5,

@@ -134,7 +134,10 @@ def test_a_bfloat16_model_merges_as_in_peft(dtype: torch.dtype, use_rslora: bool
     theirs = opened(oracle, tmp_path / "adapter", autocast_adapter_dtype=dtype == torch.float32)
     assert {p.dtype for name, p in theirs.named_parameters() if "lora_" in name} == {dtype}
     state, found = theirs.merge_and_unload().state_dict(), lm.merge_lora(model).hf_state_dict()
-    assert set(found) == set(state) and all(torch.equal(found[name], state[name]) for name in state)
+    assert set(found) == set(state)
+    for name, tensor in state.items():  # PEFT also rounds an update in bfloat16; ours is rounded once
+        at_most = 0 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(found[name], tensor, rtol=at_most, atol=at_most)
 
 
 @pytest.mark.parametrize(

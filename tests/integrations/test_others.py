@@ -152,6 +152,27 @@ def test_checkpoints_of_bitsandbytes(folder: Path, tmp_path: Path, kind: str, ne
         assert_close(tensor, wanted[name].float(), rtol=1e-6, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_nf4_of_bitsandbytes_is_kept(tmp_path: Path, nested: bool) -> None:
+    """With quantize="nf4": the numbers that bitsandbytes dequantises, in layers of 4 bits; skipped layers are plain."""
+    pytest.importorskip("bitsandbytes")
+    tiny.save(tmp_path / "plain", hidden_size=128, intermediate_size=192, head_dim=32)
+    skipped = ["lm_head", "model.layers.1.mlp.up_proj"]
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=skipped,
+    )  # fmt: skip
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": quantised}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    model.save_pretrained(tmp_path / "nf4")
+    wanted = model.dequantize(torch.bfloat16).state_dict()
+    found = lm.from_pretrained(tmp_path / "nf4", dtype=torch.bfloat16, quantize="nf4")
+    plain = [name for name, module in found.decoder.named_modules() if getattr(module, "weight", None) is not None]
+    assert [name for name in plain if name.startswith("blocks") and "norm" not in name] == ["blocks.1.mlp.gate_up"]
+    state = lm.dequantize(found).hf_state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in state.items())
+
+
 def test_lm_eval(folder: Path, passes: list[int]) -> None:
     """Log-likelihoods and generated text."""
     pytest.importorskip("lm_eval")

@@ -37,12 +37,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def save(folder: Path, model_type: str = "llama", **fields: Any) -> Path:
     """A checkpoint with its tokenizer; the same random weights for the same arguments."""
-    config = AutoConfig.for_model(
-        model_type,
-        **{"vocab_size": len(SPECIAL) + len(WORDS), "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64},
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True, **fields},
-    )
+    sizes = {
+        "vocab_size": len(SPECIAL) + len(WORDS),
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    tokens = {
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    }
+    config = AutoConfig.for_model(model_type, **{**sizes, **heads, **tokens, **fields})
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     made.generation_config.pad_token_id = 0

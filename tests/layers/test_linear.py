@@ -20,7 +20,7 @@ import ligermodels as lm
 from ligermodels.layers import Compute, Linear, Update
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.linear import FUSED
-from ligermodels.layers.linear_parts import WHOLE, WholeShare
+from ligermodels.layers.linear_parts import UNSHARDED, Shard
 from ligermodels.ops.runtime import dispatch
 
 SIZES = {
@@ -37,13 +37,7 @@ class Ternary(Compute):
     """A precision of a user's own: weights of one magnitude for each output, trained straight through."""
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        share: WholeShare = WHOLE,
-        *,
-        activation: Any = None,
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shard: Shard = UNSHARDED, *, activation: Any = None
     ) -> Tensor:
         rounded = weight.sign() * 0.1 + (weight - weight.detach())
         y = F.linear(x, rounded, bias)
@@ -58,9 +52,9 @@ class Scale(Update):
         self.inputs = nn.Parameter(torch.full((linear.in_features,), 0.1))
         self.outputs = nn.Parameter(torch.full((linear.out_features,), 0.5))
 
-    def forward(self, x: Tensor, share: WholeShare = WHOLE) -> Tensor:
-        total = (x * share.inputs(self.inputs)).sum(-1, keepdim=True)
-        return total * share.outputs(self.outputs)
+    def forward(self, x: Tensor, shard: Shard = UNSHARDED) -> Tensor:
+        total = (x * shard.inputs(self.inputs)).sum(-1, keepdim=True)
+        return total * shard.outputs(self.outputs)
 
 
 def with_parts(compute: bool = True, update: bool = True) -> lm.CausalLM:
@@ -144,7 +138,7 @@ def qlora(kind: str, **options: Any) -> lm.CausalLM:
     return drawn(lm.add_lora(model, r=4))
 
 
-@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "float8", "nf4"])
 def test_qlora(kind: str, tmp_path: Path) -> None:
     """LoRA on quantised weights is LoRA on the rounded ones: gradients, decoding, adapters, merging."""
     model = qlora(kind)
@@ -169,7 +163,7 @@ def test_qlora(kind: str, tmp_path: Path) -> None:
 
 
 def qlora_on_two_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for kind in ("int4", "float8"):
+    for kind in ("int4", "float8", "nf4"):
         for plan in (lm.ParallelPlan(shard=2), lm.ParallelPlan(shard=1, tensor=2)):
             plain, model = qlora(kind), lm.parallelize(qlora(kind), plan)
             close(gradients(model), gradients(plain))
@@ -217,7 +211,7 @@ def test_kinds_of_linear_layers_are_named_in_one_file() -> None:
     }
     package = Path(lm.__file__).parent
     texts = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in package.rglob("*.py")}
-    asked = re.compile(r"isinstance\([^()]*,\s*\(?(?:Float8|LoRA|QuantizedWeight)\b|type\([^()]*compute[^()]*\)")
+    asked = re.compile(r"isinstance\([^()]*,\s*\(?(?:Float8|LoRA|QuantizedCompute)\b|type\([^()]*compute[^()]*\)")
     # The table of pairs; and the two functions that look for layers with one part, to change or to count them.
     allowed = {"layers/linear.py", "layers/quantized.py", "adapt/lora.py"}
     assert {name for name, text in texts.items() if asked.search(text)} <= allowed
@@ -226,7 +220,7 @@ def test_kinds_of_linear_layers_are_named_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-3", "qwen3", "gemma2", "granite"])
-@pytest.mark.parametrize("kind", [None, "float8", "int4"])
+@pytest.mark.parametrize("kind", [None, "float8", "int4", "nf4"])
 def test_steps_of_decoding_activate_in_the_kernel(device: str, fused: list[bool], family: str, kind: Any) -> None:
     torch.manual_seed(0)
     model = lm.from_config(CONFIGS[family], dtype=torch.float16, device=device).eval()

@@ -1,5 +1,7 @@
 """Activation checkpointing: the same gradients, to the bit, from less memory, and what is computed twice for that."""
 
+import copy
+import shutil
 import weakref
 from collections import Counter
 from typing import Any
@@ -120,3 +122,26 @@ def test_unknown() -> None:
             InputError, match=f"^activation_checkpointing: must be one of none, selective, full, got '{mode}'"
         ):
             model.activation_checkpointing = mode
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_blocks(mode: Any) -> None:
+    """The checkpoint is within the compiled function: around it, it would keep buffers that Inductor uses again."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = lm.from_config(CONFIGS["llama-3"], device=device).train()
+    ids = torch.arange(3, 21, device=device).view(2, 9)
+    model(ids, labels=ids).loss.backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    torch._dynamo.reset()
+    for block in model.decoder.blocks:
+        block.compile()
+    for copied in (False, True):
+        model.zero_grad()
+        model.activation_checkpointing = mode
+        model(ids, labels=ids).loss.backward()
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+        model = model if copied else copy.deepcopy(model)

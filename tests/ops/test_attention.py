@@ -53,6 +53,7 @@ DEVICES = [
         for head_dim in (16, 64, 80, 128, 256)
     ),
 ]
+NAMES = [pytest.param(name, marks=[pytest.mark.kernels] if name == "triton" else []) for name in backends()]
 LIMITS = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 
 
@@ -91,7 +92,7 @@ def by_definition(
     return torch.stack(rows).view(batch, length, heads, v.shape[3])
 
 
-@pytest.mark.parametrize("name", list(backends()))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("device", "dtype", "head_dim"), DEVICES)
 def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -161,7 +162,7 @@ LONG_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in backends() if name != "reference"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] != "reference"])
 @pytest.mark.parametrize("case", LONG_CASES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
 def test_long_sequences(name: str, case: str, head_dim: int) -> None:
@@ -217,7 +218,7 @@ def test_sdpa_keeps_no_scores_on_a_gpu(dtype: torch.dtype, case: str, head_dim: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value_dim", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in backends() if name != "reference"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] != "reference"])
 def test_views_of_any_alignment(name: str, dtype: torch.dtype, value_dim: int) -> None:
     """Queries, keys and values side by side in one tensor, whose heads begin at any multiple of an element's size."""
     parts = [1, 16, 16, 5, value_dim]

@@ -190,7 +190,7 @@ def test_known_kernels_follow_streams_graphs_and_hooks(monkeypatch: pytest.Monke
     out.zero_()
     torch.cuda.synchronize()
     side, busy = torch.cuda.Stream(), torch.cuda.Event()
-    torch.cuda._sleep(2**30)
+    torch.cuda._sleep(2**33)  # seconds, so that it lasts while other processes share the GPU
     busy.record()
     with torch.cuda.stream(side):
         launch()

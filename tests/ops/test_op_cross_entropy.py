@@ -202,6 +202,7 @@ def test_repeated_backward(where: Where) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "V"), [(4096, 128256), (1000, 32001), (17, 262144)])

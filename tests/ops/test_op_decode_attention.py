@@ -265,6 +265,7 @@ def test_compiled(name: str, kernels_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D"), [(32, 8, 128), (32, 8, 64), (8, 4, 256), (32, 32, 80), (71, 1, 64), (32, 32, 96)]

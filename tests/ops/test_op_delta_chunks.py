@@ -200,6 +200,7 @@ LARGE = {
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", LARGE)

@@ -126,6 +126,7 @@ def test_cast_by_row(where: Where, shape: tuple[int, ...], layout: Callable[...,
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_every_byte_of_large_tensors(dtype: torch.dtype) -> None:

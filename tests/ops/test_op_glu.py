@@ -147,6 +147,7 @@ def test_pairs_are_loaded_wide_and_split_in_registers(dtype: str, per_thread: in
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("shape", [(4096, 14336), (1003, 8960), (70000, 768)], ids=str)
 def test_large(ops: tuple[Op, Op, Op], shape: tuple[int, int]) -> None:

@@ -151,6 +151,7 @@ def test_a_retained_graph(where: Where) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "shape", [(16384, 4096), (4099, 2304), (3, 20000), (9, MAX_KERNEL_WIDTH), (65537, 128)], ids=str

@@ -290,6 +290,7 @@ def test_the_sum_is_part_of_a_budget_that_has_room_for_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "H", "V"), [(2048, 1024, 128256), (1000, 512, 32001), (300, 256, 262144)])
@@ -301,6 +302,7 @@ def test_large(dtype: torch.dtype, T: int, H: int, V: int, memory_budget: int) -
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("memory_budget", [2**28, 2**30])
 def test_memory_on_the_gpu(memory_budget: int) -> None:

@@ -198,9 +198,8 @@ def test_repeated_backward(where: Where, trained: bool) -> None:
 def test_no_second_derivative(where: Where) -> None:
     hidden, weight, _ = head(where, (3,), 4, 9)
     log_probs = linear_log_probs(hidden.requires_grad_(), weight, targets((3,), 9, where.device))
-    (gradient,) = torch.autograd.grad(log_probs.square().sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="LinearStatistics has no second derivatives: leave create_graph=True out"):
+        torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
 
 
 def test_no_grad_computes_no_gradient(where: Where) -> None:
@@ -283,6 +282,7 @@ def test_memory_stays_within_the_budget(dtype: str, head: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "H", "V"), [(2048, 1024, 128256), (1000, 512, 32001), (300, 256, 262144)])

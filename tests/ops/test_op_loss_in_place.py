@@ -104,6 +104,7 @@ def test_not_a_number(where: Where) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["mean", "all"])
 @pytest.mark.parametrize(("T", "V"), [(40, 150000), (3000, 50257), (17, 262144)])

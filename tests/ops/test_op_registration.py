@@ -174,6 +174,11 @@ CASES = {
         ((4, 8), (50, 8), (50,)),
         ("loss_weights", "linear_loss", "linear_gradients"),
     ),
+    "attention": Case(
+        lambda q, k, v, s: ops.attention(q, k, v, window=4, softcap=5.0, sinks=s, backend="triton"),
+        ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 8), (4,)),
+        ("triton_attention_forward", "triton_attention_backward"),
+    ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(
             h, w, target(h), return_entropy=True, return_lse=True, return_predicted=True, return_rank=True
@@ -286,15 +291,6 @@ def test_schemas_and_fakes(name: str, kernels_device: torch.device) -> None:
         with torch.no_grad():
             args = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.kernels
-def test_no_second_derivative(kernels_device: torch.device) -> None:
-    """It is refused, not silently zero."""
-    x = torch.randn(3, 8, device=kernels_device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(ops.rms_norm(x, None, 1e-6).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
 
 
 def test_force_nests_and_restores() -> None:

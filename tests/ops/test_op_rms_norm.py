@@ -130,6 +130,7 @@ def test_weight_of_another_dtype(where: Where, casting_mode: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "shape", [(16384, 4096), (4099, 2304), (3, 20000), (9, MAX_KERNEL_WIDTH), (65537, 128)], ids=str

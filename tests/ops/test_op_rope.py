@@ -165,6 +165,7 @@ def test_unused_outputs_have_zero_gradients(where: Where) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(("Hkv", "G", "D"), [(8, 4, 128), (4, 7, 128), (4, 2, 256), (8, 4, 64), (8, 16, 128)])
 def test_large(Hkv: int, G: int, D: int) -> None:
@@ -174,6 +175,7 @@ def test_large(Hkv: int, G: int, D: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(("Hkv", "G", "D"), [(8, 4, 128), (4, 16, 128), (4, 2, 256), (8, 16, 128)])
 def test_large_with_norms(Hkv: int, G: int, D: int) -> None:

@@ -184,7 +184,7 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             each(**batch(0)).loss.backward()
         assert graphs
         check_equal(model, plain, lambda p: p.grad)
-        with pytest.raises(ConfigError, match="compile: blocks of this model contain modules that stay float32"):
+        with pytest.raises(ConfigError, match="compile: blocks of this model contain modules that keep their dtypes"):
             lm.parallelize(refused := build("qwen3_5_text"), lm.ParallelPlan(compile="blocks"))
         check_untouched(refused)
         with pytest.raises(InputError, match="deepcopy: FSDP2 does not copy sharded modules"):
@@ -344,6 +344,24 @@ DIVISIBLE: dict[str, dict[str, Any]] = {
 """Configs of which two ranks can each have a part of every layer."""
 
 
+def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Models of one plan share their process groups, forward and backward too: on GPUs each takes memory for good."""
+    plans = [
+        lm.ParallelPlan(replicate=2),
+        lm.ParallelPlan(tensor=2),
+        lm.ParallelPlan(context=2, tensor=2),
+        lm.ParallelPlan(expert=2),
+    ]
+    numbers: list[int] = []
+    for _ in range(3):
+        for plan in plans:
+            name = "qwen3_moe" if plan.expert > 1 else "llama-3"
+            model = lm.parallelize(lm.from_config(DIVISIBLE[name], dtype=torch.float32), plan)
+            model(**batch(0)).loss.backward()
+        numbers.append(len(dist.distributed_c10d._world.pg_map))
+    assert numbers[0] == numbers[1] == numbers[2], numbers
+
+
 def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left."""
     for name in DIVISIBLE:
@@ -389,6 +407,10 @@ def test_fsdp2_is_one_process(tmp_path: Path) -> None:
 
 def test_four_shards_and_hsdp_are_one_process(tmp_path: Path) -> None:
     in_ranks(4, families, tmp_path, lm.ParallelPlan(), lm.ParallelPlan(replicate=2))
+
+
+def test_models_of_one_plan_share_process_groups(tmp_path: Path) -> None:
+    in_ranks(4, groups, tmp_path)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -36,7 +36,9 @@ PAGES = {
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
+    "docs/data.md": {"table.jsonl"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
+    "docs/chats.md": set[str](),
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
@@ -60,10 +62,11 @@ MODELS = (
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.1-8B",
     "meta-llama/Llama-3.1-8B-Instruct",  # the base of the recipe llama-3
+    "unsloth/Llama-3.2-1B-bnb-4bit",
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen3.5-9B",
 )
-TRAINING = ["--seq-len", "64", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
+TRAINING = ["--seq-len", "256", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
     "train": [*TRAINING, "--device", "cpu"],
     "medusa train": [*TRAINING, "--device", "cpu"],

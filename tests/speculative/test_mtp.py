@@ -299,9 +299,9 @@ def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, dtyp
     oracle = make_checkpoint(tmp_path / "in", with_layers(name, num_layers), dtype=dtype)
     tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS, num_layers=num_layers)
     model = lm.MTPModel.from_pretrained(tmp_path / "in", dtype=dtype)
-    model.save_pretrained(tmp_path / "out", keep="all")
+    model.save_pretrained(tmp_path / "out")
     same_files(tmp_path / "in", tmp_path / "out")
-    model.save_pretrained(tmp_path / "alone")
+    model.save_pretrained(tmp_path / "alone", keep="model")
     assert load_file(tmp_path / "alone" / "model.safetensors").keys() >= tensors.keys()
     model.save_head(tmp_path / "head")
     own = load_file(tmp_path / "head" / "model.safetensors")
@@ -318,7 +318,7 @@ def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, dtyp
 
 @pytest.mark.parametrize(
     ("name", "num_layers"),
-    [("llama-3.2", 1), ("qwen3_5_text", 2), ("gemma3_text", 1), ("glm4_moe", 1), ("glm4_moe", 2)],
+    [("llama-3.2", 1), ("qwen3_5_text", 2), ("gemma3_text", 1), ("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 2)],
 )
 def test_a_new_head_goes_out_and_comes_back(name: str, num_layers: int, tmp_path: Path) -> None:
     config = {key: value for key, value in ALL[name].items() if key != "mtp_num_hidden_layers"}
@@ -328,16 +328,23 @@ def test_a_new_head_goes_out_and_comes_back(name: str, num_layers: int, tmp_path
     model = stir(lm.MTPModel.from_base(lm.from_pretrained(tmp_path / "in"), num_layers=num_layers))
     model.save_pretrained(tmp_path / "out")
     field = "num_nextn_predict_layers" if name == "glm4_moe" else "mtp_num_hidden_layers"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())[field] == num_layers
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written[field] == num_layers
+    assert name != "qwen3_next" or written["num_nextn_predict_layers"] == 2  # the field that vLLM reads
     again = lm.MTPModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     again.save_pretrained(tmp_path / "twice")
     same_files(tmp_path / "out", tmp_path / "twice")
-    # The model alone, in this library and in transformers, is the one that it was.
-    lm.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "model")
-    same_files(tmp_path / "in", tmp_path / "model")
+    # The model with the head is the checkpoint that it was, and without it, the checkpoint before it had the head.
+    base = lm.from_pretrained(tmp_path / "out")
+    base.save_pretrained(tmp_path / "whole")
+    same_files(tmp_path / "out", tmp_path / "whole")
+    for keep in ("model", "without-heads"):
+        base.save_pretrained(tmp_path / keep, keep=keep)
+        same_files(tmp_path / "in", tmp_path / keep)
+        assert json.loads((tmp_path / keep / "config.json").read_text())[field] == 0
     theirs, ids = type(oracle).from_pretrained(tmp_path / "out", attn_implementation="eager").eval(), ids_of(9)
-    if name != "glm4_moe":
+    if name not in ("glm4_moe", "qwen3_next"):
         assert torch.equal(theirs(ids).logits, oracle(ids).logits)
 
 
@@ -413,5 +420,5 @@ def test_a_head_in_fp8_is_dequantised(tmp_path: Path) -> None:
     found = load_file(tmp_path / "head" / "model.safetensors")
     assert found.keys() == {name for name in plain if name.startswith("mtp.")}
     assert all(torch.equal(tensor, plain[name].float()) for name, tensor in found.items())
-    model.save_pretrained(tmp_path / "out", keep="all")
+    model.save_pretrained(tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == plain.keys()

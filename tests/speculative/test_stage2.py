@@ -474,12 +474,13 @@ def test_two_learning_rates_and_the_heads_way_up(
     assert scales[0] < scales[1] < scales[2] == 0.5
     for change, is_told in (({}, False), ({"rounding": "nearest"}, True), ({"optimizer": "adafactor"}, True)):
         said.clear()
-        train_heads(recipe.changed({"dtype": "bfloat16", **change}), tmp_path / "other", console=Console(said.append))
+        changed = recipe.changed({"dtype": "bfloat16", **change})
+        train_heads(changed, tmp_path / "other", overwrite=True, console=Console(said.append))
         assert bool([line for line in said if "bfloat16 loses small updates" in line]) == is_told
     # A model that stays as it is has nothing to learn from itself.
     for distill, low, high in ((True, -1e-6, 1e-6), (False, 1, 99)):
         still = {"distill": distill, "heads_loss_weight": 0.0, "learning_rate": 0.0}
-        train_heads(recipe.changed(still), tmp_path / "other")
+        train_heads(recipe.changed(still), tmp_path / "other", overwrite=True)
         assert low < max(line["loss"] for line in lines(tmp_path / "other")) < high
     with pytest.raises(ConfigError, match="distill: is for stage 2"):
         recipe.changed({"stage": 1, "distill": True})

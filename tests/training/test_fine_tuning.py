@@ -16,16 +16,8 @@ from typer.testing import CliRunner, Result
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerModelsError
-from ligermodels.training import (
-    Console,
-    FineTuningRecipe,
-    MedusaRecipe,
-    Outcome,
-    fine_tune,
-    fine_tuning,
-    loop,
-    train_heads,
-)
+from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcome, fine_tune, fine_tuning, train_heads
+from ligermodels.training import step as training_step
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 
@@ -151,7 +143,7 @@ def test_lora_is_trained_alone_and_merged(base: Path, text: Path, config: Path, 
         assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
 
 
-@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "float8", "nf4"])
 def test_lora_on_quantised_weights(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
     """It learns; the adapter is that of the quantised base; a run that was cut off resumes to the same adapter."""
     flags = ["--data", text, "--lr", 2e-2, "--seq-len", 32, "--batch-tokens", 128, "--lora-rank", 4]
@@ -279,9 +271,9 @@ def test_what_may_change_when_a_run_resumes(
             raise KeyboardInterrupt
         return on_device(*arguments)
 
-    on_device = loop.on_device
+    on_device = training_step.on_device
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", stops)
+        broken.setattr(training_step, "on_device", stops)
         fine_tune(recipe, out)
     with pytest.raises(ConfigError, match=r"another recipe: learning_rate was 0\.005, is 0\.1"):
         fine_tune(recipe.changed({"learning_rate": 0.1}), out, resume=True)
@@ -395,7 +387,7 @@ def test_settings_of_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_shipped_recipe_runs_on_a_small_sample(
     base: Path, config: Path, data: Path, tmp_path: Path, name: str
 ) -> None:
-    sizes = {"seq_len": 64, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01, "max_bad_lines": 1}
+    sizes = {"seq_len": 128, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01, "max_bad_lines": 1}
     recipe = FineTuningRecipe.read(name).changed({"base": config, "data": data, **sizes})
     assert fine_tune(recipe, tmp_path / "out").finished
     assert lm.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

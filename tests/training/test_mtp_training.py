@@ -112,7 +112,7 @@ def test_bad_recipes_are_named(base: Path, data: Path) -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes("mtp"))
 def test_a_shipped_recipe_runs_on_a_small_sample(base: Path, data: Path, tmp_path: Path, name: str) -> None:
-    sizes = {"seq_len": 64, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01}
+    sizes = {"seq_len": 128, "batch_tokens": 256, "micro_batch_tokens": 128, "epochs": 0.01}
     recipe = MTPRecipe.read(name).changed({"base": str(base), "data": str(data), **sizes})
     assert train_mtp(recipe, tmp_path / "out").finished
     lm.MTPModel.from_pretrained(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_a_shipped_recipe_runs_on_a_small_sample(base: Path, data: Path, tmp_pat
 
 def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
     base, head, whole = str(base), str(tmp_path / "head"), str(tmp_path / "whole")
-    sizes = ["--seq-len", "16", "--batch-tokens", "64", "--steps", "3", "--max-bad-lines", "1", "--device", "cpu"]
+    sizes = ["--seq-len", "128", "--batch-tokens", "256", "--steps", "3", "--max-bad-lines", "1", "--device", "cpu"]
     command("mtp", "train", base, "--data", str(data), "--out", head, *sizes)
     about = json.loads(command("info", head, "--json"))
     assert about["hidden_size"] == 32 and about["base_model_type"] == "llama" and about["parameters"] > 0

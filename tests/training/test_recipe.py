@@ -52,6 +52,11 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert read_recipe(path) == recipe
     path.write_text("date: 2025-01-31  # a date, to YAML\n")
     assert read_recipe(path).date == "2025-01-31"
+    for mode in ("on", "off", "auto"):  # on and off are bool, to YAML 1.1
+        path.write_text(f"cuda_graph: {mode}\n")
+        assert read_recipe(path).cuda_graph == mode
+        path.write_text(yaml.safe_dump(read_recipe(path).settings()))
+        assert read_recipe(path).cuda_graph == mode
     path.write_text("")
     assert read_recipe(path) == MedusaRecipe()
 

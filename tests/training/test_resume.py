@@ -23,7 +23,8 @@ from ligermodels.cli import app
 from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
-from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recipe, train_heads
+from ligermodels.training import Console, MedusaRecipe, medusa, read_recipe, train_heads
+from ligermodels.training import step as taken
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
 from ligermodels.training.optimizer import cosine_factor
@@ -117,7 +118,7 @@ def test_ctrl_c_saves_and_ends(
     recipe, out = recipe_for(base, data, checkpoint_every=100, evaluate_every=None), tmp_path / "out"
     arguments = ["medusa", "train", "--recipe", str(write_recipe(recipe, tmp_path / "recipe.yaml")), "--out", str(out)]
     with monkeypatch.context() as broken:
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        broken.setattr(taken, "on_device", Moment(taken.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGINT)))
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130 and Checkpoints(out / "checkpoints").steps() == [4], result.output
     assert "stopped after step 4 of 12; --resume continues" in result.stderr.splitlines()
@@ -132,7 +133,7 @@ def test_ctrl_c_saves_and_ends(
             time.sleep(0.01)  # the handler runs between two instructions
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 8, twice))
+        broken.setattr(taken, "on_device", Moment(taken.on_device, 8, twice))
         train_heads(recipe, tmp_path / "twice")
     assert not Checkpoints(tmp_path / "twice" / "checkpoints").steps()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -146,7 +147,7 @@ def test_a_run_is_extended(
     recipe, out = recipe_for(base, data, steps=6, warmup_steps=None, evaluate_every=None), tmp_path / "out"
     with monkeypatch.context() as broken:
         if stopped:
-            broken.setattr(loop, "on_device", Moment(loop.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+            broken.setattr(taken, "on_device", Moment(taken.on_device, 8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
         assert train_heads(recipe, out).finished != stopped
     start = 4 if stopped else 6
     before, said = steps_of(out), list[str]()
@@ -190,7 +191,7 @@ class Moment:
 @pytest.mark.parametrize(
     ("place", "name", "share", "step"),
     [
-        (loop, "on_device", 8 / 24, 4),  # Of the second batch of step 4.
+        (taken, "on_device", 8 / 24, 4),  # Of the second batch of step 4.
         (Checkpoints, "save", 1 / 4, 3),
         (evaluation, "on_device", 0.1, 5),  # Of three evaluations the first, and the last.
         (evaluation, "on_device", 0.9, 12),
@@ -245,7 +246,7 @@ def test_what_fails_at_the_end_loses_nothing(
             broken.setattr(place, name, fails)
             train_heads(recipe, out, resume=True)
         assert Checkpoints(out / "checkpoints").steps()[-1] == 6
-    monkeypatch.setattr(loop, "on_device", fails)  # Not a step is taken again.
+    monkeypatch.setattr(taken, "on_device", fails)  # Not a step is taken again.
     assert train_heads(recipe, out, resume=True).finished
     assert (out / "checkpoints").exists() == (every is not None) and [at for at, *_ in scores(out)] == [6]
 
@@ -257,7 +258,7 @@ def test_a_last_checkpoint_that_fails_does_not_keep_the_heads_from_being_written
     recipe = recipe_for(base, data, steps=2, checkpoint_every=None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").write_text("in the way")
-    assert train_heads(recipe, tmp_path / "out", console=Console(said.append)).finished
+    assert train_heads(recipe, tmp_path / "out", overwrite=True, console=Console(said.append)).finished
     assert any("cannot be written" in line and "the result is written all the same" in line for line in said)
 
 
@@ -273,7 +274,7 @@ def test_a_run_on_a_gpu_goes_on_to_the_bit(
     train_heads(recipe, tmp_path / "whole", **options)
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 15, interrupt))
+        broken.setattr(taken, "on_device", Moment(taken.on_device, 15, interrupt))
         train_heads(recipe, tmp_path / "killed", **options)
     assert losses(tmp_path / "killed")[-1][0] == 7
     train_heads(recipe, tmp_path / "killed", **options, resume=True)
@@ -298,8 +299,13 @@ def test_a_run_goes_on_only_with_what_it_began_with(base: Path, data: Path, tmp_
         train_heads(recipe.changed({"steps": 3}), out, resume=True)
     free = recipe.changed({"evaluate_every": 1, "keep_checkpoints": 1, "date": None})
     assert train_heads(free, out, resume=True).finished
-    # Without --resume it begins anew, and leaves nothing of the old one.
-    train_heads(recipe.changed({"steps": 1, "checkpoint_every": None}), out)
+    # It starts over only with overwrite, and leaves nothing of the old run.
+    short = recipe.changed({"steps": 1, "checkpoint_every": None})
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of a run; resume=True.*overwrite=True starts over"):
+        train_heads(short, out)
+    train_heads(short, out, overwrite=True)
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):  # finished, without checkpoints
+        train_heads(short, out)
     assert len(losses(out)) == 1 and not (out / "checkpoints").exists()
 
 
@@ -331,7 +337,7 @@ def test_nothing_to_learn_is_found_after_a_stop_too(base: Path, tmp_path: Path) 
     recipe = recipe_for(base, tmp_path / "short.jsonl", steps=30, checkpoint_every=3)
     recipe = recipe.changed({"validation_fraction": 0})
     with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 11, interrupt))
+        broken.setattr(taken, "on_device", Moment(taken.on_device, 11, interrupt))
         train_heads(recipe, tmp_path / "out")
     assert Checkpoints(tmp_path / "out" / "checkpoints").steps() == [3]
     for _ in range(2):
@@ -487,7 +493,7 @@ def test_a_folder_has_one_run_at_a_time(base: Path, data: Path, tmp_path: Path, 
     child.join()
     (out / ".run.lock").touch()
     short = recipe.changed({"steps": 2, "checkpoint_every": None})
-    assert train_heads(short, out).finished and not list(out.glob(".*"))
+    assert train_heads(short, out, overwrite=True).finished and not list(out.glob(".*"))
     with pytest.raises(ConfigError):  # Before there is anything to write, nothing is left.
         train_heads(recipe.changed({"base": None}), tmp_path / "none" / "out")
     assert not (tmp_path / "none").exists()
@@ -523,7 +529,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     recipe, out = recipe_for(base, data, steps=5, checkpoint_every=1, evaluate_every=None), tmp_path / "out"
     train_heads(recipe, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(loop, "on_device", Moment(loop.on_device, 9, interrupt))  # The first batch of step 5.
+        broken.setattr(taken, "on_device", Moment(taken.on_device, 9, interrupt))  # The first batch of step 5.
         train_heads(recipe, out)
     checkpoints = out / "checkpoints"
     assert Checkpoints(checkpoints).steps() == [3, 4]

@@ -38,7 +38,7 @@ CHATS: list[dict[str, Any]] = [
     {"text": ""},
     {
         "messages": [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "z"}],
-        "tools": [{"name": "f"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
     },
     {"messages": [{"role": "user", "content": "I"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]},
 ]
@@ -72,7 +72,9 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
     assert said[0].startswith(f"{file}:4: nothing to learn: the text is empty")
     assert said[1:] == [f"{file}:7: not JSON (Expecting value: line 1 column 1 (char 0)); line skipped"]
     prompt = tokenizer.encode(CHATS[0]["text"])[:9]
-    assert found[0] == {"text": tokenizer.decode(prompt + alone(prompt, ends))}
+    new = alone(prompt, ends)
+    cut = {} if new[-1] in ends else {"finish_reason": "length"}
+    assert found[0] == {"text": tokenizer.decode(prompt + new), **cut}
     for index, asked in ((1, ["Hi", "How"]), (2, ["You"]), (4, ["fine"])):
         messages: list[Any] = [CHATS[index]["messages"][0]] if index == 2 else []
         variables = {"tools": CHATS[index]["tools"]} if index == 4 else {}
@@ -81,10 +83,13 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
             messages.append({"role": "user", "content": question})
             prompt = prompt_of(messages, **variables)
             new = alone(prompt, ends)
-            if new[-1] not in ends:
-                break
-            messages.append({"role": "assistant", "content": tokenizer.continuation(prompt, new[:-1])})
+            ended = new[-1] in ends
+            said_last = tokenizer.continuation(prompt, new[:-1] if ended else new)
+            cut = {} if ended else {"finish_reason": "length"}
+            messages.append({"role": "assistant", "content": said_last if ended else said_last.rstrip("\ufffd"), **cut})
             wanted = {"messages": list(messages), **variables}
+            if not ended:
+                break
         assert found[index] == wanted
     assert found[1] is not None and found[2] is not None and found[3] is None and found[5] is None
 
@@ -94,16 +99,41 @@ def test_a_model_goes_on_in_its_own_words(base: Path, tmp_path: Path, monkeypatc
     assert again == [each for each in found if each is not None]
     read = Documents.of_checkpoint(base, [tmp_path / "own.jsonl"]).read(range(len(again)))
     assert all(each is not None and any(label >= 0 for label in each.labels) for each in read)
+    for record, tokens in zip(again, read, strict=True):  # a cut answer is not trained to end
+        if "messages" in record:
+            end = tokenizer.backend.token_to_id("<|im_end|>")
+            assert (end in tokens.labels) == (
+                len(record["messages"]) > 2 or "finish_reason" not in record["messages"][-1]
+            )
     monkeypatch.setattr(model, "generation_defaults", lambda do_sample=None: {})
-    endless = SelfDistillation(model, documents, temperature=0, max_new_tokens=3)
-    assert endless.records([1, 2, 0])[:2] == [None, None]
+    kept, dropped = (
+        SelfDistillation(model, documents, temperature=0, max_new_tokens=3, truncated=truncated)
+        for truncated in ("keep", "drop")
+    )
+    assert [record["messages"][-1]["finish_reason"] for record in kept.records([1, 2, 0])[:2]] == ["length"] * 2
+    assert dropped.records([1, 2, 0])[:2] == [None, None] and kept.num_cut == dropped.num_cut == 2
     (tmp_path / "chat.jsonl").write_text(json.dumps(CHATS[2]))
-    endless = SelfDistillation(model, Documents.of_checkpoint(base, [tmp_path / "chat.jsonl"]), max_new_tokens=3)
+    chat = Documents.of_checkpoint(base, [tmp_path / "chat.jsonl"])
+    endless = SelfDistillation(model, chat, max_new_tokens=3, truncated="drop")
     with pytest.raises(InputError, match="no document could be continued"):
         write_self_distillation_data(endless, 1, tmp_path / "none.jsonl")
     assert not list(tmp_path.glob("*none.jsonl*"))
     with pytest.raises(InputError, match="temperature"):
         SelfDistillation(model, documents, temperature=-1)
+
+
+def test_a_prompt_and_given_turns_stay(base: Path, tmp_path: Path) -> None:
+    """The completion is the model's own; a turn that is not trained on is the record's."""
+    given = {"role": "assistant", "content": "fine", "weight": 0}
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}
+    lines = [{"prompt": "Hi there", "completion": "x"}, {"messages": [user, given, user, answer]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    documents = Documents.of_checkpoint(base, [tmp_path / "data.jsonl"])
+    source = SelfDistillation(lm.from_pretrained(base), documents, temperature=0, max_new_tokens=5)
+    completion, chat = source.records([0, 1])
+    assert completion is not None and chat is not None
+    assert completion["prompt"] == "Hi there" and completion["completion"] != "x"
+    assert chat["messages"][:3] == [user, given, user] and chat["messages"][3]["content"] != "x"
 
 
 def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Causal grouped-query attention: one public function, and the choice of its backend.
 
 Each backend is a file in this folder, and its `refuses` says which calls it cannot serve. `BACKENDS` lists them,
-fastest first; the first backend that can serve a call does.
+fastest first; the first backend that can serve a call does, unless its `defers` says that a later one is faster.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,9 +17,12 @@ from ligermodels.ops.attention.backend import AttentionRequest, Backend
 from ligermodels.ops.attention.flash_attention import FLASH, INSTALLED, META
 from ligermodels.ops.attention.reference import REFERENCE
 from ligermodels.ops.attention.sdpa import SDPA
+from ligermodels.ops.attention.triton_attention import TRITON
+from ligermodels.ops.attention.varlen import MISSING, VARLEN
+from ligermodels.ops.runtime.dispatch import HAS_TRITON
 from ligermodels.ops.runtime.tensors import check_tensor
 
-BACKENDS = {backend.name: backend for backend in (*FLASH, SDPA, REFERENCE)}
+BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""
@@ -72,18 +78,22 @@ def attention(
         softcap=softcap, masked=mask is not None, packed=cu_seqlens is not None, sinks=sinks is not None,
         compiling=torch.compiler.is_compiling(), value_dim=None if value_dim == head_dim else value_dim,
     )  # fmt: skip
+    if _recorded is not None:
+        _recorded.append((request, backend))
     if q.is_cuda:
         q, k, v = (_aligned(x, request.compiling) for x in (q, k, v))
     return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
 
 
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
-    """The backend that serves a request: the first one that can, or the named one.
+    """The backend that serves a request: the first one that can and does not defer to a later one, or the named one.
 
     Raises BackendError if `name` is unknown, or why that backend cannot serve the request.
     """
     if name == "auto":
-        return META if request.device == "meta" else next(b for b in BACKENDS.values() if not b.refuses(request))
+        if request.device == "meta":
+            return META
+        return next(b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
     if name not in BACKENDS:
         raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if reason := BACKENDS[name].refuses(request):
@@ -91,9 +101,24 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     return BACKENDS[name]
 
 
+_recorded: list[tuple[AttentionRequest, str]] | None = None
+
+
+@contextmanager
+def recorded_requests() -> Iterator[list[tuple[AttentionRequest, str]]]:
+    """Within the context, collects the request and the `backend` argument of every call of `attention`."""
+    global _recorded
+    previous, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = previous
+
+
 def backends() -> dict[str, bool]:
     """Name of every backend, fastest first, and whether it is installed here."""
-    return {name: INSTALLED.get(name, True) for name in BACKENDS}
+    installed = INSTALLED | {"varlen": MISSING is None, "triton": HAS_TRITON}
+    return {name: installed.get(name, True) for name in BACKENDS}
 
 
 def _check(

@@ -49,11 +49,20 @@ class Backend:
     name: the name by which users choose it.
     refuses: why the backend cannot serve a request; None if it can.
     run: computes (q, k, v, request, mask, cu_seqlens, sinks) -> (B, T, Hq, Dv). Only called if `refuses` gave None.
+    defers: whether a backend after this one in `BACKENDS` serves the request faster.
     """
 
     name: str
     refuses: Callable[[AttentionRequest], str | None]
     run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None, Tensor | None], Tensor]
+    defers: Callable[[AttentionRequest], bool] = lambda request: False
+
+
+def needs_mask(request: AttentionRequest) -> bool:
+    """Whether the causal rule of torch's scaled_dot_product_attention (`is_causal`) is not enough: packed sequences, a
+    window, or several queries, but fewer than keys."""
+    is_rectangular = request.query_length > 1 and request.query_length != request.key_length
+    return request.packed or request.window is not None or is_rectangular
 
 
 def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -76,6 +85,20 @@ def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor 
         document = torch.bucketize(keys, cu_seqlens[1:], right=True)
         allowed = allowed & (document == document[queries])
     return allowed
+
+
+def query_bounds(cu_seqlens: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """Bounds of packed sequences among the queries.
+
+    Args:
+        cu_seqlens: int32 (n + 1,), bounds among the keys.
+        num_queries: number of queries: the last tokens of the row of keys.
+        num_keys: number of keys.
+
+    Returns:
+        int32 (n + 1,). Sequences that end before the first query have no queries.
+    """
+    return cu_seqlens if num_queries == num_keys else (cu_seqlens - (num_keys - num_queries)).clamp(min=0)
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,8 +38,6 @@ _PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
 def _refuses(name: str, request: AttentionRequest) -> str | None:
     if request.device != "cuda":
         return f"it runs on CUDA, not on {request.device}"
-    if not INSTALLED[name]:
-        return f"{_MODULES[name]} is not installed"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype}"
     if request.head_dim > FLASH_HEAD_DIM or request.head_dim % 8:
@@ -52,7 +50,14 @@ def _refuses(name: str, request: AttentionRequest) -> str | None:
         return "sinks are not implemented on it"
     if request.compiling and name != "flash-attn-4":
         return "torch.compile is not known to trace it"
-    return "it takes no arbitrary mask" if request.masked else None
+    if request.masked:
+        return "it takes no arbitrary mask"
+    return None if INSTALLED[name] else not_installed(name)
+
+
+def not_installed(name: str) -> str:
+    """The refusal of a backend that needs only to be installed."""
+    return f"{_MODULES[name]} is not installed"
 
 
 def _run(

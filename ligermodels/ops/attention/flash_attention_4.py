@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.ops.attention.backend import query_bounds
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 
@@ -41,11 +42,8 @@ def flash_options(
     softcap of `flash_attention_4`."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": True, "softcap": softcap or 0.0}
     if cu_seqlens is not None:
-        # Queries are the last tokens. Sequences that end before the first query have keys only, with zero gradients.
-        first_query = k.shape[0] - q.shape[0]
-        query_bounds = cu_seqlens if first_query == 0 else (cu_seqlens - first_query).clamp(min=0)
         # Reading the length of the longest sequence would cost a sync; the row's length bounds it.
-        options |= {"cu_seqlens_q": query_bounds, "cu_seqlens_k": cu_seqlens}
+        options |= {"cu_seqlens_q": query_bounds(cu_seqlens, len(q), len(k)), "cu_seqlens_k": cu_seqlens}
         options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
     return options
 

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, AttentionRequest, Backend, repeat_heads, visible
+from ligermodels.ops.attention.backend import (
+    FLASH_HEAD_DIM,
+    AttentionRequest,
+    Backend,
+    needs_mask,
+    repeat_heads,
+    visible,
+)
 
 _LONG = 512
 """From this many queries on, cuDNN's kernels, nearly twice as fast on Hopper as torch's flash kernels, pay for their
@@ -37,7 +44,7 @@ def _run(
         return _each_sequence(q, k, v, request, cu_seqlens.tolist(), sinks)
     if mask is not None:
         mask = mask[:, None]
-    elif cu_seqlens is not None or _needs_mask(request):
+    elif needs_mask(request):
         if on_cpu and sinks is None:
             return _last_query_first(q, k, v, request)
         mask = visible(request, q.device, cu_seqlens)
@@ -59,11 +66,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tens
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=request.softmax_scale, **options)
     return out.transpose(1, 2)
-
-
-def _needs_mask(request: AttentionRequest) -> bool:
-    """Whether torch's `is_causal` is not the rule: a window, or several queries, but fewer than keys."""
-    return request.window is not None or (request.query_length > 1 and request.query_length != request.key_length)
 
 
 def _needs_equal_heads(q: Tensor, mask: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,29 +70,90 @@ def adamw_step(
         >>> averages = torch.zeros(4, 8), torch.zeros(4, 8)
         >>> adamw_step(weight, gradient, *averages, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     """
-    reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
-    for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        check_tensor("adamw_step", name, x, parameter.shape, parameter.device)
-    for name, x in (("parameter", parameter), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if not x.is_contiguous():
-            raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}: call .contiguous()")
-    tensors = parameter, gradient.contiguous(), exp_avg, exp_avg_sq
-    torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
-    key = None if rounding_seeds is None else _key(*rounding_seeds, step)
-    kernels = use_kernels(*tensors)
-    if not kernels and parameter.device.type == "cpu" and _rounds_nothing(tensors):
+    tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
+    if not use_kernels(*tensors) and parameter.device.type == "cpu" and _rounds_nothing(tensors):
         p, g, m, v = ([x] for x in tensors)
         torch_adamw(
             p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
             lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
         )  # fmt: skip
         return
-    step_size, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
-    numbers = 1 - lr * weight_decay, step_size, root, *betas, eps
-    if kernels:
-        _launch(tensors, numbers, key, shard)
+    key = None if rounding_seeds is None else adamw_key(rounding_seeds, step)
+    numbers = adamw_numbers(step, lr, betas, weight_decay)
+    if use_kernels(*tensors):
+        _launch(tensors, (*numbers, *betas, eps), key, shard)
     else:
-        _step_reference(*tensors, *numbers, key, shard)
+        _step_reference(*tensors, *numbers, *betas, eps, key, shard)
+
+
+@torch.no_grad()
+def adamw_step_in_memory(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    numbers: Tensor,
+    key: Tensor | None,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """`adamw_step` for a CUDA graph: the numbers that change from step to step are read from the device's memory.
+
+    Args:
+        parameter: any shape, any floating dtype, contiguous.
+        gradient: its gradient, of its shape and device, any floating dtype; copied if it is not contiguous.
+        exp_avg: running average of the gradient, of the parameter's shape and device, any floating dtype, contiguous.
+        exp_avg_sq: running average of the squared gradient, as `exp_avg`.
+        numbers: float64 (4,), the results of `adamw_numbers`, then a number that is not read.
+        key: int64 (2,), the result of `adamw_key`, then a number that is not read; None rounds to nearest.
+        betas: decay of exp_avg and of exp_avg_sq per step.
+        eps: added to the root of exp_avg_sq.
+
+    Raises:
+        InputError: as for `adamw_step`.
+    """
+    tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
+    if use_kernels(*tensors):
+        _launch(tensors, (numbers, 0.0, 0.0, *betas, eps), key, None)
+    else:
+        keep, size, root, _ = numbers
+        _step_reference(*tensors, keep, size, root, *betas, eps, None if key is None else int(key[0]))
+
+
+def adamw_numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:
+    """The numbers of AdamW that change from step to step.
+
+    Args:
+        step: number of the step, from 1 on.
+        lr: learning rate.
+        betas: decay of exp_avg and of exp_avg_sq per step.
+        weight_decay: weight decay per step, relative to the learning rate.
+
+    Returns:
+        The factor of the parameter; the learning rate and the root's divisor, corrected for averages that begin at 0.
+    """
+    return 1 - lr * weight_decay, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
+
+
+def adamw_key(seeds: Sequence[int], step: int) -> int:
+    """The key of the random bits of stochastic rounding: an odd number of 63 bits, so that Triton compiles one kernel
+    for all keys."""
+    digest = hashlib.blake2b(repr((*seeds, step)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 | 1 << 62 | 1
+
+
+def _checked(
+    parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    reject_dtensors("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
+    for name, x in (("gradient", gradient), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        check_tensor("adamw_step", name, x, parameter.shape, parameter.device)
+    for name, x in (("parameter", parameter), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if not x.is_contiguous():
+            raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}: call .contiguous()")
+    torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
+    return parameter, gradient.contiguous(), exp_avg, exp_avg_sq
 
 
 def _rounds_nothing(tensors: Sequence[Tensor]) -> bool:
@@ -100,7 +161,10 @@ def _rounds_nothing(tensors: Sequence[Tensor]) -> bool:
     return {x.dtype for x in tensors} in ({torch.float32}, {torch.float64})
 
 
-def _launch(tensors: Sequence[Tensor], numbers: Sequence[float], key: int | None, shard: Shard | None) -> None:
+def _launch(
+    tensors: Sequence[Tensor], numbers: Sequence[Tensor | float], key: Tensor | int | None, shard: Shard | None
+) -> None:
+    """`numbers` are keep, step_size, root, betas and eps; or with the first three in memory a tensor of them, 0, 0."""
     parameter = tensors[0]
     n = parameter.numel()
     if not n:
@@ -110,15 +174,9 @@ def _launch(tensors: Sequence[Tensor], numbers: Sequence[float], key: int | None
     blocks = -(-(size if aligned else size + 3) // BLOCK)
     with torch.cuda.device_of(parameter):
         _adamw_step_kernel[(n // size * blocks,)](
-            *tensors, size, blocks, first, distance, *numbers, key or 0,
-            STOCHASTIC=key is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
+            *tensors, size, blocks, first, distance, *numbers, 0 if key is None else key, STOCHASTIC=key is not None,
+            ALIGNED=aligned, IN_MEMORY=isinstance(numbers[0], Tensor), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-
-
-def _key(*numbers: int) -> int:
-    """A key for random number generators: an odd number of 63 bits, so that Triton compiles one kernel for all keys."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1 | 1 << 62 | 1
 
 
 def _rows(shard: Shard, sizes: Sequence[int]) -> tuple[int, int, int]:
@@ -140,7 +198,7 @@ def _rows(shard: Shard, sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _step_reference(
-    parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: float, size: float, root: float,
+    parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: Any, size: Any, root: Any,
     beta1: float, beta2: float, eps: float, key: int | None, shard: Shard | None = None,
 ) -> None:  # fmt: skip
     """The specification of the kernel, in plain torch; its random numbers come from another generator."""
@@ -180,10 +238,16 @@ def _rounded(x, draws):
 @kernel
 def _adamw_step_kernel(
     parameter, gradient, exp_avg, exp_avg_sq, size, blocks, first, apart, keep, step_size, root, beta1, beta2, eps, key,
-    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of `size` elements, `blocks` programs per row. In the whole tensor the first row starts at element `first`,
-    the next rows `apart` elements after one another."""
+    the next rows `apart` elements after one another. With IN_MEMORY `keep` points to keep, step_size and root, and
+    `key` to the key."""
+    if IN_MEMORY:
+        step_size, root = tl.load(keep + 1).to(tl.float32), tl.load(keep + 2).to(tl.float32)
+        keep = tl.load(keep).to(tl.float32)
+        if STOCHASTIC:
+            key = tl.load(key)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start = first + row * apart
     # Four neighbours in the whole tensor share one draw: a block begins at a multiple of four, maybe before the row.

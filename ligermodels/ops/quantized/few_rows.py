@@ -4,9 +4,9 @@ time is the time to read W. A gated activation or an addition after the layer ca
 A program takes some output channels. Its warps divide the inputs among them, in steps and parts. So one kernel has
 enough warps on all multiprocessors even for a layer with few channels, and no sums of programs to add. Each warp
 multiplies W x^T by tensor cores, with a smallest tile of 16 channels: the channels of W are its rows, the few tokens
-its columns. In plain decoding the single token takes all columns. Codes are converted exactly to the dtype of x (a
-plain weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group. At the end the sums of the
-parts are added.
+its columns. In plain decoding the single token takes all columns. Codes are converted to the dtype of x (a plain
+weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group, for nf4 over each block. At the
+end the sums of the parts are added.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes
-from ligermodels.ops.quantized.weights import GROUP, num_groups
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
@@ -61,26 +61,27 @@ def few_rows(
     (M, K), N = x.shape, codes.shape[0]
     gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
-    int4 = codes.dtype == torch.uint8
+    kind = "plain" if scales is None else format_of(codes, scales)
+    four_bits = codes.dtype == torch.uint8
     codes, native = native_codes(codes)
-    tile, block = _tile(int4, M, N), 8 if M <= 8 else 16
+    tile, block = _tile(four_bits, M, N), 8 if M <= 8 else 16
     step = tile.parts * tile.step
-    code_bytes = step * tile.channels * codes.element_size() // (2 if int4 else 1)
+    code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     _few_rows_kernel[(-(-N // tile.channels),)](
         *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
-        M, N, K, num_groups(K), -(-K // step), INT4=int4, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
+        M, N, K, num_groups(K), -(-K // step), KIND=kind, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
         WHOLE=K % step == 0, BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
         STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
 
 
-def _tile(int4: bool, M: int, N: int) -> _Tile:
+def _tile(four_bits: bool, M: int, N: int) -> _Tile:
     """Tuned on an H200: with more channels per program, rows are read less often, but fewer bytes are in flight. With
-    few programs, each keeps more steps of int4 in flight."""
+    few programs, each keeps more steps of four bits per weight in flight."""
     if M > 8:
-        return _Tile(32, 4, 4, GROUP, 3 if int4 else 4)
-    if int4:
+        return _Tile(32, 4, 4, GROUP, 3 if four_bits else 4)
+    if four_bits:
         return _Tile(16, 2, 4, GROUP, 6 if N <= 4096 else 4 if N <= 16384 else 3)
     return _Tile(16, 4, 4, GROUP, 4)
 
@@ -88,31 +89,40 @@ def _tile(int4: bool, M: int, N: int) -> _Tile:
 @kernel
 def _few_rows_kernel(
     x, x_row, codes, scales, bias, residual, residual_row, gate_multiplier, down_multiplier, limit, up_offset, y,
-    M, N, K, G, steps, INT4: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
+    M, N, K, G, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4, a group). ONE: M
-    is 1. WHOLE: K is a multiple of PARTS * STEP. NATIVE: see `unpack`."""
+    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group).
+    KIND: the format, or "plain". NATIVE: see `unpack`. ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if INT4:
+    if KIND == "int4" or KIND == "nf4":
         byte = tl.arange(0, 64)
         # With num_stages on the loop, Triton also prefetches loads that are no operand of a product.
         for step in tl.range(steps, num_stages=STAGES):
             g = step * PARTS + p
-            scale = tl.load(scales + channel[None, :] * G + tl.minimum(g, G - 1)[:, None])
+            group = channel[None, :] * G + tl.minimum(g, G - 1)[:, None]
+            if KIND == "int4":
+                scale = tl.load(scales + group)
+            else:
+                scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
             place = channel[None, :, None] * (64 * G) + (g[:, None] * 64 + byte[None, :])[:, None, :]
             q = tl.load(codes + place, mask=((g < G) | WHOLE)[:, None, None], other=0)
             k = g[:, None] * 128 + byte[None, :]
             v_low = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
             v_high = _inputs(x, x_row, k + 64, m, M, K, ONE, WHOLE)
-            low, high = int4_values(q, v_low.dtype, NATIVE)
-            total = tl.dot(low, v_low)
-            total = tl.dot(high, v_high, total)
-            acc += total * scale[:, :, None]
+            if KIND == "int4":
+                low, high = int4_values(q, v_low.dtype, NATIVE)
+                total = tl.dot(low, v_low)
+                total = tl.dot(high, v_high, total)
+                acc += total * scale[:, :, None]
+            else:
+                low, high = nf4_values(q, v_low.dtype, NATIVE)
+                acc += tl.dot(low, v_low) * scale[:, :, None]
+                acc += tl.dot(high, v_high) * scale_high[:, :, None]
         result = tl.sum(acc, axis=0)
     else:
         within = p[:, None] * STEP + tl.arange(0, STEP)[None, :]

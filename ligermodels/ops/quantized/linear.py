@@ -15,9 +15,10 @@ from ligermodels.errors import InputError
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.linear.epilogue import activated, check_activation
 from ligermodels.ops.linear.linear import few_rows_linear
+from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
-from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, dequantize_weight, num_groups
+from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
@@ -37,7 +38,7 @@ def quantized_linear(
 
     Args:
         x: (..., K), any floating dtype; under autocast it is cast to autocast's dtype.
-        codes: codes of the weight (N, K), from `quantize_weight`. The shape of int4 codes determines K only up to a
+        codes: codes of the weight (N, K), from `quantize_weight`. Codes of int4 and nf4 determine K only up to a
             multiple of 128.
         scales: scales of the weight, from `quantize_weight`.
         bias: (N,), cast to the dtype of x; or None.
@@ -76,7 +77,7 @@ def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: T
         scales: scales of the weight.
         bias: (N,), or None.
     """
-    return F.linear(x, dequantize_weight(codes, scales, x.shape[-1], x.dtype), bias)
+    return F.linear(x, dequantize_weight_reference(codes, scales, x.shape[-1], x.dtype), bias)
 
 
 @custom_op()

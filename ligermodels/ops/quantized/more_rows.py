@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.weights import format_of
 from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
 STEP = 128
-"""Inputs per step: a group of int4."""
+"""Inputs per step: a group of int4 or nf4."""
 COMBINED = 512
 """Channels per program of the second kernel."""
 
@@ -33,7 +34,7 @@ class _Tile(NamedTuple):
     min_steps: int
 
 
-FLOAT8, INT4 = _Tile(128, 8, 4, 1, 4), _Tile(64, 4, 4, 2, 2)
+FLOAT8, FOUR_BITS = _Tile(128, 8, 4, 1, 4), _Tile(64, 4, 4, 2, 2)
 """Tuned on an H200."""
 
 
@@ -49,17 +50,17 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     """
     (M, K), N = x.shape, codes.shape[0]
     bias = contiguous(bias)
-    int4 = codes.dtype == torch.uint8
+    kind = format_of(codes, scales)
+    tile = FLOAT8 if kind == "float8" else FOUR_BITS
     codes, native = native_codes(codes)
-    tile = INT4 if int4 else FLOAT8
     block = max(power_of_2_above(M), 16)
-    code_bytes = STEP * tile.channels // (2 if int4 else 1)
+    code_bytes = STEP * tile.channels // (1 if kind == "float8" else 2)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + STEP * block * x.element_size())
     steps, tiles = -(-K // STEP), -(-N // tile.channels)
     splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
-        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, INT4=int4, NATIVE=native,
+        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, KIND=kind, NATIVE=native,
         SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=block, BLOCK_N=tile.channels,
         STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
@@ -69,7 +70,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
 
 @kernel
 def _more_rows_kernel(
-    x, x_row, codes, scales, bias, out, M, N, K, steps, INT4: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
+    x, x_row, codes, scales, bias, out, M, N, K, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels and an even share of the steps per program; with SPLIT it writes float32 parts (splits, M, N)
@@ -81,18 +82,27 @@ def _more_rows_kernel(
     high_step = (tl.program_id(1) + 1) * steps // tl.num_programs(1)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
-    if INT4:
+    if KIND == "int4" or KIND == "nf4":
         byte = tl.arange(0, 64)
         for step in tl.range(low_step, high_step, num_stages=STAGES):  # prefetches scales too, as in `few_rows`
-            scale = tl.load(scales + channel * steps + step)
+            group = channel * steps + step
+            if KIND == "int4":
+                scale = tl.load(scales + group)
+            else:
+                scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
             k = (step * 128 + byte)[:, None]
             v_low = tl.load(rows + k, mask=row_there & ((k < K) | WHOLE), other=0.0)
             v_high = tl.load(rows + k + 64, mask=row_there & ((k + 64 < K) | WHOLE), other=0.0)
-            low, high = int4_values(q, v_low.dtype, NATIVE)
-            total = tl.dot(low, v_low)
-            total = tl.dot(high, v_high, total)
-            acc += total * scale[:, None]
+            if KIND == "int4":
+                low, high = int4_values(q, v_low.dtype, NATIVE)
+                total = tl.dot(low, v_low)
+                total = tl.dot(high, v_high, total)
+                acc += total * scale[:, None]
+            else:
+                low, high = nf4_values(q, v_low.dtype, NATIVE)
+                acc += tl.dot(low, v_low) * scale[:, None]
+                acc += tl.dot(high, v_high) * scale_high[:, None]
     else:
         for step in range(low_step, high_step):
             k = step * 128 + tl.arange(0, 128)

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits: formats, quantisation and dequantisation.
+"""Weights of linear layers in 8 or 4 bits: formats and quantisation.
 
 "float8": E4M3 with one float32 scale per output channel, the channel's largest magnitude / 448. `codes` are float8
 (N, K), `scales` (N,).
@@ -9,42 +9,59 @@ magnitude / 7.5. If K is not a multiple of 128, the last group is filled up with
 group, the high four bits are q + 8 for input 64 + j. So the low halves of a group's bytes are its first 64 inputs in
 order, the high halves its last 64, and a kernel multiplies both without exchanging elements between threads.
 
+"nf4": the 16 levels of QLoRA's NormalFloat (https://arxiv.org/abs/2305.14314, appendix E), as bitsandbytes stores them,
+with one float32 scale per block of 64 inputs of an output channel, the block's largest magnitude. `codes` have the
+layout of int4, with indices of levels in place of q + 8: a byte's low four bits belong to the first block of a group,
+its high four bits to the second. `scales` are (N, G, 2). If K is a multiple of 64, bitsandbytes computes the same codes
+and scales; otherwise the last block of each row is filled up with the level 0.
+
 Rounding is to nearest, so the error of an element is at most half the distance between neighbouring codes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.arguments import Quantized, check_count, check_format
+from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.tensors import check_tensor
 
 GROUP = 128
-"""Inputs that share a scale in int4."""
+"""Inputs of a group: in int4 they share a scale, in nf4 they are two blocks."""
 BYTES = 64
-"""Bytes of codes per group in int4."""
-_AT_A_TIME = 2**22
+"""Bytes of codes per group in int4 and nf4."""
+BLOCK = 64
+"""Inputs that share a scale in nf4."""
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The level of each code in nf4; all are exact in float32."""
+_CHUNK_ELEMENTS = 2**22
 """Elements that are held as float32 at once."""
 _TINY = torch.finfo(torch.float32).tiny
-_E4M3 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 
 
 class QuantizedWeight(NamedTuple):
-    """Codes and scales of a weight (N, K): float8 (N, K) and float32 (N,), or for int4 uint8 (N, 64 G) and float32 (N,
-    G) with G = ceil(K / 128)."""
+    """Codes and scales of a weight (N, K). float8: float8 (N, K) and float32 (N,). With G = ceil(K / 128), int4: uint8
+    (N, 64 G) and float32 (N, G); nf4: uint8 (N, 64 G) and float32 (N, G, 2)."""
 
     codes: Tensor
     scales: Tensor
 
 
-def empty_quantized(kind: Quantized, out_features: int, in_features: int, device: torch.device) -> QuantizedWeight:
+def empty_quantized(
+    kind: QuantizedFormat, out_features: int, in_features: int, device: torch.device
+) -> QuantizedWeight:
     """Uninitialised codes and scales of a weight.
 
     Args:
-        kind: "float8" or "int4".
+        kind: "float8", "int4" or "nf4".
         out_features: number N of output channels.
         in_features: number K of inputs.
         device: device of both tensors.
@@ -57,37 +74,47 @@ def empty_quantized(kind: Quantized, out_features: int, in_features: int, device
     """
     check_format("kind", kind)
     if kind == "float8":
-        codes, scales = torch.empty(out_features, in_features, dtype=_E4M3, device=device), (out_features,)
+        codes, scales = torch.empty(out_features, in_features, dtype=E4M3, device=device), (out_features,)
         return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
     groups = num_groups(in_features)
     codes = torch.empty(out_features, groups * BYTES, dtype=torch.uint8, device=device)
-    return QuantizedWeight(codes, torch.empty(out_features, groups, dtype=torch.float32, device=device))
+    sizes = (out_features, groups) if kind == "int4" else (out_features, groups, 2)
+    return QuantizedWeight(codes, torch.empty(sizes, dtype=torch.float32, device=device))
 
 
 def num_groups(in_features: int) -> int:
-    """Number of groups per output channel in int4."""
+    """Number of groups per output channel in int4 and nf4."""
     return -(-in_features // GROUP)
+
+
+def format_of(codes: Tensor, scales: Tensor) -> QuantizedFormat:
+    """The format of codes and scales."""
+    if codes.dtype == E4M3:
+        return "float8"
+    return "nf4" if scales.ndim == 3 else "int4"
 
 
 def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, device: torch.device) -> None:
     """Raises InputError, naming `op` and the tensor, unless codes and scales belong to a weight (N, in_features) and
     are on `device`."""
-    if codes.dtype == _E4M3:
-        check_tensor(op, "codes", codes, ("N", in_features), device, _E4M3)
+    kind = format_of(codes, scales)
+    if kind == "float8":
+        check_tensor(op, "codes", codes, ("N", in_features), device, E4M3)
         check_tensor(op, "scales", scales, (codes.shape[0],), device, torch.float32)
     else:
         groups = num_groups(in_features)
         check_tensor(op, "codes", codes, ("N", groups * BYTES), device, torch.uint8)
-        check_tensor(op, "scales", scales, (codes.shape[0], groups), device, torch.float32)
+        sizes = (codes.shape[0], groups) if kind == "int4" else (codes.shape[0], groups, 2)
+        check_tensor(op, "scales", scales, sizes, device, torch.float32)
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, kind: QuantizedFormat) -> QuantizedWeight:
     """Quantises a weight on its device. Only a few rows at a time are held as float32.
 
     Args:
         weight: (N, K), any floating dtype. On the meta device nothing is computed.
-        kind: "float8" or "int4".
+        kind: "float8", "int4" or "nf4".
 
     Returns:
         Codes and scales, see `QuantizedWeight`.
@@ -106,7 +133,7 @@ def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
     finite = torch.ones((), dtype=torch.bool, device=weight.device)
     for rows in _rows(weight):
         values = weight[rows].float()
-        codes, scales = _to_float8(values) if kind == "float8" else _to_int4(values)
+        codes, scales = _ROUND[kind](values)
         finite &= scales.isfinite().all()
         quantized.codes[rows], quantized.scales[rows] = codes, scales
     if not finite:
@@ -114,46 +141,54 @@ def quantize_weight(weight: Tensor, kind: Quantized) -> QuantizedWeight:
     return quantized
 
 
-def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """The weight of codes and scales: code * scale in float32, rounded to `dtype`.
-
-    Args:
-        codes: codes from `quantize_weight`, all of them, or those of some rows or of some groups of each row.
-        scales: the scales of these codes.
-        in_features: number K of inputs that the codes cover.
-        dtype: floating dtype of the result.
-
-    Returns:
-        (N, K), of `dtype`.
-
-    Raises:
-        InputError: shapes, dtypes or devices do not fit, or `dtype` is not floating.
-    """
-    check_quantized("dequantize_weight", codes, scales, check_count("in_features", in_features), codes.device)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(f"dequantize_weight: dtype must be a floating torch.dtype, got {dtype!r}")
-    wide = torch.promote_types(dtype, torch.float32)
-    if codes.dtype == _E4M3:
-        return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
-    pairs = codes.unflatten(1, (-1, BYTES))
-    q = torch.cat((pairs & 15, pairs >> 4), dim=2)
-    return ((q.to(wide) - 8) * scales[..., None].to(wide)).flatten(1)[:, :in_features].to(dtype)
-
-
 def _to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (values.abs().amax(1) / torch.finfo(_E4M3).max).clamp(min=_TINY)
-    return (values / scales[:, None]).to(_E4M3), scales
+    scales = (values.abs().amax(1) / torch.finfo(E4M3).max).clamp(min=_TINY)
+    return (values / scales[:, None]).to(E4M3), scales
 
 
 def _to_int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    short_of = -values.shape[1] % GROUP
-    groups = torch.nn.functional.pad(values, (0, short_of)).unflatten(1, (-1, GROUP))
+    groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(2) / 7.5).clamp(min=_TINY)
     q = (groups / scales[..., None]).round().clamp(-8, 7).to(torch.int8) + 8
-    low, high = q.to(torch.uint8).unflatten(2, (2, BYTES)).unbind(2)
-    return (low | high << 4).flatten(1), scales
+    return _packed(q.to(torch.uint8).flatten(1)), scales
+
+
+def _to_nf4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """As bitsandbytes rounds: by the products with 1 / scale, a product halfway between two levels to the lower one."""
+    blocks = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, 2, BLOCK))
+    scales = blocks.abs().amax(3)
+    levels = torch.tensor(NF4_LEVELS, device=values.device)
+    ratios = blocks * (1 / scales.clamp(min=1e-38))[..., None]
+    q = torch.bucketize(ratios, (levels[:-1] + levels[1:]) / 2, out_int32=True)
+    return _packed(q.to(torch.uint8).flatten(1)), scales
+
+
+def pack_nf4(levels: Tensor, scales: Tensor) -> QuantizedWeight:
+    """An nf4 weight from its levels and scales.
+
+    Args:
+        levels: (N, K), uint8, the index of each element's level; K a multiple of 64.
+        scales: (N, K / 64), float32, of each block.
+    """
+    missing = levels.shape[1] % GROUP // BLOCK  # blocks in the last group
+    levels = F.pad(levels, (0, missing * BLOCK), value=NF4_LEVELS.index(0.0))
+    return QuantizedWeight(_packed(levels), F.pad(scales, (0, missing)).unflatten(1, (-1, 2)))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, (N, 128 G), as bytes (N, 64 G)."""
+    low, high = codes.unflatten(1, (-1, 2, BYTES)).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+_ROUND: dict[QuantizedFormat, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "float8": _to_float8,
+    "int4": _to_int4,
+    "nf4": _to_nf4,
+}
+"""Format -> the function that rounds rows in float32 to codes and scales."""
 
 
 def _rows(weight: Tensor) -> Iterator[slice]:
-    count = max(1, _AT_A_TIME // weight.shape[1])
+    count = max(1, _CHUNK_ELEMENTS // weight.shape[1])
     return (slice(first, first + count) for first in range(0, weight.shape[0], count))

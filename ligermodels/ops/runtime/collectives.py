@@ -111,7 +111,7 @@ class Ranks(NamedTuple):
         """The rows of all ranks, for uses that differ between ranks. The gradient is summed over ranks."""
         return _Exchange.apply(x, "gather", "scatter", self)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum of x over ranks. The gradient is gathered."""
         return _Exchange.apply(x, "scatter", "gather", self)
 

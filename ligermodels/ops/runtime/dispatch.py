@@ -22,8 +22,10 @@ except ImportError:  # no Triton for this platform: kernels stay plain functions
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=Any)
     HAS_TRITON = False
+    OutOfResources: type[Exception] = RuntimeError
 else:
     HAS_TRITON = True
+    OutOfResources = triton.runtime.errors.OutOfResources
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it when a kernel is defined
 IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
@@ -53,6 +55,11 @@ def use_kernels(*tensors: Tensor | None) -> bool:
             "TRITON_INTERPRET=1 set before ligermodels is imported"
         )
     return False
+
+
+def reference_only() -> bool:
+    """Whether `set_backend("reference")` is on."""
+    return _backend == "reference"
 
 
 class set_backend:

@@ -7,7 +7,7 @@ bits, and constants. Triton's knobs, except for its launch hooks, take effect at
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,12 @@ def _warps(num_warps: int) -> int:
     return min(num_warps, MAX_THREADS // 64) if is_hip() else num_warps
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Decorator for a Triton kernel that the host launches. Functions that kernels call take `triton.jit`."""
-    jitted = triton.jit(function)
+def kernel(function: Callable[..., Any], do_not_specialize: Sequence[str] = ()) -> Any:
+    """Decorator for a Triton kernel that the host launches. Functions that kernels call take `triton.jit`.
+
+    Args:
+        function: the kernel.
+        do_not_specialize: names of integers for whose values, such as 1, Triton compiles no kernels of their own.
+    """
+    jitted = triton.jit(function, do_not_specialize=do_not_specialize) if do_not_specialize else triton.jit(function)
     return Kernel(jitted) if HAS_TRITON and not INTERPRETED else jitted

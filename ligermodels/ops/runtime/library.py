@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.autograd.function
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -153,21 +152,25 @@ def is_fake(x: Tensor) -> bool:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: `torch.autograd.function.once_differentiable` without overhead unless second derivatives are recorded.
+    """Decorator for the backward pass of an autograd.Function that has no second derivatives.
+
+    A backward pass with `create_graph=True` raises RuntimeError. torch's own `once_differentiable` does not suffice:
+    its gradients count as constants where the gradient of the output requires none, as in `loss.backward()`, and in
+    `torch.autograd.grad` for chosen inputs.
 
     The function returns the gradients of the first inputs. None replaces gradients that are not needed, and follows for
     the other inputs.
     """
+    name = backward.__qualname__.split(".")[0].strip("_")
 
-    def needed(ctx: Any, *gradients: Any) -> Any:
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        # Gradients are recorded only with create_graph=True. A compiled graph refuses second derivatives itself.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(f"{name} has no second derivatives: leave create_graph=True out")
         needs = ctx.needs_input_grad
         results = *backward(ctx, *gradients), *[None] * len(needs)
         return tuple(g if need else None for g, need in zip(results, needs, strict=False))
 
-    guarded = torch.autograd.function.once_differentiable(needed)
-
-    @functools.wraps(backward)
-    def call(ctx: Any, *gradients: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else needed)(ctx, *gradients)
-
+    call.refuses_second_derivatives = True  # type: ignore[attr-defined]
     return call

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.data.records import NothingToLearn, parse_line
+from ligermodels.data.records import Completion, NothingToLearn, parse_line, read_record
 
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
 SYSTEM = {"role": "system", "content": "x"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+CALLING_BY_TEXT = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]}
 RESULT = {"role": "tool", "content": "5"}
 
 
@@ -22,8 +23,16 @@ def messages(*turns: object, **more: object) -> dict[str, object]:
     return {"messages": [USER, *turns], **more}
 
 
+QUESTIONS = [
+    {"role": role, "content": content}
+    for role, content in zip(("user", "assistant") * 2, ("Do", "Yes", "Do\nit", "No"), strict=True)
+]
 NULLS = {"tool_calls": None, "name": None, "tool_call_id": None, "from": None, "value": None}
 TEXT_CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": None}
+CALLING_BY_TEXT = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": TEXT_CALL["function"]}],
+}  # the template decides on the form of arguments
 ODD_CALL = {"id": "c1", "function": {"name": "f", "arguments": "none"}}
 
 GOOD: dict[str, tuple[object, object]] = {
@@ -33,13 +42,18 @@ GOOD: dict[str, tuple[object, object]] = {
     "nulls": (messages({**ASSISTANT, **NULLS}, tools=None), [USER, ASSISTANT]),
     "no calls": (messages({**ASSISTANT, "tool_calls": []}), [USER, ASSISTANT]),
     "other keys": (messages({**RESULT, "call": 1}, ASSISTANT), [USER, {**RESULT, "call": 1}, ASSISTANT]),
-    "arguments as text": (messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING]),
+    "arguments as text": (
+        messages({"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}), [USER, CALLING_BY_TEXT],
+    ),
+    "a call with an empty content": (messages({**CALLING, "content": ""}), [USER, {**CALLING, "content": ""}]),
     "arguments that are no object": (
         messages({**CALLING, "tool_calls": [ODD_CALL]}),
         [USER, {**CALLING, "tool_calls": [{"type": "function", **ODD_CALL}]}],
     ),
     "a call without its wrapping": (messages({"role": "assistant", "tool_calls": [CALL["function"]]}), [USER, CALLING]),
-    "OpenAI's older call": (messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING]),
+    "OpenAI's older call": (
+        messages({"role": "assistant", "function_call": TEXT_CALL["function"]}), [USER, CALLING_BY_TEXT],
+    ),
     "parts": (
         messages({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
         [USER, {"role": "assistant", "content": "ab"}],
@@ -71,6 +85,26 @@ GOOD: dict[str, tuple[object, object]] = {
         {"messages": [SYSTEM, USER, {**USER, "content": "?"}, {**USER, "content": ""}, ASSISTANT, USER, USER]},
         [SYSTEM, {**USER, "content": "Hi there!\n\n?"}, ASSISTANT, {**USER, "content": "Hi there!\n\nHi there!"}],
     ),
+    "a system prompt beside the turns": (messages(ASSISTANT, system="x"), [SYSTEM, USER, ASSISTANT]),
+    "a system prompt twice": ({"messages": [SYSTEM, USER, ASSISTANT], "system_prompt": "x"}, [SYSTEM, USER, ASSISTANT]),
+    "turns that are not trained on": (
+        messages({**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "train": False}, USER, {**ASSISTANT, "loss": 0}, USER,
+                 {**ASSISTANT, "weight": 1, "train": True, "loss": None}),
+        [USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 0}, USER,
+         ASSISTANT],
+    ),
+    "turns of the user are never trained on": ({"messages": [{**USER, "train": False}, ASSISTANT]}, [USER, ASSISTANT]),
+    "a completion": ({"prompt": "a", "completion": " b"}, Completion("a", " b")),
+    "a completion in turns": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+        [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT],
+    ),
+    "Alpaca": ({"instruction": "Do", "input": "", "output": "Yes"}, QUESTIONS[:2]),
+    "Alpaca with everything": (
+        {"system": "x", "instruction": "Do", "input": "it", "output": "No", "history": [["Do", "Yes"]]},
+        [SYSTEM, *QUESTIONS],
+    ),
+    "empty media": (messages(ASSISTANT, images=[], audio=None), [USER, ASSISTANT]),
     "two users": (messages({**USER, "name": "b"}, ASSISTANT), [USER, {**USER, "name": "b"}, ASSISTANT]),
 }  # fmt: skip
 
@@ -79,11 +113,33 @@ BAD: dict[str, tuple[object, str]] = {
     "deep": ("[" * 100_000, "not JSON"),
     "half a character": ('{"text": "\\uD83D"}', "surrogate pair"),
     "list": (["text"], "not an object"),
-    "no text": ({"text": 5}, "not an object with a string"),
+    "no text": ({"text": 5}, '"text" must be a string'),
+    "another format": ({"question": "a", "answer": "b"}, 'not an object with "messages", .*fields are: "question'),
+    "two formats": ({"text": "a", **sharegpt(("human", "a"))}, 'several formats: remove "conversations"; or "text"$'),
+    "a missing part": ({"prompt": "a"}, 'fields are: "prompt"$'),
+    "half turns": ({"prompt": [USER], "completion": "a"}, "two strings, or two lists"),
+    "half history": ({"instruction": "a", "output": "b", "history": [["c"]]}, '"history" must be a list of pairs'),
+    "no instruction": ({"instruction": 5, "output": "b"}, '"instruction" must be a string'),
+    "two system prompts": ({"messages": [SYSTEM, USER, ASSISTANT], "system": "y"}, '"system" and the first turn'),
+    "a system prompt of a text": ({"text": "a", "system": "b"}, '"system" is for chats'),
+    "tools of a text": ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, '"tools" is for chats'),
+    "tools twice": (messages(ASSISTANT, tools=[{"name": "f"}], functions=[{"name": "f"}]), '"functions" is the old'),
+    "a variable that is set": (messages(ASSISTANT, chat_template_kwargs={"messages": 1}), 'may not set "messages"'),
+    "documents that are none": (messages(ASSISTANT, documents="a"), '"documents" must be a list'),
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen" is a field of preference data'),
+    "preferences among messages": (messages(ASSISTANT, rejected_response="b"), '"rejected_response" is a field of'),
+    "an unwanted completion": ({"prompt": "a", "completion": "b", "label": False}, '"label" is a field of preference'),
+    "pictures": (messages(ASSISTANT, images=["a.png"]), '"images" is not text'),
+    "weights of records": (messages(ASSISTANT, weight=0.5), '"weight" selects what is trained on'),
+    "masks": (messages({**ASSISTANT, "mask": 1}), 'turn 2 .*"mask" selects'),
+    "masks in a turn": (messages({**ASSISTANT, "train_detail": [{"begin_offset": 0}]}), 'turn 2 .*"train_detail"'),
+    "half weights": (messages({**ASSISTANT, "weight": 0.5}), 'turn 2 .*"weight" must be true, false, 1 or 0, got 0.5'),
+    "training on the user": ({"messages": [{**USER, "train": True}, ASSISTANT]}, "turn 1 .*of the user, and only"),
+    "refusals": (messages({**ASSISTANT, "refusal": "no"}), 'turn 2 .*"refusal" is text that no'),
     "no list": ({"conversations": {"from": "gpt", "value": "x"}}, "a list of turns"),
     "no turn": ({"messages": ["hello"]}, "turn 1"),
     "no content": (messages({"role": "assistant"}), "turn 2"),
-    "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1 .*type 'image'"),
     "a part that is no text": (messages({"role": "assistant", "content": [{"type": "text", "text": 5}]}), "turn 2"),
     "no speaker": ({"conversations": [{"value": "x"}]}, "turn 1"),
     "another speaker": (messages(ASSISTANT, {"role": "critic", "content": "x"}), "turn 3 .* 'critic'; .* user, assist"),
@@ -97,12 +153,31 @@ BAD: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("case", GOOD)
 def test_lines_of_many_kinds(case: str) -> None:
     record, wanted = GOOD[case]
-    assert parse_line(json.dumps(record).encode()) == (wanted if isinstance(wanted, str) else (wanted, {}))
+    assert parse_line(json.dumps(record).encode()) == ((wanted, {}) if isinstance(wanted, list) else wanted)
 
 
-@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
-def test_tools_go_to_the_template(tools: object) -> None:
-    assert parse_line(json.dumps(messages(ASSISTANT, tools=tools)).encode())[1] == {"tools": [{"name": "f"}]}
+TOOL, DOCUMENT = {"type": "function", "function": {"name": "f"}}, {"title": "a", "text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"tools": [{"name": "f"}]}, {"tools": [TOOL]}),
+        ({"tools": '[{"name": "f"}]'}, {"tools": [TOOL]}),
+        ({"tools": [TOOL]}, {"tools": [TOOL]}),
+        ({"functions": [{"name": "f"}]}, {"tools": [TOOL]}),
+        ({"documents": [DOCUMENT]}, {"documents": [DOCUMENT]}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": "{}", "documents": []}, {}),
+    ],
+)
+def test_what_goes_to_the_template(fields: dict[str, object], variables: dict[str, object]) -> None:
+    assert parse_line(json.dumps(messages(ASSISTANT, **fields)).encode()) == ([USER, ASSISTANT], variables)
+
+
+def test_fields_that_are_not_used_are_named() -> None:
+    record = messages(ASSISTANT, tools=[], id=5, source="a", prompt="b", parallel_tool_calls=False, note="", label=1)
+    assert read_record(json.dumps(record).encode())[1] == ["id", "source", "prompt", "parallel_tool_calls", "label"]
 
 
 @pytest.mark.parametrize("tools", [[], None, "", "null", "[]"])
@@ -133,6 +208,8 @@ def test_lines_that_cannot_be_used(case: str) -> None:
 def test_chats_without_a_word_of_the_assistant_are_no_errors(record: object) -> None:
     with pytest.raises(NothingToLearn, match="does not say a word"):
         parse_line(json.dumps(record).encode())
+    with pytest.raises(NothingToLearn, match="no turn of the assistant is trained on"):
+        parse_line(json.dumps(messages({**ASSISTANT, "weight": 0})).encode())
 
 
 def test_long_lines_take_bounded_memory(tmp_path: Path) -> None:

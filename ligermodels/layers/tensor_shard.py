@@ -1,4 +1,4 @@
-"""The share of a linear layer that one rank of tensor parallelism has: some of its output or input channels.
+"""The shard of a linear layer that one rank of tensor parallelism has: some of its output or input channels.
 
 Rank by rank, a layer is the same module with sharded parameters (DTensors): `split` says which channels these are,
 what the rank does with the input and what with its result.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.layers import token_parts
-from ligermodels.layers.linear_parts import WholeShare
+from ligermodels.layers.linear_parts import Shard
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, sum_over_ranks, used_in_parts
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ RULES: Mapping[str, Mapping[str, TensorSharding]] = {
 
 
 @dataclass(frozen=True)
-class TensorShare(WholeShare):
-    """This rank's share of a linear layer.
+class TensorShard(Shard):
+    """This rank's shard of a linear layer.
 
     Args:
         kind: a key of RULES. "columns" shards output channels, and "rows" input channels, whose products are summed

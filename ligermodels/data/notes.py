@@ -1,0 +1,44 @@
+"""Documents that are not used in full: counted by reason, and reported once each with the first one's name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+
+class Notes:
+    """Counts of documents by reason.
+
+    Args:
+        say: called with a message for the first document of each reason, and with the totals.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        self._tokens: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._told: dict[str, int] = {}
+
+    def add(self, reason: str, index: int, message: Callable[[], str], tokens: int = 0) -> None:
+        """Count a document.
+
+        Args:
+            reason: ends the sentence "3 documents in all ...".
+            index: index of the document; a document is counted once for each reason.
+            message: returns the message about the first document.
+            tokens: number of its tokens that are left out.
+        """
+        if not self._tokens[reason]:
+            self.say(f"{message()}; such documents are counted")
+        self._tokens[reason][index] = tokens
+
+    def indices(self, reason: str) -> set[int]:
+        """Indices of the documents counted for `reason`."""
+        return set(self._tokens[reason])
+
+    def say_totals(self) -> None:
+        """Report the totals that have changed since the last call."""
+        for reason, tokens in self._tokens.items():
+            if len(tokens) > self._told.get(reason, 0):
+                lost = f" ({sum(tokens.values()):,} tokens are left out)" if any(tokens.values()) else ""
+                self.say(f"{len(tokens):,} documents in all {reason}{lost}")
+                self._told[reason] = len(tokens)

@@ -1,0 +1,109 @@
+"""Fields of records: the fields of each format, refused fields, and unused fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+SYSTEM = ("system", "system_prompt", "system_message")
+"""Names of a system prompt beside the turns of a chat."""
+
+OF_CHATS = (*SYSTEM, "tools", "functions", "documents", "chat_template_kwargs")
+"""Fields that a chat has beside its turns."""
+
+
+FINISH = "finish_reason"
+"""Field of a text, or of the last turn of a chat, that is "length" if it was cut: its end is not trained on."""
+
+EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values of fields that count as absent, besides null."""
+
+
+class Format(NamedTuple):
+    """A format of records.
+
+    required: fields that every record of the format has.
+    optional: further fields that are used.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = OF_CHATS
+
+
+MESSAGES = Format(("messages",))
+CONVERSATIONS = Format(("conversations",))
+COMPLETION = Format(("prompt", "completion"), (*OF_CHATS, FINISH))
+ALPACA = Format(("instruction", "output"), ("input", "history", *OF_CHATS))
+TEXT = Format(("text",), (FINISH,))
+
+FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, ALPACA, TEXT)
+
+_PREFERENCE = "is a field of preference data (DPO, KTO), which is not trained on; remove the field or the record"
+_LOSS = 'selects what is trained on, and is not supported: give "weight": 0 in each turn that is not trained on'
+_MEDIA = "is not text, and models are trained on text only; remove the field or the record"
+
+REFUSED = {
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"), _PREFERENCE),
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
+    **dict.fromkeys(("weight", "train", "training", "loss", "mask", "train_detail", "loss_scale"), _LOSS),
+}
+"""Fields of records that would change the training and are not implemented -> reason."""
+
+REFUSED_IN_TURNS = {
+    **dict.fromkeys(("mask", "train_detail", "loss_scale"), _LOSS),
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
+    "refusal": 'is text that no chat template writes; give it as "content"',
+}
+"""Fields of turns that would change the training and are not implemented -> reason."""
+
+TRAINED = ("weight", "train", "training", "loss")
+"""Fields of turns that say whether a turn is trained on: OpenAI's, axolotl's, and ms-swift's and XTuner's."""
+
+
+def format_of(record: Mapping[str, Any]) -> Format:
+    """The format of a record. Raises ValueError if it has no format or several, or a field that is refused."""
+    check_refused(record, REFUSED)
+    found = [form for form in FORMATS if record.keys() >= set(form.required)]
+    if len(found) > 1:
+        both = "; or ".join(_quoted(form.required, " and ") for form in found)
+        raise ValueError(f"the record has several formats: remove {both}")
+    if not found:
+        known = ", ".join(_quoted(form.required, " and ") for form in FORMATS)
+        raise ValueError(f"not an object with {known}; its fields are: {_quoted(record) or 'none'}")
+    if found[0] is COMPLETION and isinstance(record.get("label"), bool):
+        raise ValueError(f'"label" {_PREFERENCE}')
+    return found[0]
+
+
+def check_refused(fields: Mapping[str, Any], refused: Mapping[str, str], where: str = "") -> None:
+    """Raise ValueError if `fields` has a refused one that is not empty; `where` begins the message."""
+    for name, value in fields.items():
+        if name in refused and value not in EMPTY:
+            raise ValueError(f'{where}"{name}" {refused[name]}')
+
+
+def unused_fields(record: Mapping[str, Any], form: Format) -> list[str]:
+    """Fields of a record that are neither used nor empty, such as its id."""
+    used = {*form.required, *form.optional}
+    return [name for name, value in record.items() if name not in used and value not in EMPTY]
+
+
+def is_trained(fields: dict[str, Any], where: str) -> bool | None:
+    """Remove the fields TRAINED of a turn. Returns whether the turn is trained on; None if no field says so.
+
+    Raises ValueError for a value other than true, false, 1 and 0; `where` begins the message.
+    """
+    values = {name: fields.pop(name) for name in TRAINED if name in fields}
+    for name, value in values.items():
+        if value not in (0, 1):
+            raise ValueError(f'{where}"{name}" must be true, false, 1 or 0, got {value!r}')
+    return all(values.values()) if values else None
+
+
+def is_cut(fields: Mapping[str, Any]) -> bool:
+    """Whether a record of a text, or a turn, was cut before its end."""
+    return fields.get(FINISH) == "length"
+
+
+def _quoted(names: Iterable[str], separator: str = ", ") -> str:
+    return separator.join(f'"{name}"' for name in names)

@@ -1,0 +1,321 @@
+"""The Triton kernels of the attention backend "triton": the forward pass, and the gradients of queries, of keys and
+values.
+
+Each program has one tile of queries (or of keys) in registers and loops over tiles of keys (or of queries). Tiles
+outside the causal triangle, the window or the documents are never read. Only tiles at a border are masked. Scores are
+logarithms to base 2. No atomics: each result is written by one program, in a fixed order of summation. The method is
+FlashAttention-2's (https://arxiv.org/abs/2307.08691).
+
+Query t is at position S - T + t. `cu_seqlens`, `sinks` and `window` may be None.
+"""
+
+from functools import partial
+
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
+from ligermodels.ops.runtime.launcher import kernel
+
+LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
+LOWEST = tl.constexpr(-1e30) if HAS_TRITON else None
+"""Below every finite score; the running maximum begins here, because -inf - -inf is NaN."""
+
+kernel_for_any_length = partial(kernel, do_not_specialize=("T", "S", "heads", "count", "steps", "window"))
+"""One compiled kernel serves every length, number of documents and window."""
+
+
+@triton.jit
+def _document(cu_seqlens, position, count, steps, S):
+    """First position of the document of each position, and the end of that document. Positions after the last bound
+    are one more document. Binary search over cu_seqlens (count + 1,) in `steps` steps."""
+    low = tl.zeros_like(position)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        passed = tl.load(cu_seqlens + 1 + middle, mask=middle < count, other=S) <= position
+        low = tl.where(passed, middle + 1, low)
+        high = tl.where(passed, high, middle)
+    start = tl.load(cu_seqlens + low)
+    return start, tl.load(cu_seqlens + low + 1, mask=low < count, other=S)
+
+
+@triton.jit
+def _first_visible(position, cu_seqlens, count, steps, window, S):
+    """The first key that the query at each position sees."""
+    first = tl.zeros_like(position)
+    if cu_seqlens is not None:
+        first, _ = _document(cu_seqlens, position, count, steps, S)
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+    return first
+
+
+@triton.jit
+def _tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Rows start + row of x, of DIM channels; zeros beyond `rows` if MASKED."""
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
+    if MASKED:
+        return tl.load(at, mask=(start + row < rows)[:, None] & (d < DIM), other=0.0)
+    if DIM != BLOCK_DIM:
+        return tl.load(at, mask=d < DIM, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _store(x, row, start, stride, rows, values, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
+    tl.store(at, values.to(x.dtype.element_ty), mask=(start + row < rows)[:, None] & (d < DIM))
+
+
+@triton.jit
+def _scores(products, scale, softcap):
+    """Scores to base 2 of q·k, and their derivative's factor that depends on q·k. `scale` and `softcap` are prepared by
+    the host: without a softcap scores are scale * q·k, else softcap * tanh(x) with exp(2x) = exp2(scale * q·k)."""
+    scores = products * scale
+    slope = scores
+    if softcap is not None:
+        share = 1.0 / (1.0 + tl.exp2(scores))
+        slope = 4.0 * share * (1.0 - share)
+        scores = softcap * (1.0 - 2.0 * share)
+    return scores, slope
+
+
+@triton.jit
+def _attend(
+    q, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax (https://arxiv.org/abs/1805.02867) over a tile of keys."""
+    row = tl.arange(0, BLOCK_S)
+    keys = _tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
+    scores, _ = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
+    if MASKED:
+        key = (start + row)[None, :]
+        scores = tl.where((key <= position[:, None]) & (key >= first[:, None]), scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - highest[:, None])
+    decay = tl.exp2(top - highest)
+    total = total * decay + tl.sum(weights, axis=1)
+    values = _tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
+def _key_ranges(position, first, BLOCK_S: tl.constexpr):
+    """The tiles of keys that a tile of queries meets. Tiles in [begin, full) and [rest, end) are to be masked, tiles in
+    [full, rest) are seen by every query as a whole."""
+    begin = tl.min(first) // BLOCK_S * BLOCK_S
+    end = tl.max(position) + 1
+    rest = (tl.min(position) + 1) // BLOCK_S * BLOCK_S
+    full = tl.minimum(tl.cdiv(tl.max(first), BLOCK_S) * BLOCK_S, rest)
+    return begin, full, rest, end
+
+
+@kernel_for_any_length
+def attention_forward_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
+    cu_seqlens, sinks, out, lse, T, S, heads, count, steps, window, scale, softcap,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Each program writes out (B, T, heads, VALUE_DIM) and lse (B, heads, T), the base-2 logarithm of the softmax
+    denominator, for one tile of queries of one head. Tiles with the most keys begin first."""
+    head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
+    start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)
+    token = start_t + row
+    position = tl.minimum(token, T - 1) + (S - T)
+    first = _first_visible(position, cu_seqlens, count, steps, window, S)
+    queries = _tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
+    k += batch * k_batch + head // GROUP * k_head
+    v += batch * v_batch + head // GROUP * v_head
+
+    top = tl.full((BLOCK_T,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_VALUE), dtype=tl.float32)
+    if sinks is not None:  # the score of one more key, whose value is zero
+        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2_E)
+        total += 1.0
+    begin, full, rest, end = _key_ranges(position, first, BLOCK_S)
+    for start in range(full, rest, BLOCK_S):
+        top, total, acc = _attend(
+            queries, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, False,
+        )  # fmt: skip
+    left = (full - begin) // BLOCK_S
+    for i in range(0, left + tl.cdiv(end - rest, BLOCK_S)):
+        start = tl.where(i < left, begin, rest - left * BLOCK_S) + i * BLOCK_S
+        top, total, acc = _attend(
+            queries, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, True,
+        )  # fmt: skip
+
+    tl.store(lse + (batch * heads + head) * T + token, top + tl.log2(total), mask=token < T)
+    out += batch * T * heads * VALUE_DIM + head * VALUE_DIM
+    _store(out, row, start_t, heads * VALUE_DIM, T, acc / total[:, None], VALUE_DIM, BLOCK_VALUE)
+
+
+@triton.jit
+def _query_gradient(
+    q, dout, row_lse, row_delta, k, k_token, v, v_token, start, position, first, dq, S, scale, softcap,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the share of a tile of keys to the gradient of a tile of queries, up to softmax_scale."""
+    row = tl.arange(0, BLOCK_S)
+    keys = _tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
+    values = _tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
+    scores, slope = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
+    weights = tl.exp2(scores - row_lse[:, None])
+    if MASKED:
+        key = (start + row)[None, :]
+        weights = tl.where((key <= position[:, None]) & (key >= first[:, None]), weights, 0.0)
+    dscores = weights * (tl.dot(dout, tl.trans(values), input_precision="ieee") - row_delta[:, None])
+    if softcap is not None:
+        dscores *= slope
+    return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision="ieee")
+
+
+@kernel_for_any_length
+def attention_query_gradient_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
+    dout, dout_batch, dout_token, dout_head, cu_seqlens, out, lse, delta, dq,
+    T, S, heads, count, steps, window, scale, softcap, softmax_scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Each program writes dq (B, T, heads, DIM) for one tile of queries of one head, and delta (B, heads, T): sums of
+    out * dout over channels. The gradients of keys and sinks need delta too."""
+    head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
+    start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)
+    token = start_t + row
+    position = tl.minimum(token, T - 1) + (S - T)
+    first = _first_visible(position, cu_seqlens, count, steps, window, S)
+    queries = _tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
+    dout += batch * dout_batch + head * dout_head
+    douts = _tile(dout, row, start_t, dout_token, T, VALUE_DIM, BLOCK_VALUE, True)
+    out += batch * T * heads * VALUE_DIM + head * VALUE_DIM
+    outs = _tile(out, row, start_t, heads * VALUE_DIM, T, VALUE_DIM, BLOCK_VALUE, True)
+    row_delta = tl.sum(outs.to(tl.float32) * douts.to(tl.float32), axis=1)
+    place = (batch * heads + head) * T + token
+    tl.store(delta + place, row_delta, mask=token < T)
+    row_lse = tl.load(lse + place, mask=token < T, other=0.0)
+    k += batch * k_batch + head // GROUP * k_head
+    v += batch * v_batch + head // GROUP * v_head
+
+    acc = tl.zeros((BLOCK_T, BLOCK_DIM), dtype=tl.float32)
+    begin, full, rest, end = _key_ranges(position, first, BLOCK_S)
+    for start in range(full, rest, BLOCK_S):
+        acc = _query_gradient(
+            queries, douts, row_lse, row_delta, k, k_token, v, v_token, start, position, first, acc, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, False,
+        )  # fmt: skip
+    left = (full - begin) // BLOCK_S
+    for i in range(0, left + tl.cdiv(end - rest, BLOCK_S)):
+        start = tl.where(i < left, begin, rest - left * BLOCK_S) + i * BLOCK_S
+        acc = _query_gradient(
+            queries, douts, row_lse, row_delta, k, k_token, v, v_token, start, position, first, acc, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, True,
+        )  # fmt: skip
+    dq += batch * T * heads * DIM + head * DIM
+    _store(dq, row, start_t, heads * DIM, T, acc * softmax_scale, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def _key_gradient(
+    keys, values, q, q_token, dout, dout_token, lse, delta, start, key, last, dk, dv, T, S, scale, softcap,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the share of a tile of queries to the gradients of a tile of keys, up to softmax_scale, and of values. The
+    scores are transposed: (keys, queries)."""
+    row = tl.arange(0, BLOCK_T)
+    token = start + row
+    queries = _tile(q, row, start, q_token, T, DIM, BLOCK_DIM, MASKED)
+    douts = _tile(dout, row, start, dout_token, T, VALUE_DIM, BLOCK_VALUE, MASKED)
+    if MASKED:
+        row_lse = tl.load(lse + token, mask=token < T, other=0.0)
+        row_delta = tl.load(delta + token, mask=token < T, other=0.0)
+    else:
+        row_lse, row_delta = tl.load(lse + token), tl.load(delta + token)
+    scores, slope = _scores(tl.dot(keys, tl.trans(queries), input_precision="ieee"), scale, softcap)
+    weights = tl.exp2(scores - row_lse[None, :])
+    if MASKED:
+        position = (token + (S - T))[None, :]
+        weights = tl.where((key[:, None] <= position) & (position <= last[:, None]), weights, 0.0)
+    dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision="ieee")
+    dscores = weights * (tl.dot(values, tl.trans(douts), input_precision="ieee") - row_delta[None, :])
+    if softcap is not None:
+        dscores *= slope
+    return tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee"), dv
+
+
+@kernel_for_any_length
+def attention_key_gradient_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
+    dout, dout_batch, dout_token, dout_head, cu_seqlens, lse, delta, dk, dv,
+    T, S, heads, count, steps, window, scale, softcap, softmax_scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Each program writes dk (B, S, heads // GROUP, DIM) and dv (B, S, heads // GROUP, VALUE_DIM) for one tile of keys
+    of one head, summed over the query heads that share it. Tiles that the most queries see begin first."""
+    kv_heads = heads // GROUP
+    head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
+    start_s = tl.program_id(1) * BLOCK_S
+    row = tl.arange(0, BLOCK_S)
+    key = start_s + row
+    last = tl.zeros_like(key) + (S - 1)  # the last position that sees each key
+    if cu_seqlens is not None:
+        _, document_end = _document(cu_seqlens, tl.minimum(key, S - 1), count, steps, S)
+        last = document_end - 1
+    if window is not None:
+        last = tl.minimum(last, key + window - 1)
+    keys = _tile(k + batch * k_batch + head * k_head, row, start_s, k_token, S, DIM, BLOCK_DIM, True)
+    v += batch * v_batch + head * v_head
+    values = _tile(v, row, start_s, v_token, S, VALUE_DIM, BLOCK_VALUE, True)
+
+    # Tokens, not positions. Tiles in [begin, full) and [rest, end) are to be masked, in [full, rest) they are seen as
+    # a whole.
+    offset = S - T
+    begin = tl.maximum(start_s - offset, 0) // BLOCK_T * BLOCK_T
+    end = tl.minimum(tl.max(last) + 1 - offset, T)
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T)
+    full = tl.cdiv(tl.maximum(start_s + BLOCK_S - 1 - offset, 0), BLOCK_T) * BLOCK_T
+    full = tl.minimum(full, begin + tiles * BLOCK_T)
+    rest = tl.maximum(tl.maximum(tl.minimum(tl.min(last) + 1 - offset, T), 0) // BLOCK_T * BLOCK_T, full)
+    left = (full - begin) // BLOCK_T
+    whole = (rest - full) // BLOCK_T
+    masked = tiles - whole
+
+    dk_acc = tl.zeros((BLOCK_S, BLOCK_DIM), dtype=tl.float32)
+    dv_acc = tl.zeros((BLOCK_S, BLOCK_VALUE), dtype=tl.float32)
+    q += batch * q_batch + head * GROUP * q_head
+    dout += batch * dout_batch + head * GROUP * dout_head
+    statistics = (batch * heads + head * GROUP) * T
+    lse += statistics
+    delta += statistics
+    for i in range(0, whole * GROUP):
+        member = (i // whole).to(tl.int64)
+        start = full + i % whole * BLOCK_T
+        dk_acc, dv_acc = _key_gradient(
+            keys, values, q + member * q_head, q_token, dout + member * dout_head, dout_token, lse + member * T,
+            delta + member * T, start, key, last, dk_acc, dv_acc, T, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE, False,
+        )  # fmt: skip
+    for i in range(0, masked * GROUP):
+        member = (i // masked).to(tl.int64)
+        tile = i % masked
+        start = tl.where(tile < left, begin, rest - left * BLOCK_T) + tile * BLOCK_T
+        dk_acc, dv_acc = _key_gradient(
+            keys, values, q + member * q_head, q_token, dout + member * dout_head, dout_token, lse + member * T,
+            delta + member * T, start, key, last, dk_acc, dv_acc, T, S, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE, True,
+        )  # fmt: skip
+    dk += batch * S * kv_heads * DIM + head * DIM
+    _store(dk, row, start_s, kv_heads * DIM, S, dk_acc * softmax_scale, DIM, BLOCK_DIM)
+    dv += batch * S * kv_heads * VALUE_DIM + head * VALUE_DIM
+    _store(dv, row, start_s, kv_heads * VALUE_DIM, S, dv_acc, VALUE_DIM, BLOCK_VALUE)

@@ -1,0 +1,103 @@
+"""The plain weight of codes and scales. For int4 and nf4 one kernel reads the codes and writes the weight; torch would
+write several intermediate tensors in float32."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.arguments import check_count
+from ligermodels.errors import InputError
+from ligermodels.ops.quantized.unpack import nf4_levels
+from ligermodels.ops.quantized.weights import BYTES, E4M3, NF4_LEVELS, check_quantized, format_of, num_groups
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake
+
+GROUPS = 16
+"""Groups per program."""
+
+
+def dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+    """The weight of codes and scales: code * scale in float32, rounded to `dtype`.
+
+    Args:
+        codes: codes from `quantize_weight`, all of them, or those of some rows or of some groups of each row.
+        scales: the scales of these codes.
+        in_features: number K of inputs that the codes cover.
+        dtype: floating dtype of the result.
+
+    Returns:
+        (N, K), of `dtype`.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or `dtype` is not floating.
+    """
+    check_quantized("dequantize_weight", codes, scales, check_count("in_features", in_features), codes.device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dequantize_weight: dtype must be a floating torch.dtype, got {dtype!r}")
+    if codes.dtype != E4M3 and dtype.itemsize in (2, 4) and use_kernels(codes, scales):
+        weight: Tensor = _dequantize_weight(codes, scales, in_features, dtype)
+        return weight
+    return dequantize_weight_reference(codes, scales, in_features, dtype)
+
+
+def dequantize_weight_reference(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+    """The specification of `dequantize_weight`, in plain torch.
+
+    Args:
+        codes: codes of the weight.
+        scales: scales of the codes.
+        in_features: number K of inputs.
+        dtype: floating dtype of the result.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if codes.dtype == E4M3:
+        return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
+    pairs = codes.unflatten(1, (-1, BYTES))
+    q = torch.stack((pairs & 15, pairs >> 4), dim=2)  # (N, G, 2, 64)
+    if format_of(codes, scales) == "int4":
+        values = (q.to(wide) - 8) * scales[..., None, None].to(wide)
+    else:
+        values = torch.tensor(NF4_LEVELS, dtype=wide, device=codes.device)[q.int()] * scales[..., None].to(wide)
+    return values.flatten(1)[:, :in_features].to(dtype)
+
+
+@custom_op()
+def _dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+    """codes (N, 64 G) of int4 or nf4 -> (N, in_features)."""
+    weight = torch.empty(codes.shape[0], in_features, dtype=dtype, device=codes.device)
+    if is_fake(codes) or weight.numel() == 0:
+        return weight
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    scales = scales if scales[0].is_contiguous() else scales.contiguous()
+    groups = num_groups(in_features)
+    _dequantize_kernel[(-(-codes.shape[0] * groups // GROUPS),)](
+        codes, codes.stride(0), scales, scales.stride(0), weight, codes.shape[0], in_features, groups,
+        KIND=format_of(codes, scales), GROUPS=GROUPS, num_warps=4,
+    )  # fmt: skip
+    return weight
+
+
+@kernel
+def _dequantize_kernel(
+    codes, code_row, scales, scale_row, weight, N, K, G,
+    KIND: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Some groups per program, counted row by row."""
+    place = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    row, group = (place // G).to(tl.int64), place % G
+    there = row < N
+    byte = tl.arange(0, 64)[None, :]
+    q = tl.load(codes + row * code_row + group * 64 + byte, mask=there, other=0)
+    scales += row * scale_row
+    if KIND == "int4":
+        scale = tl.load(scales + group, mask=there, other=0.0)
+        scale_high = scale
+        low, high = (q & 15).to(tl.float32) - 8, (q >> 4).to(tl.float32) - 8
+    else:
+        scale = tl.load(scales + 2 * group, mask=there, other=0.0)
+        scale_high = tl.load(scales + 2 * group + 1, mask=there, other=0.0)
+        low, high = nf4_levels(q & 15), nf4_levels(q >> 4)
+    k = group * 128 + byte
+    weight += row * K + k
+    tl.store(weight, (low * scale).to(weight.dtype.element_ty), mask=there & (k < K))
+    tl.store(weight + 64, (high * scale_high).to(weight.dtype.element_ty), mask=there & (k + 64 < K))

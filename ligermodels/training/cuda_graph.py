@@ -1,0 +1,267 @@
+"""A whole optimizer step as one CUDA graph: one launch in place of thousands of kernels.
+
+It pays where the CPU needs longer to launch the kernels of a step than the GPU needs to run them: small models, and
+short batches. `docs/cuda-graphs.md` has measurements.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.data.batches import Batch
+from ligermodels.errors import GraphWarning
+from ligermodels.generation.graph import Graphed
+from ligermodels.layers import Block, Router
+from ligermodels.layers.targets import IGNORE_INDEX
+from ligermodels.training.fused_adamw import FusedAdamW
+from ligermodels.training.graph_numbers import GraphNumbers
+from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
+
+CudaGraph = Literal["auto", "on", "off"]
+
+MAX_GRAPHS = 8
+"""Graphs that are kept; each is for batches of other shapes."""
+FLOPS_PER_BLOCK = 1e12
+"""With "auto", a step is recorded if a block has fewer operations. A block takes some 2.5 ms to launch, forward and
+backward, in which an H100 has some 1e12 operations."""
+
+
+def graph_step(
+    model: Trainable,
+    optimizer: FusedAdamW,
+    *,
+    max_grad_norm: float | None = 1.0,
+    output_metrics: Callable[[Any], OutputMetrics] | None = None,
+) -> GraphStep:
+    """A function that takes whole optimizer steps, each by one CUDA graph.
+
+    The first call with batches of new shapes compiles the kernels and records the graph. Results are bit for bit those
+    of a step without a graph, if that step computes the loss of all tokens: `model(...)` leaves tokens without a target
+    out of the head's products where there are many of them, and a graph does not.
+
+    Args:
+        model: the model, on a GPU; calling it with a batch returns an object with `loss`.
+        optimizer: optimizer of the parameters to train; `step_in_backward` is not supported.
+        max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
+        output_metrics: metrics to return, from an output of the model; None for no metrics.
+
+    Returns:
+        A function (micro_batches, **options) -> `StepResult`. `micro_batches` are keyword arguments of the model, and
+        `options` further keyword arguments that are the same for all micro-batches, such as `num_items_in_batch`.
+        The losses are on the GPU; reading them waits for the step.
+
+    Raises:
+        InputError: when called: the inputs do not fit the model.
+
+    Warns:
+        GraphWarning: once, if the step cannot be recorded. It then runs without a graph.
+
+    Examples:
+        >>> step = graph_step(model, FusedAdamW(model.parameters(), lr=1e-5))
+        >>> batch = {"input_ids": input_ids, "labels": labels}
+        >>> result = step([batch], num_items_in_batch=model.num_targets(labels))
+        >>> loss = result.losses[0]
+    """
+    return GraphStep(EagerStep(model, optimizer, max_grad_norm, output_metrics))
+
+
+class GraphStep:
+    """Takes steps by CUDA graphs, one for each set of shapes; see `graph_step`."""
+
+    def __init__(self, step: EagerStep) -> None:
+        self._step = step
+        modules = step.model.modules() if isinstance(step.model, nn.Module) else ()
+        # A mixture's load-balancing loss would count padding.
+        self._pads_tokens = not any(isinstance(module, Router) for module in modules)
+        self._graphs: dict[Any, _RecordedStep] = {}
+        self._is_off = False
+
+    def __call__(self, parts: Parts, **options: Any) -> StepResult:
+        """Take a step; see `graph_step`."""
+        if self._is_off:
+            return self._step(parts, options)
+        try:
+            inputs = _Inputs.of(parts, options, self._pads_tokens)
+            return self._recorded(parts, inputs)(inputs.tensors)
+        except _CannotRecord as error:
+            warnings.warn(f"steps run without a CUDA graph: {error}", GraphWarning, stacklevel=2)
+        self._is_off = True
+        self._graphs.clear()  # gives their memory back
+        return self._step(parts, options)
+
+    def _recorded(self, parts: Parts, inputs: _Inputs) -> _RecordedStep:
+        recorded = self._graphs.get(inputs.key)
+        if recorded is None:
+            reason = refusal(self._step, parts)
+            if not reason and len(self._graphs) == MAX_GRAPHS:
+                reason = f"the batches have more than {MAX_GRAPHS} sets of shapes"
+            if reason:
+                raise _CannotRecord(reason)
+            recorded = self._graphs[inputs.key] = _RecordedStep(self._step, inputs)
+        return recorded
+
+
+class _CannotRecord(Exception):
+    """A step cannot be recorded; the message says why. No step was taken."""
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a step.
+
+    tensors: all tensors, in a fixed order.
+    key: equal for inputs that one graph serves.
+    rebuild: other tensors in this order -> (micro-batches, options).
+    """
+
+    tensors: list[Tensor]
+    key: Any
+    rebuild: Callable[[Sequence[Tensor]], tuple[list[dict[str, Tensor]], dict[str, Any]]]
+
+    @classmethod
+    def of(cls, parts: Parts, options: Options, pads_tokens: bool) -> _Inputs:
+        groups = [_padded(part, pads_tokens) for part in parts]
+        numbers = {
+            name: torch.tensor(value)
+            for name, value in options.items()
+            if isinstance(value, float) or (name == "num_items_in_batch" and isinstance(value, int))
+        }
+        tensors = {name: value for name, value in {**options, **numbers}.items() if isinstance(value, Tensor)}
+        constants = {name: value for name, value in options.items() if name not in tensors}
+        groups.append(tensors)
+
+        def rebuild(flat: Sequence[Tensor]) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+            rest = iter(flat)
+            *rebuilt, options = [{name: next(rest) for name in group} for group in groups]
+            return rebuilt, {**options, **constants}
+
+        shapes = tuple(tuple((name, tensor.shape, tensor.dtype) for name, tensor in group.items()) for group in groups)
+        flat = [tensor for group in groups for tensor in group.values()]
+        return cls(flat, (shapes, repr(sorted(constants.items()))), rebuild)
+
+
+class _RecordedStep:
+    """A step on tensors at fixed addresses, and its graph."""
+
+    def __init__(self, step: EagerStep, inputs: _Inputs) -> None:
+        self._static = [torch.empty_like(tensor, device=step.device) for tensor in inputs.tensors]
+        self._load(inputs.tensors)
+        parts, options = inputs.rebuild(self._static)
+        self._numbers = _dry_run(step, parts, options)
+        self._run = Graphed(lambda: step(parts, options), step.device, is_warm=True)
+        try:
+            with self._numbers:
+                self._run.record()
+        except RuntimeError as error:
+            step.optimizer.zero_grad(set_to_none=True)
+            raise _CannotRecord(f"recording failed: {str(error).splitlines()[0]}") from error
+
+    def __call__(self, tensors: Sequence[Tensor]) -> StepResult:
+        self._load(tensors)
+        self._numbers.advance()
+        with self._numbers:  # on a CPU the function runs itself
+            losses, metrics, grad_norm = self._run()
+        # The next replay overwrites these tensors.
+        return StepResult([loss.clone() for loss in losses], OutputMetrics.sum([metrics]), grad_norm.clone())
+
+    def _load(self, tensors: Sequence[Tensor]) -> None:
+        for static, tensor in zip(self._static, tensors, strict=True):
+            is_pinned = static.is_cuda and not tensor.is_cuda
+            static.copy_(tensor.pin_memory() if is_pinned else tensor, non_blocking=True)
+
+
+def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
+    """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
+    are set back."""
+    buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
+    # With a target for every token, the model takes the same path as in a graph, which reads no counts.
+    parts = [{**part, "labels": part["labels"].clamp(min=0)} for part in parts]
+    devices = [step.device] if step.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        step.backward(parts, options)
+        numbers = GraphNumbers(cast(FusedAdamW, step.optimizer))
+        numbers.warm_up()
+    step.optimizer.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    return numbers
+
+
+def _padded(part: Mapping[str, Tensor], pads_tokens: bool) -> dict[str, Tensor]:
+    """A packed micro-batch with one of few shapes.
+
+    Args:
+        part: the micro-batch.
+        pads_tokens: whether a document without targets may follow, up to a multiple of at most a sixteenth of the row.
+
+    Returns:
+        The micro-batch; empty documents follow the last one.
+    """
+    if "cu_seqlens" not in part:
+        return dict(part)
+    ids, labels, bounds = (part.get(name) for name in _PACKED)
+    total = cast(Tensor, labels).shape[1]
+    missing = -total % (1 << max(total.bit_length() - 5, 0)) if pads_tokens and part.keys() == set(_PACKED) else 0
+    padded = dict(part)
+    if missing:
+        padded["input_ids"] = F.pad(cast(Tensor, ids), (0, missing))
+        padded["labels"] = F.pad(cast(Tensor, labels), (0, missing), value=IGNORE_INDEX)
+    bounds = F.pad(cast(Tensor, bounds), (0, 1), value=total + missing)
+    length = max(16, 1 << (len(bounds) - 1).bit_length())
+    padded["cu_seqlens"] = F.pad(bounds, (0, length - len(bounds)), value=total + missing)
+    return padded
+
+
+_PACKED = ("input_ids", "labels", "cu_seqlens")
+
+
+def refusal(step: EagerStep, parts: Parts) -> str:
+    """Why a step cannot be recorded; "" if it may be."""
+    model = step.model
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if step.ranks.size > 1 or any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return "the model is sharded over ranks"
+    if not isinstance(step.optimizer, FusedAdamW):
+        return f"{type(step.optimizer).__name__} does not support it; FusedAdamW does"
+    if step.optimizer.steps_in_backward:
+        return "the optimizer steps in the backward pass"
+    for name in ("attention_mask", "position_ids"):
+        if any(name in part for part in parts):
+            return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"
+    checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
+    if checkpoints and any(getattr(module, "drops", False) for module in modules):
+        return "dropout with activation checkpointing draws its random numbers twice"
+    return ""
+
+
+def pays(model: Trainable, parts: Sequence[Batch]) -> bool:
+    """Whether a step launches so little work at a time that a graph of it is faster; see FLOPS_PER_BLOCK."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    blocks = [module for module in modules if isinstance(module, Block)]
+    if not blocks:
+        return False
+    tokens = max(part["labels"].numel() for part in parts)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return 6 * weights * tokens / len(blocks) < FLOPS_PER_BLOCK
+
+
+def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) -> Callable[..., StepResult]:
+    """How a run takes its steps: (micro_batches, **options) -> `StepResult`.
+
+    Args:
+        step: the step without a graph.
+        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded.
+        parts: the first micro-batches.
+    """
+    is_on = cuda_graph == "on"
+    if is_on and step.device.type != "cuda":
+        warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)
+    if cuda_graph == "auto":
+        is_on = pays(step.model, parts) and not refusal(step, parts)
+    return GraphStep(step) if is_on and step.device.type == "cuda" else lambda parts, **options: step(parts, options)

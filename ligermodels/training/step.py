@@ -1,0 +1,90 @@
+"""One optimizer step: forward and backward passes, clipping and the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ligermodels.data.batches import CountsTargets, on_device
+from ligermodels.parallel.ranks import DataRanks
+from ligermodels.training.clipping import clip_gradients
+from ligermodels.training.reports import OutputMetrics
+
+Parts = Sequence[Mapping[str, Tensor]]
+Options = Mapping[str, Any]
+
+
+class Trainable(CountsTargets, Protocol):
+    """A model that the loop can train, such as `CausalLM`. Calling it returns an object with `loss`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+
+class StepResult(NamedTuple):
+    """The results of a step.
+
+    losses: scalars, one for each micro-batch.
+    metrics: metrics of the outputs, summed over the micro-batches.
+    grad_norm: scalar, the norm of the gradient before clipping.
+    """
+
+    losses: list[Tensor]
+    metrics: OutputMetrics
+    grad_norm: Tensor
+
+
+class EagerStep:
+    """An optimizer step as separate operations.
+
+    Args:
+        model: the model; calling it with a batch returns an object with `loss`.
+        optimizer: optimizer of the parameters to train.
+        max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
+        output_metrics: metrics to log, from an output of the model; None for no metrics.
+    """
+
+    def __init__(
+        self,
+        model: Trainable,
+        optimizer: Optimizer,
+        max_grad_norm: float | None = None,
+        output_metrics: Callable[[Any], OutputMetrics] | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
+        self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self._output_metrics = output_metrics or (lambda out: OutputMetrics())
+
+    def __call__(self, parts: Parts, options: Options) -> StepResult:
+        """Take a step.
+
+        Args:
+            parts: micro-batches, keyword arguments of the model.
+            options: further keyword arguments of the model.
+
+        Returns:
+            The results. No parameter has a gradient afterwards.
+        """
+        result = self.backward(parts, options)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def backward(self, parts: Parts, options: Options) -> StepResult:
+        """Compute the clipped gradients of the micro-batches, without the optimizer's update."""
+        losses, metrics = [], []
+        for part in parts:
+            out = self.model(**on_device(part, self.device), **options)
+            (out.loss if self.ranks.size == 1 else out.loss * self.ranks.size).backward()  # FSDP2 averages over ranks
+            losses.append(out.loss.detach())
+            metrics.append(self._output_metrics(out))
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return StepResult(losses, OutputMetrics.sum(metrics), clip_gradients(parameters, self._max_grad_norm))

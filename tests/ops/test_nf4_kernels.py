@@ -1,0 +1,105 @@
+"""The kernels of nf4 on GPUs, without one: the assembly that looks up levels, emulated; and compiled kernels."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ligermodels.ops.quantized import unpack
+from ligermodels.ops.quantized.weights import NF4_LEVELS
+
+LEVELS = torch.tensor(NF4_LEVELS)
+TABLES = {"_BFLOAT16_LEVELS": LEVELS.bfloat16().view(torch.int16), "_FLOAT16_LEVELS": LEVELS.half().view(torch.int16)}
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """Four of eight bytes, or their sign bits eight times: see PTX's manual."""
+    source = (a | b << 32).to_bytes(8, "little")
+    choices = [selector >> 4 * i & 15 for i in range(4)]
+    selected = [255 * (source[c & 7] >> 7) if c & 8 else source[c & 7] for c in choices]
+    return int.from_bytes(bytes(selected), "little")
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """Bit by bit, the bit of `table` whose number has the bits of a, b and c."""
+    bits = [table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1 for i in range(32)]
+    return sum(bit << i for i, bit in enumerate(bits))
+
+
+INSTRUCTIONS = {
+    "and.b32": int.__and__, "shr.u32": int.__rshift__, "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "prmt.b32": prmt, "lop3.b32": lop3,
+}  # fmt: skip
+
+
+def emulated(assembly: str, codes: list[int]) -> list[int]:
+    """The words $0 to $3 for four bytes of codes."""
+    registers = {"$4": int.from_bytes(bytes(codes), "little")}
+    for line in assembly.strip("{} ").split(";"):
+        instruction, _, operands = line.strip().partition(" ")
+        if instruction in INSTRUCTIONS:
+            target, *inputs = operands.split(", ")
+            values = [registers[name] if name in registers else int(name, 0) for name in inputs]
+            registers[target] = INSTRUCTIONS[instruction](*values)
+        else:
+            assert instruction in (".reg", "")
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_assembly_looks_up_levels(name: str) -> None:
+    table = [entry & 0xFFFF for entry in TABLES[name].tolist()]
+    assembly = getattr(unpack, name)
+    for byte in range(256):
+        codes = [byte, (byte * 7 + 3) % 256, (byte * 31 + 9) % 256, 255 - byte]
+        words = emulated(getattr(assembly, "value", assembly), codes)
+        halves = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
+        assert halves == [table[code & 15] for code in codes] + [table[code >> 4] for code in codes]
+
+
+COMPILED = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ligermodels.ops.quantized import dequantize, few_rows, more_rows
+
+def built(kernel, target, constants, pointers, warps, stages):
+    names = kernel._jitted.arg_names
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
+    source = ASTSource(kernel._jitted, signature, constants, aligned)
+    return compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+hip = GPUTarget("hip", "gfx942", 64)
+for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), hip):
+    pointers = {"codes": "*u8", "scales": "*fp32", "weight": "*bf16", "x": "*bf16", "y": "*bf16", "out": "*fp32"}
+    constants = {"KIND": "nf4", "GROUPS": dequantize.GROUPS}
+    built(dequantize._dequantize_kernel, target, constants, pointers, 4, 3)
+    if target == hip:
+        continue  # `quantized_linear` dequantises there
+    for M in (1, 16):
+        tile = few_rows._tile(True, M, 4096)
+        none = ("bias", "residual", "gate_multiplier", "down_multiplier", "limit", "up_offset")
+        constants = {"KIND": "nf4", "ACTIVATION": "", "ONE": M == 1, "WHOLE": True, "BLOCK_M": max(M, 8),
+                     "BLOCK_N": tile.channels, "PARTS": tile.parts, "STEP": tile.step, "STAGES": tile.stages,
+                     **dict.fromkeys(none), "residual_row": 0}
+        made = built(few_rows._few_rows_kernel, target, constants, pointers, tile.warps, tile.stages)
+        assert made.metadata.shared < 99 * 1024, made.metadata.shared
+    tile = more_rows.FOUR_BITS
+    constants = {"KIND": "nf4", "SPLIT": True, "WHOLE": True, "BLOCK_M": 64, "BLOCK_N": tile.channels,
+                 "STAGES": tile.stages, "bias": None}
+    made = built(more_rows._more_rows_kernel, target, constants, pointers, tile.warps, tile.stages)
+    assert made.metadata.shared < 99 * 1024, made.metadata.shared
+"""
+
+
+def test_kernels_compile() -> None:
+    """For sm_80 and sm_90, within the shared memory of the smallest such GPU; the one for all formats on gfx942 too."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

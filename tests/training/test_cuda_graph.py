@@ -1,0 +1,219 @@
+"""Whole steps as CUDA graphs: bit for bit the steps of the loop without them; and what is said where there are none."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from zoo import CONFIGS
+from zoo import LLAMA as BASE
+
+import ligermodels as lm
+from ligermodels.data.batches import Batch
+from ligermodels.data.documents import TokenDocuments
+from ligermodels.data.packing import PackedBatches
+from ligermodels.errors import GraphWarning
+from ligermodels.speculative.joint import JointMedusa
+from ligermodels.training import FusedAdamW, StepMetrics, graph_step, train, warmup_cosine
+from ligermodels.training.cuda_graph import GraphStep, pays
+from ligermodels.training.step import EagerStep
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=(pytest.mark.gpu, pytest.mark.kernels))]
+"""On a CPU the recorded function runs itself, on the same tensors at fixed addresses."""
+
+
+def llama(**changes: Any) -> lm.CausalLM:
+    config = {**BASE, "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96}
+    return lm.from_config({**config, "num_attention_heads": 4, "head_dim": 16, **changes}, dtype=torch.bfloat16)
+
+
+def lora() -> lm.CausalLM:
+    return lm.add_lora(llama(), r=4, lora_dropout=0.25)
+
+
+def medusa() -> JointMedusa:
+    return JointMedusa(lm.MedusaModel.from_base(llama(), num_heads=2))
+
+
+def checkpointed() -> lm.CausalLM:
+    model = llama()
+    model.activation_checkpointing = "selective"
+    return model
+
+
+def mixture() -> lm.CausalLM:
+    sizes = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }  # of a grouped GEMM, which does not wait
+    return lm.from_config({**CONFIGS["qwen3_moe"], **sizes}, dtype=torch.bfloat16)
+
+
+def recurrent() -> lm.CausalLM:
+    return lm.from_config({**CONFIGS["qwen3_5_text"], "vocab_size": 160}, dtype=torch.bfloat16)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "full": llama,
+    "lora": lora,
+    "medusa": medusa,
+    "checkpointed": checkpointed,
+    "mixture": mixture,
+    "recurrent": recurrent,
+}
+
+
+def batches(seq_len: int = 512) -> Iterator[Batch]:
+    """Packed rows, of which every token but the last of a document has a target: more than 97 % of them."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(400, 1200, (40,), generator=generator).tolist()
+    documents = TokenDocuments(torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths)
+    return iter(PackedBatches(documents, seq_len=seq_len, batch_size=2, seed=0))
+
+
+def run(kind: str, device: str, cuda_graph: str, **options: Any) -> tuple[list[StepMetrics], Any, FusedAdamW]:
+    torch.manual_seed(3)
+    model = MODELS[kind]().to(device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = FusedAdamW(parameters, lr=3e-3, rounding="stochastic", seed=5)
+    reports: list[StepMetrics] = []
+    torch.manual_seed(4)
+    train(
+        model,
+        batches(),
+        steps=6,
+        optimizer=optimizer,
+        schedule=warmup_cosine(optimizer, 6, warmup_steps=3),
+        accumulation_steps=2,
+        on_step=reports.append,
+        report_every=1,
+        cuda_graph=cuda_graph,  # type: ignore[arg-type]
+        loss_options=(lambda step: {"heads_loss_weight": 0.1 * step}) if kind == "medusa" else None,
+        **options,
+    )
+    return reports, model, optimizer
+
+
+def states(optimizer: FusedAdamW) -> dict[str, torch.Tensor]:
+    every = optimizer.state_dict()["state"]
+    return {f"{index}.{key}": value for index, state in every.items() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_steps_are_bit_for_bit_those_without_a_graph(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run(kind, device, "off")
+    if device == "cpu":
+        monkeypatch.setattr("ligermodels.training.loop.make_step", lambda step, *_: GraphStep(step))
+    graphed = run(kind, device, "on")
+    for wanted, found in zip(plain[0], graphed[0], strict=True):
+        for name in ("step", "loss", "grad_norm", "learning_rate", "targets"):
+            assert getattr(found, name) == getattr(wanted, name), (name, found, wanted)
+    wanted, found = ({**dict(each[1].named_parameters()), **states(each[2])} for each in (plain, graphed))
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        # On a CPU, steps of float32 parameters without a graph are torch's own.
+        bits = torch.equal if device == "cuda" or tensor.dtype == torch.bfloat16 else torch.allclose
+        assert bits(tensor, found[name]) and found[name].grad is None, name
+
+
+def test_documents_of_other_numbers_share_a_graph() -> None:
+    model = llama()
+    step = graph_step(model, FusedAdamW(model.parameters()))
+    numbers = set()
+    for batch in islice(batches(), 6):
+        numbers.add(len(batch["cu_seqlens"]))
+        step([batch], num_items_in_batch=int(model.num_targets(batch["labels"], cu_seqlens=batch["cu_seqlens"])))
+    assert len(numbers) > 1 and len(step._graphs) == 1
+
+
+def test_rows_of_other_lengths_share_a_graph() -> None:
+    """Padding has no targets, and changes no loss and no gradient beyond rounding."""
+    torch.manual_seed(3)
+    models = [llama(), llama()]
+    models[1].load_state_dict(models[0].state_dict())
+    step = graph_step(models[0], FusedAdamW(models[0].parameters()))
+    eager = EagerStep(models[1], FusedAdamW(models[1].parameters()), 1.0)
+    for batch, length in zip(batches(), (1024, 1000, 1010, 1023), strict=False):
+        cut = {name: batch[name][:, :length] for name in ("input_ids", "labels")}
+        cut["cu_seqlens"] = torch.cat([batch["cu_seqlens"][batch["cu_seqlens"] < length], torch.tensor([length])]).int()
+        items = {"num_items_in_batch": models[0].num_targets(cut["labels"], cu_seqlens=cut["cu_seqlens"])}
+        found, wanted = step([cut], **items), eager([cut], items)
+        torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.grad_norm, wanted.grad_norm, rtol=2e-2, atol=0)
+    assert len(step._graphs) == 1
+
+
+def refused(kind: str) -> tuple[Any, FusedAdamW, dict[str, torch.Tensor]]:
+    model = lora() if kind == "dropout" else llama()
+    batch: dict[str, torch.Tensor] = dict(next(batches()))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = torch.optim.SGD(parameters) if kind == "SGD" else FusedAdamW(parameters)
+    if kind == "backward pass":
+        optimizer.step_in_backward()
+    if kind == "dropout":
+        model.activation_checkpointing = "full"
+    if kind == "attention_mask":
+        del batch["cu_seqlens"]
+        batch["attention_mask"] = torch.ones_like(batch["labels"])
+    return model, optimizer, batch
+
+
+@pytest.mark.parametrize("kind", ["SGD", "backward pass", "dropout", "attention_mask"])
+def test_what_cannot_be_recorded_is_said_once_and_runs(kind: str) -> None:
+    model, optimizer, batch = refused(kind)
+    before = [p.detach().clone() for p in model.parameters()]
+    step = graph_step(model, optimizer)
+    with pytest.warns(GraphWarning, match=f"steps run without a CUDA graph: .*{kind}"):
+        step([batch])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step([batch])
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_graph_of_a_model_on_a_cpu_is_said_to_be_none() -> None:
+    with pytest.warns(GraphWarning, match="the model is on cpu"):
+        run("full", "cpu", "on")
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_gpu_runs_without_a_graph() -> None:
+    model = llama().to("cuda")
+    model.decoder.blocks[0].register_forward_hook(lambda module, args, out: out.hidden.sum().item() and None)
+    step = graph_step(model, FusedAdamW(model.parameters()))
+    batch = {name: tensor.cuda() for name, tensor in next(batches()).items()}
+    with pytest.warns(GraphWarning, match="recording failed"):
+        first = step([batch]).losses[0]
+    assert step([batch]).losses[0] < first
+
+
+def test_auto_records_small_models_and_short_batches() -> None:
+    found = {}
+    for name, tokens in (("135M", 2048), ("135M", 16384), ("0.6B", 4096), ("1B", 16384), ("8B", 4096)):
+        sizes = {
+            "135M": (576, 1536, 30, 49152),
+            "0.6B": (1024, 3072, 28, 151936),
+            "1B": (2048, 8192, 16, 128256),
+            "8B": (4096, 14336, 32, 128256),
+        }[name]
+        hidden, mlp, layers, vocab = sizes
+        changes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocab}
+        with torch.device("meta"):
+            model = lm.from_config(
+                {**BASE, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+                | changes,
+                device="meta",
+            )
+        batch = Batch({"labels": torch.empty(1, tokens, device="meta")})
+        found[name, tokens] = pays(model, [batch])
+    assert found == {
+        ("135M", 2048): True,
+        ("135M", 16384): True,
+        ("0.6B", 4096): True,
+        ("1B", 16384): False,
+        ("8B", 4096): False,
+    }
