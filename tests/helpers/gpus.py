@@ -24,6 +24,7 @@ from ligermodels import ops
 from ligermodels.errors import BackendError
 from ligermodels.ops.runtime import devices
 from ligermodels.ops.runtime.devices import GPU
+from ligermodels.ops.runtime.dispatch import OutOfResources
 from ligermodels.ops.runtime.launcher import MAX_THREADS, Kernel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,6 +41,8 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
+TENSOR_MEMORY = 512
+"""Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
 
@@ -104,9 +107,11 @@ class Recording:
     """The launches of the calls of each op on a GPU; no kernel runs.
 
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
+    faults: with `compiles`, the launches that do not compile, or need more than the GPU has. For these, OutOfResources
+    is raised where Triton would raise it, so that an op may launch smaller tiles; only an op that does not is a fault.
     """
 
-    def __init__(self, gpu: str) -> None:
+    def __init__(self, gpu: str, compiles: bool = False) -> None:
         import triton
 
         importlib.import_module("layer_calls")
@@ -114,7 +119,9 @@ class Recording:
         self.driver = Driver(gpu)
         self.launches: dict[Any, Launch] = {}
         self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
-        self._kernels: set[str] = set()
+        self.faults: list[str] = []
+        self._compiles, self._kernels = compiles, set[str]()
+        self._lacking: dict[Any, OutOfResources] = {}  # launch -> what it needs that the GPU has not
         torch.cuda.current_device = lambda: self.driver.device
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
@@ -126,33 +133,42 @@ class Recording:
                     call()
                 except BackendError as error:
                     self.calls[op].append(str(error))
+                except OutOfResources as error:
+                    self.faults.append(f"{op} {call.keywords}: {error}")
                 else:
                     self.calls[op].append(sorted(self._kernels))
 
     def _record(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
         launch = Launch(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options)
-        self.launches.setdefault((launch.name, str(key)), launch)
         self._kernels.add(launch.name)
+        known = launch.name, str(key)
+        if known not in self.launches:
+            self.launches[known] = launch
+            if self._compiles:
+                self._compile(known, launch)
+        if known in self._lacking:
+            raise self._lacking[known]
         return True  # neither compile nor run
 
-    def faults(self) -> list[str]:
-        """Launches that do not compile, or need more shared memory than the GPU has."""
+    def _compile(self, known: Any, launch: Launch) -> None:
         from triton.compiler import ASTSource, compile
 
-        limit, found = devices.gpu_of(torch.device("cpu")).shared_memory, []
-        for launch in self.launches.values():
-            print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
-            source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-            try:
-                needed = compile(source, target=self.driver.target, options=launch.options).metadata.shared
-            except Exception as error:
-                found.append(f"{launch}: {type(error).__name__}: {error}")
-                continue
-            threads = launch.options["num_warps"] * self.driver.target.warp_size
-            if needed > limit or threads > MAX_THREADS:
-                found.append(f"{launch}: takes {needed} bytes of shared memory of {limit}, and {threads} threads")
-        return found
+        print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
+        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        try:
+            made = compile(source, target=self.driver.target, options=launch.options).metadata
+        except Exception as error:
+            self.faults.append(f"{launch}: {type(error).__name__}: {error}")
+            return
+        needs = {
+            "shared memory": (made.shared, devices.gpu_of(torch.device("cpu")).shared_memory),
+            "tensor memory": (getattr(made, "tmem_size", None) or 0, TENSOR_MEMORY),
+            "threads": (launch.options["num_warps"] * self.driver.target.warp_size, MAX_THREADS),
+        }
+        for resource, (needed, there) in needs.items():
+            if needed > there:
+                self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
 
 
 def name_of(kernel: Any) -> str:
@@ -218,7 +234,7 @@ def main(command: str = "write", gpu: str = "") -> None:
     if command == "record":
         print(json.dumps(record()))
     elif command == "compile":
-        print(json.dumps(Recording(gpu).faults()))
+        print(json.dumps(Recording(gpu, compiles=True).faults))
     else:
         PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
 

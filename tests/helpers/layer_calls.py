@@ -10,7 +10,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.glu.glu import GLUOptions
-from ligermodels.ops.optimizer.adamw import Shard
+from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -98,12 +98,18 @@ def quantized_linear(
         ops.quantized_linear(leaf(rows, k, dtype=dtype), codes, scales, more, activation=activation)
 
 
-for kind in ("int4", "float8"):
+for kind in ("int4", "nf4", "float8"):
     calls(
         f"quantized_linear, {kind}", dtype=(BF16, F16), kind=(kind,), rows=(1, 8, 16, 64),
         features=((128, 4096), (8192, 128), (20000, 72)), bias=BOTH,
         activation=(None, GLUOptions("silu")),
     )(quantized_linear)  # fmt: skip
+
+
+@calls("dequantize_weight, int4 and nf4", dtype=PRODUCTS, kind=("int4", "nf4"))
+def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
+    codes, scales = ops.empty_quantized(kind, 40, 300, torch.device("cpu"))
+    ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
 
 
 # -- float8 ------------------------------------------------------------------------------------------------------------
@@ -163,12 +169,20 @@ def float8_lora_linear(dtype: torch.dtype, rank: int, tail: bool, dropped: bool)
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 
 
-@calls(
-    "adamw_step", dtypes=((F32,) * 4, (BF16,) * 4, (BF16, BF16, F32, F32)), seeds=(None, (1,)), shard=(None, (16, 3))
-)
+DTYPES = ((F32,) * 4, (BF16,) * 4, (BF16, BF16, F32, F32))  # of the parameter, gradient and averages
+
+
+@calls("adamw_step", dtypes=DTYPES, seeds=(None, (1,)), shard=(None, (16, 3)))
 def adamw_step(dtypes: tuple[torch.dtype, ...], seeds: Any, shard: tuple[int, int] | None) -> None:
     tensors = [leaf(8, 60, dtype=dtype, grad=False) for dtype in dtypes]
     whole = None if shard is None else Shard((16, 63), (0, shard[1]))
     ops.adamw_step(
         *tensors, step=1, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, rounding_seeds=seeds, shard=whole
     )
+
+
+@calls("adamw_step in CUDA graphs", dtypes=DTYPES, stochastic=BOTH)
+def adamw_step_in_graph(dtypes: tuple[torch.dtype, ...], stochastic: bool) -> None:
+    numbers, key = torch.ones(4, dtype=torch.float64), torch.ones(2, dtype=torch.int64) if stochastic else None
+    tensors = [leaf(8, 60, dtype=dtype, grad=False) for dtype in dtypes]
+    adamw_step_in_memory(*tensors, numbers=numbers, key=key, betas=(0.9, 0.99), eps=1e-8)

@@ -14,6 +14,7 @@ from pairwise import cover
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.ops.attention.triton_attention import triton_attention
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.speculative.tree import Tree, default_tree
 
@@ -187,6 +188,27 @@ def linear_log_probs(dtype: torch.dtype, vocabulary: int, softcap: float | None,
     names = "return_entropy", "return_lse", "return_predicted", "return_rank", "entropy_in_loss"
     found = ops.linear_log_probs(hidden, weight, torch.arange(6), softcap=softcap, **dict.fromkeys(names, entropy))
     backward(*(found[:3] if entropy else (found,)))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+ATTENTION: tuple[tuple[torch.dtype, tuple[int, int], dict[str, Any]], ...] = (
+    (BF16, (64, 64), {"sinks": True, "window": 99}),
+    (BF16, (128, 128), {"packed": True}),
+    (F16, (192, 128), {}),
+    (BF16, (256, 256), {"softcap": 50.0, "packed": True, "window": 99}),
+    (BF16, (512, 512), {}),
+    (F32, (256, 256), {"softcap": 50.0, "sinks": True}),
+)  # fmt: skip
+
+
+@calls("attention, backend triton", case=ATTENTION)
+def attention(case: tuple[torch.dtype, tuple[int, int], dict[str, Any]]) -> None:
+    dtype, (dim, value_dim), options = case  # a product would take minutes
+    q, k, v = (leaf(1, 300, heads, d, dtype=dtype) for heads, d in ((8, dim), (2, dim), (2, value_dim)))
+    bounds = torch.tensor([0, 77, 300], dtype=torch.int32) if "packed" in options else None
+    sinks = leaf(8, dtype=dtype) if "sinks" in options else None
+    backward(triton_attention(q, k, v, bounds, sinks, 0.1, options.get("window"), options.get("softcap")))
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

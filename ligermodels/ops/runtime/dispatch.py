@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # no Triton for this platform: kernels stay plain functions that are never called
-    triton = SimpleNamespace(jit=lambda function: function)
+    triton = SimpleNamespace(jit=lambda function, **_: function)
     tl = SimpleNamespace(constexpr=Any)
     HAS_TRITON = False
     OutOfResources: type[Exception] = RuntimeError

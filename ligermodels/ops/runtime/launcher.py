@@ -99,5 +99,5 @@ def kernel(function: Callable[..., Any], do_not_specialize: Sequence[str] = ()) 
         function: the kernel.
         do_not_specialize: names of integers for whose values, such as 1, Triton compiles no kernels of their own.
     """
-    jitted = triton.jit(function, do_not_specialize=do_not_specialize) if do_not_specialize else triton.jit(function)
+    jitted = triton.jit(function, do_not_specialize=do_not_specialize)
     return Kernel(jitted) if HAS_TRITON and not INTERPRETED else jitted
