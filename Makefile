@@ -1,5 +1,5 @@
-# make demo | test | test-gpu | test-integrations | lint | format | matrix | docs | package | bench. Each first makes .venv, again
-# whenever what it installs changes.
+# make demo | test | test-gpu | test-compile | test-integrations | lint | format | matrix | gpus | docs | package |
+# bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
 JOBS ?= 2
@@ -7,7 +7,7 @@ OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-gpu test-slow test-integrations test-transformers4 test-python lint format matrix docs package bench
+.PHONY: demo test test-gpu test-compile test-slow test-integrations test-transformers4 test-python lint format matrix gpus docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -19,6 +19,11 @@ test: $(READY)
 # The tests that need a CUDA GPU. Eight processes fit 80 GB: tests of large tensors take turns.
 test-gpu: $(READY)
 	$(BIN)/pytest -n 8 --dist worksteal -m "gpu and not slow" --ignore tests/integrations
+
+# Every kernel, compiled at every launch of tests/helpers/op_calls.py for GPUs that need not be there. build/triton keeps
+# what was compiled: later runs compile what changed.
+test-compile: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal tests/ops/test_compile_matrix.py
 
 # What `make test` leaves out, one at a time: some of it is measured.
 test-slow: $(READY)
@@ -48,6 +53,9 @@ format: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python tests/helpers/matrix.py
+
+gpus: $(READY)
+	$(BIN)/python tests/helpers/gpus.py
 
 # The site, in build/site. A page outside the nav, a broken link or an unknown name is an error.
 docs: $(BIN)/.docs

@@ -11,16 +11,11 @@ from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_ref
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose
 from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
-from ligermodels.ops.float8.linear import (
-    Float8Form,
-    Float8Recipe,
-    check_float8_sizes,
-    float8_linear,
-    float8_unsupported,
-)
+from ligermodels.ops.float8.linear import Float8Form, Float8Recipe, check_float8_sizes, float8_linear
 from ligermodels.ops.float8.lora import float8_lora_linear
 from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.norm import float8_add_rms_norm
+from ligermodels.ops.float8.scaling import float8_unsupported
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GLUOptions, gated_activation, geglu, geglu_reference, swiglu, swiglu_reference

@@ -93,7 +93,7 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return self.run
 
-        def run(self, argument: Any) -> Any:
+        def run(self, argument: Any, num_warps: int) -> Any:
             self.compiled += 1
             return self.result(kind_of(argument))
 
@@ -104,11 +104,37 @@ def test_key_is_as_fine_as_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         jitted = Jitted()
         known = Kernel(jitted)
         for argument in order * 2:
-            known[(4,)](argument)
+            known[(4,)](argument, num_warps=4)
         assert jitted.compiled < 20
     jitted.result = lambda kind: None  # a hook of Triton's that compiles nothing
     for _ in range(2):
-        known[(5,)](7)
+        known[(5,)](7, num_warps=4)
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_launches_on_amd(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+    """Each by Triton, which compiles other code for tensors of 2 GiB; and of at most 16 warps of 64 threads."""
+    pytest.importorskip("triton")
+    launched: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments: launched.append("cached")
+
+    class Jitted:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda x, num_warps: launched.append(num_warps) or Compiled()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    launches = Kernel(Jitted())
+    for num_warps in (4, 32):
+        launches[(1,)](7, num_warps=num_warps)
+        launches[(1,)](7, num_warps=num_warps)
+    assert launched == ([4, 4, 16, 16] if hip else [4, "cached", 32, "cached"])
 
 
 def _add_hook(monkeypatch: pytest.MonkeyPatch, name: str, hook: Any) -> None:

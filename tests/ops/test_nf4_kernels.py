@@ -1,8 +1,4 @@
-"""The kernels of nf4 on GPUs, without one: the assembly that looks up levels, emulated; and compiled kernels."""
-
-import os
-import subprocess
-import sys
+"""The assembly that looks up the levels of nf4 on GPUs, emulated."""
 
 import pytest
 import torch
@@ -57,49 +53,3 @@ def test_assembly_looks_up_levels(name: str) -> None:
         words = emulated(getattr(assembly, "value", assembly), codes)
         halves = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
         assert halves == [table[code & 15] for code in codes] + [table[code >> 4] for code in codes]
-
-
-COMPILED = """
-import sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from ligermodels.ops.quantized import dequantize, few_rows, more_rows
-
-def built(kernel, target, constants, pointers, warps, stages):
-    names = kernel._jitted.arg_names
-    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
-    source = ASTSource(kernel._jitted, signature, constants, aligned)
-    return compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
-
-hip = GPUTarget("hip", "gfx942", 64)
-for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), hip):
-    pointers = {"codes": "*u8", "scales": "*fp32", "weight": "*bf16", "x": "*bf16", "y": "*bf16", "out": "*fp32"}
-    constants = {"KIND": "nf4", "GROUPS": dequantize.GROUPS}
-    built(dequantize._dequantize_kernel, target, constants, pointers, 4, 3)
-    if target == hip:
-        continue  # `quantized_linear` dequantises there
-    for M in (1, 16):
-        tile = few_rows._tile(True, M, 4096)
-        none = ("bias", "residual", "gate_multiplier", "down_multiplier", "limit", "up_offset")
-        constants = {"KIND": "nf4", "ACTIVATION": "", "ONE": M == 1, "WHOLE": True, "BLOCK_M": max(M, 8),
-                     "BLOCK_N": tile.channels, "PARTS": tile.parts, "STEP": tile.step, "STAGES": tile.stages,
-                     **dict.fromkeys(none), "residual_row": 0}
-        made = built(few_rows._few_rows_kernel, target, constants, pointers, tile.warps, tile.stages)
-        assert made.metadata.shared < 99 * 1024, made.metadata.shared
-    tile = more_rows.FOUR_BITS
-    constants = {"KIND": "nf4", "SPLIT": True, "WHOLE": True, "BLOCK_M": 64, "BLOCK_N": tile.channels,
-                 "STAGES": tile.stages, "bias": None}
-    made = built(more_rows._more_rows_kernel, target, constants, pointers, tile.warps, tile.stages)
-    assert made.metadata.shared < 99 * 1024, made.metadata.shared
-"""
-
-
-def test_kernels_compile() -> None:
-    """For sm_80 and sm_90, within the shared memory of the smallest such GPU; the one for all formats on gfx942 too."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

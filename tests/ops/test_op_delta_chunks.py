@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import Where
+from gpus import GPUS
 from torch import Tensor
 
 from ligermodels import ops
@@ -170,34 +171,18 @@ def test_which_calls_they_serve(kernels_device: torch.device) -> None:
 
 
 def test_what_gpus_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU without its memory: a tensor that says it is there."""
-
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-
-    def keys(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(1, 3, 1, width, dtype=dtype).as_subclass(OnGPU)
-
-    for q, reason in (
-        (keys(128, torch.bfloat16), None),
-        (keys(129, torch.bfloat16), "129 channels are more than 128"),
-        (keys(40, torch.bfloat16), "40 channels: not a multiple of 16"),
-        (keys(40, torch.float32), None),
-    ):
-        found = delta_chunks.refuses(q)
-        assert found is None if reason is None else reason in str(found)
-    gpu = torch.device("cuda")
-    for capability, hip, runs in (
-        ((9, 0), None, True),
-        ((9, 4), "6.2", False),
-        ((8, 9), None, False),
-        ((10, 0), None, False),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        delta_chunks._is_hopper.cache_clear()
-        assert delta_chunks.runs_on(gpu) is runs
-    delta_chunks._is_hopper.cache_clear()
+    for gpu in GPUS.values():
+        monkeypatch.setattr(delta_chunks, "gpu_of", lambda device, gpu=gpu: gpu)
+        served = not gpu.hip and gpu.capability[0] != 10
+        for width, dtype, reason in (
+            (128, torch.bfloat16, None),
+            (129, torch.bfloat16, "129 channels are more than 128"),
+            (40, torch.bfloat16, "40 channels: not a multiple of 16"),
+            (40, torch.float32, None),
+        ):
+            found = delta_chunks.refuses(torch.zeros(1, 3, 1, width, dtype=dtype))
+            wanted = reason if served else f"do not run on {gpu.name}"
+            assert found is None if wanted is None else wanted in str(found)
 
 
 # -- at the sizes of models --------------------------------------------------------------------------------------------

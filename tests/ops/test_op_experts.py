@@ -8,6 +8,7 @@ from op_harness import LAYOUTS, check, contiguous
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.ops.moe import experts
+from ligermodels.ops.runtime.devices import GPU
 
 SHAPES = [  # rows of each group, K, M; those of the last two have a grouped GEMM in bfloat16 on a GPU
     ((1,), 1, 1),
@@ -54,7 +55,7 @@ def test_torchs_grouped_gemm(
     counts: tuple[int, ...], K: int, M: int, layout: Callable, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU runs, with torch's implementation for the CPU, which wants the same alignment."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(experts, "gpu_of", lambda device: GPU("any", (capability, 0), 2**16, 100))
     monkeypatch.setattr(experts, "use_kernels", lambda *tensors: True)
     monkeypatch.setattr(experts, "_has_grouped_gemm", lambda x, columns: True)
     monkeypatch.setattr(experts, "grouped_mm_reference", None)

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops import dequantize_weight, quantize_weight, quantized_linear, quantized_linear_reference
-from ligermodels.ops.quantized import linear, weights
+from ligermodels.ops.quantized import linear, unpack, weights
 from ligermodels.ops.quantized.dequantize import dequantize_weight_reference
+from ligermodels.ops.quantized.few_rows import few_rows
+from ligermodels.ops.quantized.more_rows import more_rows
 from ligermodels.ops.quantized.weights import NF4_LEVELS
+from ligermodels.ops.runtime import devices
 
 KINDS = ("float8", "int4", "nf4")
 SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
@@ -262,13 +265,32 @@ def test_kernels_make_no_copy_of_the_weight(
     found = quantized_linear(**{**given, "x": around[1:-1, 16:-32]})
     assert found[0].isnan().all() and torch.equal(found[1:], wanted[1:])
     monkeypatch.undo()
-    monkeypatch.setattr(linear, "_supported", lambda codes, device: False)  # as of a GPU without the instructions
+    old = devices.GPU("old", (7, 5), 2**16, 40)
+    monkeypatch.setattr(linear, "gpu_of", lambda device: old)  # without tensor cores for bfloat16
     monkeypatch.setattr(linear, "few_rows", never)
     monkeypatch.setattr(linear, "more_rows", never)
     exact = quantized_linear_reference(**{**given, "x": given["x"].double(), "bias": given["bias"].double()})
     eps = torch.finfo(where.dtype).eps  # each weight is rounded, by half of it at most, and so is the result
     assert (wanted.double() - exact).norm() <= eps * exact.norm()
     assert (quantized_linear(**given).double() - exact).norm() <= eps * exact.norm()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_without_its_instructions(kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without the instructions for float8 and for pairs of four bits: all 256 bytes, multiplied by 1."""
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(unpack, "gpu_of", lambda device: devices.GPU("AMD", (9, 4), 2**16, 304, hip=True))
+    codes = torch.arange(256, dtype=torch.uint8, device=where)[:, None].repeat(1, 64)
+    codes = codes.view(torch.float8_e4m3fn) if kind == "float8" else codes
+    scales = torch.ones({"float8": (256,), "int4": (256, 1), "nf4": (256, 1, 2)}[kind], device=where)
+    x = torch.zeros(rows, 64 if kind == "float8" else 128, device=where, dtype=torch.float16)
+    x[:, 5] = 1
+    y = torch.empty(rows, 256, device=where, dtype=torch.float16)
+    (few_rows if rows <= 16 else more_rows)(x, codes, scales, None, y)
+    wanted = dequantize_weight(codes, scales, x.shape[1], torch.float16)[:, 5].expand(rows, -1)
+    assert torch.equal(y.nan_to_num(999.0), wanted.nan_to_num(999.0))
 
 
 @pytest.mark.gpu

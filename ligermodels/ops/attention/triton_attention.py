@@ -20,7 +20,7 @@ from ligermodels.ops.attention.triton_attention_kernels import (
     attention_key_gradient_kernel,
     attention_query_gradient_kernel,
 )
-from ligermodels.ops.attention.triton_attention_tiles import Tiles, tile_options
+from ligermodels.ops.attention.triton_attention_tiles import tile_options
 from ligermodels.ops.attention.varlen import VARLEN, compute_capability
 from ligermodels.ops.runtime import dispatch
 from ligermodels.ops.runtime.dispatch import OutOfResources, power_of_2_above, shared_memory
@@ -107,18 +107,15 @@ def _launch(
     while True:
         tiles = options[_too_large.get(key, 0)]
         try:
-            kernel[(programs, -(-length // getattr(tiles, axis)))](*arguments, **constants, **launch_options(tiles))
+            kernel[(programs, -(-length // getattr(tiles, axis)))](
+                *arguments, **constants, BLOCK_T=tiles.queries, BLOCK_S=tiles.keys,
+                num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
             return
         except OutOfResources:
             if tiles is options[-1]:
                 raise
             _too_large[key] = _too_large.get(key, 0) + 1
-
-
-def launch_options(tiles: Tiles) -> dict[str, int]:
-    """The arguments of a launch that its tiles decide."""
-    blocks = {"BLOCK_T": tiles.queries, "BLOCK_S": tiles.keys}
-    return {**blocks, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def _search(cu_seqlens: Tensor | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, use_kernels
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_caches, check_tensor, contiguous
 
@@ -193,7 +193,7 @@ def _decode_attention(
         GROUP=heads // kv_heads, DIM=head_dim, CAPPED=softcap is not None, WINDOWED=window is not None,
         TREE=tree_mask is not None, SPLIT=plan.splits > 1,
         BLOCK_ROWS=plan.rows, BLOCK_SLOTS=plan.slots, BLOCK_DIM=plan.channels,
-        num_warps=plan.warps, num_stages=3 if plan.slots > 16 else 2,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if log_sums is not None:
         _combine(parts, log_sums, out, plan)
@@ -223,13 +223,14 @@ def _combine(parts: Tensor, log_sums: Tensor, out: Tensor, plan: "_Plan") -> Non
 
 
 class _Plan(NamedTuple):
-    """Rows, slots and channels of a tile, the number of splits of the slots, and warps per program."""
+    """Rows, slots and channels of a tile, the number of splits of the slots, warps per program, and pipeline stages."""
 
     rows: int
     slots: int
     channels: int
     splits: int
     warps: int
+    stages: int
 
 
 def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor) -> _Plan:
@@ -253,4 +254,6 @@ def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor
     while splits == 1 and block_rows > MIN_ROWS and 2 * programs <= room:
         block_rows, programs = block_rows // 2, 2 * programs
     warps = 8 if block_rows * block_dim >= 8192 or q.dtype == torch.float32 else 4
-    return _Plan(block_rows, block_slots, block_dim, splits, warps)
+    tile_bytes = 2 * block_slots * block_dim * q.element_size()  # of keys and values
+    stages = pipeline_stages(q.device, 3 if block_slots > 16 else 2, tile_bytes)
+    return _Plan(block_rows, block_slots, block_dim, splits, warps, stages)

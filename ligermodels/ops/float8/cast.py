@@ -18,6 +18,7 @@ from ligermodels.ops.float8.scaling import (
     TILE_ROWS,
     aligned,
     bits_of_max,
+    check_float8_device,
     scale_and_inverse,
     scale_reference,
     store_float8,
@@ -50,6 +51,7 @@ def float8_cast(
 
     Raises:
         InputError: wrong dtype, shape or tail, `columns` together with `by_row`, or a DTensor.
+        BackendError: a GPU without float8.
     """
     check_tail("float8_cast", tail)
     if by_row and columns:
@@ -90,7 +92,8 @@ def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
 
 def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
     """Raises InputError, naming `op` and the argument `name`, unless x is floating with a last dimension that is a
-    multiple of `multiple`."""
+    multiple of `multiple`; and BackendError on a GPU without float8."""
+    check_float8_device(op, x.device)
     if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] % multiple:
         raise InputError(
             f"{op}: {name} must be floating, its last dimension a multiple of {multiple}; got {x.dtype} "

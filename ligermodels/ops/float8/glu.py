@@ -74,6 +74,7 @@ def float8_swiglu(
 
     Raises:
         InputError: shapes do not fit, a wrong tail, or a DTensor.
+        BackendError: a GPU without float8.
     """
     return _glu(
         "float8_swiglu", gate_up, dtype, gradient_dtype, (by_row, tail, rows, columns), GLUOptions("silu", **options)
@@ -114,6 +115,7 @@ def float8_geglu(
 
     Raises:
         InputError: shapes do not fit, a wrong tail, an unknown `approximate`, or a DTensor.
+        BackendError: a GPU without float8.
     """
     if approximate not in GELU:
         raise InputError(f'float8_geglu: approximate must be "none" or "tanh", got {approximate!r}')

@@ -4,7 +4,6 @@ Scales are tensor-wise: each tensor takes part in two products, in different lay
 the weight is frozen, there is no dW; then x and dy have a scale for each row, and are cast in one pass.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.arguments import check_flag
-from ligermodels.errors import BackendError, InputError
+from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layouts
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
-from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
+from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, check_float8_device
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
@@ -132,8 +131,7 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tenso
             f"{x.device} and {tuple(weight.shape)} on {weight.device}"
         )
     check_float8_sizes("float8_linear", *weight.shape)
-    if (reason := float8_unsupported(x.device)) is not None:
-        raise BackendError(f"float8_linear: {reason}")
+    check_float8_device("float8_linear", x.device)
     if frozen is not None:
         check_frozen("float8_linear", "frozen", frozen, weight.shape)
     dtype = autocast_dtype(x)
@@ -235,19 +233,3 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         return (dy,)
-
-
-@functools.cache
-def float8_unsupported(device: torch.device) -> str | None:
-    """The reason why float8 linear layers cannot run on a device, or None.
-
-    GPUs need compute capability 8.9 or higher. On the CPU the layers run slowly, by the specification."""
-    if device.type in ("cpu", "meta"):
-        return None
-    if device.type != "cuda":
-        return f"float8 needs a CUDA device, not {device}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; float8 needs 8.9 or higher"
-    return None

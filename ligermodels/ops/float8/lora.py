@@ -9,11 +9,12 @@ the float8 products with the weight if the rows have tails (`ops.float8.tail`).
 import torch
 from torch import Tensor
 
-from ligermodels.errors import BackendError, InputError
+from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose
-from ligermodels.ops.float8.linear import Float8Recipe, check_frozen, float8_unsupported
+from ligermodels.ops.float8.linear import Float8Recipe, check_frozen
 from ligermodels.ops.float8.low_rank import correlate, project
 from ligermodels.ops.float8.mm import float8_mm
+from ligermodels.ops.float8.scaling import check_float8_device
 from ligermodels.ops.float8.tail import low_rank_sum
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
@@ -62,8 +63,7 @@ def float8_lora_linear(
         (x,) = under_autocast(x)
     a, b, bias, dropped = tensors = under_autocast(a, b, bias, dropped)
     reject_dtensors(name, x, *tensors)
-    if (reason := float8_unsupported(x.device)) is not None:
-        raise BackendError(f"{name}: {reason}")
+    check_float8_device(name, x.device)
     if x.dim() == 0:
         raise InputError(f"{name}: x must be of shape (..., K), got a single number")
     check_frozen(name, "weight", weight, (None, x.shape[-1]))

@@ -68,6 +68,7 @@ def float8_add_rms_norm(
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, a wrong tail, or a DTensor.
+        BackendError: a GPU without float8.
     """
     check_tail("float8_add_rms_norm", tail, by_row)
     reject_dtensors("float8_add_rms_norm", x, residual, weight)

@@ -9,6 +9,8 @@ maximum is NaN, the scale is NaN, and so are all values computed from x.
 import torch
 from torch import Tensor
 
+from ligermodels.errors import BackendError
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -19,6 +21,27 @@ QUADS = 32  # groups of four rows in a tile; four rows share a word of 32 bits i
 COLUMNS = 64  # columns of a tile
 TILE_ROWS = 4 * QUADS
 TILE = {"QUADS": QUADS, "COLUMNS": COLUMNS, "num_warps": 4}
+
+
+def float8_unsupported(device: torch.device) -> str | None:
+    """The reason why float8 linear layers cannot run on a device, or None.
+
+    GPUs need compute capability 8.9 or higher; AMD's earlier GPUs have other float8 formats. On the CPU the layers run
+    slowly, by the specification."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return None if device.type in ("cpu", "meta") else f"float8 needs a CUDA device, not {device}"
+    if gpu.has_float8:
+        return None
+    if gpu.hip:
+        return f"{gpu.name} is an AMD GPU; float8 needs an NVIDIA GPU of compute capability 8.9 or higher"
+    return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; float8 needs 8.9 or higher"
+
+
+def check_float8_device(op: str, device: torch.device) -> None:
+    """Raise BackendError, naming `op` and the GPU, if float8 cannot run on the device."""
+    if (reason := float8_unsupported(device)) is not None:
+        raise BackendError(f"{op}: {reason}")
 
 
 def use_float8_kernels(x: Tensor, *others: Tensor | None) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.linear.epilogue import activated, check_activation
 from ligermodels.ops.quantized.few_rows import Epilogue, few_rows
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import PLAIN, PLAIN_OR_NONE, custom_op, is_fake
 
@@ -91,13 +92,8 @@ def _few_rows_supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.numel() > 0
         and use_kernels(x, weight, bias)
-        and _has_bfloat16_tensor_cores(x.device)
+        and ((gpu := gpu_of(x.device)) is None or gpu.runs_ptx)
     )
-
-
-@functools.cache
-def _has_bfloat16_tensor_cores(device: torch.device) -> bool:
-    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def few_rows_linear(

@@ -8,7 +8,6 @@ KiB per token in the forward pass and 128 KiB per token in the backward pass, fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,8 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     within_chunks_kernel,
 )
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
-from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, tl
+from ligermodels.ops.runtime.devices import gpu_of
+from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, shared_memory, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
@@ -42,8 +42,8 @@ TILES: dict[str, Mapping[str, int]] = {
     "with_states": {"BLOCK_K": 32, "BLOCK_V": 32, "STAGES": 1, "num_warps": 4},
     "finish": {"num_warps": 4},
 }
-"""Most columns of a tile, most stages of the loop's pipeline, and warps. For Hopper and K = 128: they need at most 190
-KiB of shared memory, and spill few registers or none to local memory."""
+"""Most columns of a tile, most stages of the loop's pipeline, and warps. Tuned for Hopper and K = 128: they need
+at most 190 KiB of shared memory there, and spill few registers or none to local memory."""
 
 MIN_WIDTH = 64
 """Fewest channels of a tile, except for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
@@ -55,31 +55,20 @@ the second operand, except for its first part, are sums with a wrong register. S
 chunks have both: there the second operand of a product has rows of BLOCK_V channels, and the first operand is in
 registers or is pipelined, so that its address changes from chunk to chunk, and no descriptor shares it."""
 
-HOPPER = 9
-"""Compute capability of the GPUs that run the kernels. Earlier GPUs were not tested. For Blackwell, Triton 3.7.1 fails
-to compile `with_states_kernel`, and generates wrong code for pipelined sums of several products
-(triton-lang/triton#10821)."""
-
-
-@torch.compiler.assume_constant_result
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on a device; Triton's interpreter runs all kernels."""
-    return device.type != "cuda" or _is_hopper(device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER
+PIPELINED = 110 * 2**10
+"""Bytes of shared memory from which loops are pipelined. Without WGMMA, tiles of two stages take 107 KiB, of one stage
+72 KiB."""
 
 
 def refuses(q: Tensor) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     width = q.shape[3]
-    if not runs_on(q.device):
-        return "its kernels run on NVIDIA GPUs of compute capability 9 alone"
+    gpu = gpu_of(q.device)
+    if gpu is not None and not gpu.chains_products:
+        return f"its kernels do not run on {gpu.name}"
     if width > MAX_KEY_DIM:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
-    if q.is_cuda and q.dtype != torch.float32 and width % ALIGNED:
+    if gpu is not None and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
 
@@ -124,7 +113,7 @@ class Launch:
             "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
             "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
-        self.pipelined = half is not None
+        self.pipelined = half is not None and shared_memory(q.device) >= PIPELINED
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]

@@ -12,6 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
 from ligermodels.ops.linear_attention.gated_delta_rule import TreeUpdates, gated_delta_rule_tree_reference, tree_state
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
@@ -202,10 +203,16 @@ def _gated_delta_rule_tree(
             *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
             state, ancestors.contiguous().view(torch.uint8), out, decay, keys, values,
             nodes, key_dim, width, heads, heads // q.shape[2], blocks, key_dim**-0.5,
-            EPS=EPS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32x3",
+            EPS=EPS, PRECISION=_precision(q),
             BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
         )  # fmt: skip
     return out, decay, keys, values
+
+
+def _precision(q: Tensor) -> str:
+    """Precision of products of float32: all bits for float32 operands, and on GPUs without right tf32x3."""
+    gpu = gpu_of(q.device)
+    return "ieee" if q.dtype == torch.float32 or not (gpu is None or gpu.chains_products) else "tf32x3"
 
 
 @custom_op(mutates_args=("state",))

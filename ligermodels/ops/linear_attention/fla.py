@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.tensors import without_autocast
 
 MIN_VERSION = (0, 6)  # the first version tried; earlier versions differ in options and grouped heads
@@ -52,7 +53,8 @@ def installed() -> bool:
 def _wrong_gradients() -> bool:
     """Whether fla refuses the backward pass on this GPU with this version of Triton."""
     version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3])
-    return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9
+    gpu = gpu_of(torch.device("cuda"))
+    return (3, 4) <= version < (3, 7, 1) and gpu is not None and gpu.is_hopper
 
 
 def refuses(request: DeltaRequest) -> str | None:

@@ -82,10 +82,10 @@ def gated_delta_rule(
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T. The first
             document starts from `initial_state`, the others from a state of zero.
         final_state: whether to return the state after the last token.
-        backend: "reference"; "triton", this project's kernels, for CUDA tensors on GPUs of compute capability 9, q and
-            k of up to 128 channels (a multiple of 16 in 16-bit dtypes), no float64; "fla", flash-linear-attention's
-            kernels, for 16-bit operands; or "auto": the first of triton, fla and reference that can serve the call, and
-            reference while `set_backend("reference")` is on.
+        backend: "reference"; "triton", this project's kernels, for CUDA tensors on GPUs of compute capability 8, 9 or
+            12, q and k of up to 128 channels (a multiple of 16 in 16-bit dtypes), no float64; "fla",
+            flash-linear-attention's kernels, for 16-bit operands; or "auto": the first of triton, fla and reference
+            that can serve the call, and reference while `set_backend("reference")` is on.
 
     Returns:
         o (B, T, R, V) of q's dtype, and the state after the last token, (B, R, K, V), fp32 (fp64 for fp64), empty

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -171,7 +172,7 @@ def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Ten
         return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
     if kernels and _has_grouped_gemm(x, dy.shape[1]):
         out = torch._grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets)
-        if torch.cuda.get_device_capability(x.device)[0] != 9:
+        if not (gpu := gpu_of(x.device)) or not gpu.is_hopper:
             # Only Hopper's kernel writes the zeros of an empty group (https://github.com/pytorch/pytorch/issues/172439).
             empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
             out.masked_fill_(empty[:, None, None], 0)
@@ -187,9 +188,9 @@ def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
     """Whether torch has a grouped GEMM for x (R, K) and operands of `columns` columns."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
         return False
-    major = torch.cuda.get_device_capability(x.device)[0]
+    gpu = gpu_of(x.device)
     fits = all(size > 0 and size * x.itemsize % ALIGNMENT == 0 for size in (x.shape[1], columns))
-    return fits and (major == 9 or (major >= 8 and hasattr(F, "grouped_mm")))
+    return fits and gpu is not None and (gpu.is_hopper or (gpu.capability >= (8, 0) and hasattr(F, "grouped_mm")))
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -77,17 +77,21 @@ def forward_launch(M: int, N: int) -> Launch:
     return Launch(rows, width, warps, rows, -(-M // rows))
 
 
-@functools.lru_cache(256)
 def backward_launch(M: int, N: int, item: int, sources: int, device: torch.device) -> Launch:
     """Sizes for a backward pass over M rows of N on `device`, from `sources` tensors of `item` bytes per value.
 
     There is one program per multiprocessor, or two for NARROW rows, so that there are few partial gradients of weights.
     Each source has a tile of TILE_BYTES (half for NARROW rows) in three pipeline stages; in more if rows are narrower
     than their padded width, in fewer if shared memory is short. Tuned on an H200."""
+    return _backward_launch(M, N, item, sources, shared_memory(device), num_sms(device))
+
+
+@functools.lru_cache(256)
+def _backward_launch(M: int, N: int, item: int, sources: int, memory: int, sms: int) -> Launch:
     width = power_of_2_above(N)
     share = 2 if N * item <= NARROW else 1
     rows = max(TILE_BYTES // share // (width * item), 1)
-    stages = min(max(shared_memory(device) // share // (sources * rows * width * item), 1), 3 * width // N)
-    rows_per_program = max(-(-M // (share * num_sms(device) * rows)), 1) * rows
+    stages = min(max(memory // share // (sources * rows * width * item), 1), 3 * width // N)
+    rows_per_program = max(-(-M // (share * sms * rows)), 1) * rows
     warps = min(max(rows * width // 1024, 4), 32)
     return Launch(rows, width, warps, rows_per_program, -(-M // rows_per_program), stages)

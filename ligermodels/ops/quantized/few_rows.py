@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, nf4_values
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
-from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
@@ -26,7 +26,7 @@ FEW_ROWS = 16
 
 class _Tile(NamedTuple):
     """Channels per program; warps; parts of the inputs per step, divided evenly among the warps; inputs per part; steps
-    in flight."""
+    in flight, if shared memory has room."""
 
     channels: int
     warps: int
@@ -62,13 +62,17 @@ def few_rows(
     gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
     kind = "plain" if scales is None else format_of(codes, scales)
-    tile = _tile(codes.dtype == torch.uint8, M, N)
+    four_bits = codes.dtype == torch.uint8
+    codes, native = native_codes(codes)
+    tile, block = _tile(four_bits, M, N), 8 if M <= 8 else 16
     step = tile.parts * tile.step
+    code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
+    stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     _few_rows_kernel[(-(-N // tile.channels),)](
         *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
-        M, N, K, num_groups(K), -(-K // step), KIND=kind, ACTIVATION=options.activation, ONE=M == 1,
-        WHOLE=K % step == 0, BLOCK_M=8 if M <= 8 else 16, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
-        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        M, N, K, num_groups(K), -(-K // step), KIND=kind, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
+        WHOLE=K % step == 0, BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
+        STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -85,11 +89,12 @@ def _tile(four_bits: bool, M: int, N: int) -> _Tile:
 @kernel
 def _few_rows_kernel(
     x, x_row, codes, scales, bias, residual, residual_row, gate_multiplier, down_multiplier, limit, up_offset, y,
-    M, N, K, G, steps, KIND: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    M, N, K, G, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group).
-    KIND: the format, or "plain". ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
+    KIND: the format, or "plain". NATIVE: see `unpack`. ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
@@ -110,12 +115,12 @@ def _few_rows_kernel(
             v_low = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
             v_high = _inputs(x, x_row, k + 64, m, M, K, ONE, WHOLE)
             if KIND == "int4":
-                low, high = int4_values(q, v_low.dtype)
+                low, high = int4_values(q, v_low.dtype, NATIVE)
                 total = tl.dot(low, v_low)
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, :, None]
             else:
-                low, high = nf4_values(q, v_low.dtype)
+                low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, :, None]
                 acc += tl.dot(high, v_high) * scale_high[:, :, None]
         result = tl.sum(acc, axis=0)
@@ -126,7 +131,7 @@ def _few_rows_kernel(
             place = channel[None, :, None] * K + k[:, None, :]
             q = tl.load(codes + place, mask=((k < K) | WHOLE)[:, None, :], other=0.0)
             v = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
-            acc = tl.dot(q if scales is None else float8_values(q, v.dtype), v, acc)
+            acc = tl.dot(q if scales is None else float8_values(q, v.dtype, NATIVE), v, acc)
         result = tl.sum(acc, axis=0)
         if scales is not None:
             result = result * tl.load(scales + channel)[:, None]

@@ -2,11 +2,9 @@
 
 For up to 64 rows of x in bfloat16 or float16, kernels dequantise W while they multiply. In all other cases W is
 dequantised and multiplied piece by piece, so that memory holds the codes and one piece: for more rows, other dtypes,
-the backward pass, and devices without Triton or its instructions for the codes (float8 below compute capability 8.9,
-int4 and nf4 below 8.0 and on ROCm).
+the backward pass, and devices without Triton or without tensor cores for bfloat16 (compute capability below 8.0).
 """
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.float8.linear import float8_unsupported
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.linear.epilogue import activated, check_activation
 from ligermodels.ops.linear.linear import few_rows_linear
@@ -22,6 +19,7 @@ from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_w
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
+from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -117,17 +115,9 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
 def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     """The kernel that computes the product without a dequantised copy of the weight, or None."""
     fits = 0 < x.shape[0] <= MORE_ROWS and 0 not in (codes.shape[0], x.shape[1]) and x.dtype.itemsize == 2
-    if not (fits and use_kernels(x, codes) and _supported(codes.dtype, x.device)):
+    if not (fits and use_kernels(x, codes) and ((gpu := gpu_of(x.device)) is None or gpu.has_bfloat16)):
         return None
     return few_rows if x.shape[0] <= FEW_ROWS else more_rows
-
-
-@functools.cache
-def _supported(codes: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has the instructions of the kernels: conversion from float8, or math on bfloat16 pairs."""
-    if codes == torch.float8_e4m3fn:
-        return float8_unsupported(device) is None
-    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, nf4_values
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
 from ligermodels.ops.quantized.weights import format_of
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
@@ -24,8 +24,8 @@ COMBINED = 512
 
 
 class _Tile(NamedTuple):
-    """Channels per program; warps; steps in flight; programs per multiprocessor; fewest steps of a split: with fewer
-    the second kernel would cost more than it saves."""
+    """Channels per program; warps; steps in flight, if shared memory has room; programs per multiprocessor; fewest
+    steps of a split: with fewer the second kernel would cost more than it saves."""
 
     channels: int
     warps: int
@@ -52,13 +52,17 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     bias = contiguous(bias)
     kind = format_of(codes, scales)
     tile = FLOAT8 if kind == "float8" else FOUR_BITS
+    codes, native = native_codes(codes)
+    block = max(power_of_2_above(M), 16)
+    code_bytes = STEP * tile.channels // (1 if kind == "float8" else 2)
+    stages = pipeline_stages(x.device, tile.stages, code_bytes + STEP * block * x.element_size())
     steps, tiles = -(-K // STEP), -(-N // tile.channels)
     splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
-        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, KIND=kind,
-        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=max(power_of_2_above(M), 16), BLOCK_N=tile.channels,
-        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, KIND=kind, NATIVE=native,
+        SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=block, BLOCK_N=tile.channels,
+        STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _sum_kernel[(M, -(-N // COMBINED))](parts, bias, y, M, N, splits, BLOCK=COMBINED, num_warps=4)
@@ -66,11 +70,11 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
 
 @kernel
 def _more_rows_kernel(
-    x, x_row, codes, scales, bias, out, M, N, K, steps, KIND: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    x, x_row, codes, scales, bias, out, M, N, K, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels and an even share of the steps per program; with SPLIT it writes float32 parts (splits, M, N)
-    without bias. A step is 128 inputs. WHOLE: K is a multiple of 128."""
+    without bias. A step is 128 inputs. WHOLE: K is a multiple of 128. NATIVE: see `unpack`."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -91,12 +95,12 @@ def _more_rows_kernel(
             v_low = tl.load(rows + k, mask=row_there & ((k < K) | WHOLE), other=0.0)
             v_high = tl.load(rows + k + 64, mask=row_there & ((k + 64 < K) | WHOLE), other=0.0)
             if KIND == "int4":
-                low, high = int4_values(q, v_low.dtype)
+                low, high = int4_values(q, v_low.dtype, NATIVE)
                 total = tl.dot(low, v_low)
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, None]
             else:
-                low, high = nf4_values(q, v_low.dtype)
+                low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, None]
                 acc += tl.dot(high, v_high) * scale_high[:, None]
     else:
@@ -105,7 +109,7 @@ def _more_rows_kernel(
             there = (k < K) | WHOLE
             v = tl.load(rows + k[:, None], mask=row_there & there[:, None], other=0.0)
             q = tl.load(codes + channel[:, None] * K + k[None, :], mask=there[None, :], other=0.0)
-            acc = tl.dot(float8_values(q, v.dtype), v, acc)
+            acc = tl.dot(float8_values(q, v.dtype, NATIVE), v, acc)
         acc *= tl.load(scales + channel)[:, None]
     if not SPLIT and bias is not None:
         acc += tl.load(bias + channel).to(tl.float32)[:, None]

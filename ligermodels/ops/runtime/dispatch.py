@@ -5,7 +5,6 @@ imported, CPU tensors go to the kernels too, in Triton's interpreter. float64 al
 compute in float32. Meta tensors get the shapes and dtypes that the kernels would save and return on a GPU.
 """
 
-import functools
 import os
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError
+from ligermodels.ops.runtime.devices import gpu_of, pretending
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # no Triton for this platform: kernels stay plain functions that are never called
-    triton = SimpleNamespace(jit=lambda function: function)
+    triton = SimpleNamespace(jit=lambda function, **_: function)
     tl = SimpleNamespace(constexpr=Any)
     HAS_TRITON = False
     OutOfResources: type[Exception] = RuntimeError
@@ -47,7 +47,7 @@ def use_kernels(*tensors: Tensor | None) -> bool:
         return True  # nothing runs
     if _backend == "reference":
         return False
-    if INTERPRETED or (HAS_TRITON and False not in [t.is_cuda for t in present]):
+    if INTERPRETED or (HAS_TRITON and (False not in [t.is_cuda for t in present] or pretending())):
         return True
     if _backend == "triton":
         raise BackendError(
@@ -93,21 +93,27 @@ class set_backend:
         _backend = self._previous
 
 
-@functools.cache
 def num_sms(device: torch.device) -> int:
     """The number of multiprocessors of the device, or a small fixed number for the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = gpu_of(device)
+    return 2 if gpu is None else gpu.num_sms
 
 
-@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on the device, minus a reserve for the compiler."""
-    if device.type != "cuda":
-        return 2**16
-    # Some versions of torch lack the attribute; every device has 48 KiB.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 3 * 2**14)) - 2**13
+    gpu = gpu_of(device)
+    return 2**16 if gpu is None else gpu.shared_memory - 2**13
+
+
+def pipeline_stages(device: torch.device, most: int, tile_bytes: int) -> int:
+    """Pipeline stages of a loop on a device that the shared memory allows.
+
+    Args:
+        device: the device of the kernel.
+        most: stages where there is enough shared memory.
+        tile_bytes: bytes of shared memory that each stage after the first holds.
+    """
+    return 1 + min(shared_memory(device) // tile_bytes, most - 1)
 
 
 def power_of_2_above(n: int) -> int:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from ligermodels.ops.runtime.devices import is_hip
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, INTERPRETED, triton
 
 ALIGNED = 16  # bytes; kernels are compiled for tensors that begin at a multiple of this
 BY_TYPE = frozenset((float, bool, type(None)))  # compiled for the type of the argument, not for its value
+MAX_THREADS = 1024  # per program, on all GPUs
 MAX_KNOWN = 4096  # cached launches per kernel; then the cache is cleared: sizes may never repeat
 
 
@@ -30,7 +32,7 @@ class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
     Arguments are tensors on the current device, ints, floats and None, by position, in the order of the signature.
-    Constants are passed by name: the last parameters of the signature, and options such as num_warps.
+    Constants are passed by name: the last parameters of the signature, num_warps, and other options.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -58,7 +60,7 @@ class Kernel:
             key_parts.append(key_part)
             values.append(value)
         if addresses % ALIGNED:
-            self._jitted[grid](*arguments, **constants)
+            self._by_triton(grid, arguments, constants)
             return
         key = tuple(key_parts)
         cached = self._cache.get(key)
@@ -68,15 +70,26 @@ class Kernel:
             launch, constant_values = cached
             launch(*values, *constant_values)
 
+    def _by_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        return self._jitted[grid](*arguments, **{**constants, "num_warps": _warps(constants["num_warps"])})
+
     def _first(self, key: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """The first launch with a key: by Triton, whose compiled kernel is then cached."""
-        compiled = self._jitted[grid](*arguments, **constants)
-        if not isinstance(compiled, triton.compiler.CompiledKernel):
+        """The first launch with a key: by Triton, whose compiled kernel is then cached.
+
+        On AMD GPUs every launch is the first. There Triton compiles other code for tensors of 2 GiB, which the key does
+        not tell apart."""
+        compiled = self._by_triton(grid, arguments, constants)
+        if is_hip() or not isinstance(compiled, triton.compiler.CompiledKernel):
             return  # a hook skipped the launch, or the kernel is compiled asynchronously
         if len(self._cache) >= MAX_KNOWN:
             self._cache.clear()
         constant_values = tuple(constants[name] for name in self._jitted.arg_names[len(arguments) :])
         self._cache[key] = compiled[(*grid, 1, 1)[:3]], constant_values
+
+
+def _warps(num_warps: int) -> int:
+    """Warps of a program: AMD's have 64 threads, and a program has at most MAX_THREADS."""
+    return min(num_warps, MAX_THREADS // 64) if is_hip() else num_warps
 
 
 def kernel(function: Callable[..., Any], do_not_specialize: Sequence[str] = ()) -> Any:
@@ -86,5 +99,5 @@ def kernel(function: Callable[..., Any], do_not_specialize: Sequence[str] = ()) 
         function: the kernel.
         do_not_specialize: names of integers for whose values, such as 1, Triton compiles no kernels of their own.
     """
-    jitted = triton.jit(function, do_not_specialize=do_not_specialize) if do_not_specialize else triton.jit(function)
+    jitted = triton.jit(function, do_not_specialize=do_not_specialize)
     return Kernel(jitted) if HAS_TRITON and not INTERPRETED else jitted

@@ -1,0 +1,243 @@
+"""GPUs that this machine lacks: the launches that the calls of `op_calls` make on each, compiled for it by Triton.
+
+`python tests/helpers/gpus.py` writes docs/gpus.md. In a process of its own, because it replaces Triton's driver:
+`gpus.py record` prints as JSON what each op does on each GPU, and `gpus.py compile sm_80` the launches that do not
+compile for it, or that need more shared memory than it has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import op_calls
+import torch
+
+from ligermodels import ops
+from ligermodels.errors import BackendError
+from ligermodels.ops.runtime import devices
+from ligermodels.ops.runtime.devices import GPU
+from ligermodels.ops.runtime.dispatch import OutOfResources
+from ligermodels.ops.runtime.launcher import MAX_THREADS, Kernel
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "gpus.md"
+CACHE = REPOSITORY / "build" / "triton"
+"""Triton's cache, by hashes of a kernel's source, its launch and the compiler: only changes are compiled again."""
+
+KIB = 1024
+GPUS = {
+    "sm_80": GPU("NVIDIA A100", (8, 0), 163 * KIB, 108),
+    "sm_89": GPU("NVIDIA L40S", (8, 9), 99 * KIB, 142),
+    "sm_90": GPU("NVIDIA H100", (9, 0), 227 * KIB, 132),
+    "sm_100": GPU("NVIDIA B200", (10, 0), 227 * KIB, 148),
+    "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
+    "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
+}
+TENSOR_MEMORY = 512
+"""Columns of the tensor memory of sm_100."""
+RUN = "sm_90"
+"""The GPU on which the tests have been run, and launch sizes were tuned."""
+
+HEAD = f"""# GPUs
+
+Ops choose kernels and launch sizes by the properties of the GPU: compute capability,
+shared memory, number of multiprocessors. The tests run on one kind, {GPUS[RUN].name}
+({RUN}); launch sizes are tuned there. For the others, `make test-compile` compiles
+every kernel, at the launches of `tests/helpers/op_calls.py`, and checks the shared
+memory that each needs. It takes no GPU.
+
+- **run**: the kernels compile, and the tests of the op have been run on this GPU.
+- **compiled**: the kernels compile and fit into its shared memory.
+- **torch**: the op runs in plain torch, without kernels (`gated_delta_rule`: in
+  fla-core if it is installed).
+- **error**: the op raises `BackendError`, which names the GPU.
+
+`make gpus` writes this table from the recorded launches. Ops without a row, such as
+`grouped_mm` and `lora_linear`, are operations of torch on every GPU.
+"""
+
+
+class Launch(NamedTuple):
+    """A kernel as a launch compiles it: arguments of triton.compiler.ASTSource, and options."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.kernel)
+
+    def __str__(self) -> str:
+        names = self.kernel.arg_names
+        constants = {names[place]: value for (place, *_), value in self.constants.items()}
+        return f"{self.name} {self.options} {constants} {sorted(set(self.signature.values()))}"
+
+
+class Driver:
+    """A driver for Triton that only names its target."""
+
+    def __init__(self, gpu: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        (major, minor), self.device = GPUS[gpu].capability, list(GPUS).index(gpu)
+        self.target = GPUTarget("hip", gpu, 64) if GPUS[gpu].hip else GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Recording:
+    """The launches of the calls of each op on a GPU; no kernel runs.
+
+    launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
+    faults: with `compiles`, the launches that do not compile, or need more than the GPU has. For these, OutOfResources
+    is raised where Triton would raise it, so that an op may launch smaller tiles; only an op that does not is a fault.
+    """
+
+    def __init__(self, gpu: str, compiles: bool = False) -> None:
+        import triton
+
+        importlib.import_module("layer_calls")
+
+        self.driver = Driver(gpu)
+        self.launches: dict[Any, Launch] = {}
+        self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
+        self.faults: list[str] = []
+        self._compiles, self._kernels = compiles, set[str]()
+        self._lacking: dict[Any, OutOfResources] = {}  # launch -> what it needs that the GPU has not
+        torch.cuda.current_device = lambda: self.driver.device
+        triton.runtime.driver.set_active(self.driver)
+        triton.knobs.runtime.jit_cache_hook = self._record
+        devices.pretend(GPUS[gpu])
+        for op, calls in op_calls.CALLS.items():
+            for call in calls:
+                self._kernels.clear()
+                try:
+                    call()
+                except BackendError as error:
+                    self.calls[op].append(str(error))
+                except OutOfResources as error:
+                    self.faults.append(f"{op} {call.keywords}: {error}")
+                else:
+                    self.calls[op].append(sorted(self._kernels))
+
+    def _record(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        options = {name: compile[name] for name in ("num_warps", "num_stages")}
+        launch = Launch(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options)
+        self._kernels.add(launch.name)
+        known = launch.name, str(key)
+        if known not in self.launches:
+            self.launches[known] = launch
+            if self._compiles:
+                self._compile(known, launch)
+        if known in self._lacking:
+            raise self._lacking[known]
+        return True  # neither compile nor run
+
+    def _compile(self, known: Any, launch: Launch) -> None:
+        from triton.compiler import ASTSource, compile
+
+        print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
+        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        try:
+            made = compile(source, target=self.driver.target, options=launch.options).metadata
+        except Exception as error:
+            self.faults.append(f"{launch}: {type(error).__name__}: {error}")
+            return
+        needs = {
+            "shared memory": (made.shared, devices.gpu_of(torch.device("cpu")).shared_memory),
+            "tensor memory": (getattr(made, "tmem_size", None) or 0, TENSOR_MEMORY),
+            "threads": (launch.options["num_warps"] * self.driver.target.warp_size, MAX_THREADS),
+        }
+        for resource, (needed, there) in needs.items():
+            if needed > there:
+                self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.removeprefix('ligermodels.ops.')}.{kernel.fn.__name__}"
+
+
+def all_kernels() -> list[str]:
+    """Every kernel of the package that the host launches."""
+    names = [module.name for module in pkgutil.walk_packages(ops.__path__, "ligermodels.ops.")]
+    found = (value for name in names for value in vars(importlib.import_module(name)).values())
+    return sorted({name_of(value._jitted) for value in found if isinstance(value, Kernel)})
+
+
+def record() -> dict[str, Any]:
+    """All kernels; and for each GPU the kernels that are launched there, and `Recording.calls`."""
+    gpus = {}
+    for gpu in GPUS:
+        recording = Recording(gpu)
+        gpus[gpu] = {
+            "launched": sorted({launch.name for launch in recording.launches.values()}),
+            "calls": recording.calls,
+        }
+    return {"kernels": all_kernels(), "gpus": gpus}
+
+
+def cell(recorded: dict[str, Any], op: str, gpu: str) -> str:
+    """The word of the table for an op on a GPU; "mixed" if calls with kernels on the GPU of the tests differ."""
+    results = set()
+    for on_run, here in zip(*(recorded["gpus"][name]["calls"][op] for name in (RUN, gpu)), strict=True):
+        if isinstance(here, str):
+            results.add("error")
+        elif on_run:
+            results.add("torch" if set(here).isdisjoint(on_run) else "run" if gpu == RUN else "compiled")
+    return results.pop() if len(results) == 1 else "mixed"
+
+
+def page(recorded: dict[str, Any]) -> str:
+    """docs/gpus.md"""
+    titles = [f"{gpu.name.partition(' ')[2]} `{name}`" for name, gpu in GPUS.items()]
+    rows = [["op", *titles], ["---"] * (1 + len(GPUS))]
+    for op in recorded["gpus"][RUN]["calls"]:
+        rows.append([op, *(cell(recorded, op, gpu) for gpu in GPUS)])
+    errors = {
+        call for gpu in GPUS for calls in recorded["gpus"][gpu]["calls"].values() for call in calls
+        if isinstance(call, str)
+    }  # fmt: skip
+    reasons = sorted({error.partition(": ")[2] for error in errors})
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([HEAD, *table, "", "The errors:", "", *(f"- {reason}" for reason in reasons), ""])
+
+
+def in_own_process(*arguments: str) -> Any:
+    """What `gpus.py` prints with these arguments, where Triton compiles rather than interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-20:])
+    return json.loads(done.stdout)
+
+
+def main(command: str = "write", gpu: str = "") -> None:
+    if command == "record":
+        print(json.dumps(record()))
+    elif command == "compile":
+        print(json.dumps(Recording(gpu, compiles=True).faults))
+    else:
+        PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

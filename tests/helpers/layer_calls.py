@@ -1,0 +1,188 @@
+"""More of `op_calls`: ops of linear attention, linear layers in all formats, and the optimizer."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from op_calls import BF16, BOTH, F16, F32, FLOATS, GRADS, PRODUCTS, TREES, backward, calls, leaf
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.ops.float8.tail import tail_of
+from ligermodels.ops.glu.glu import GLUOptions
+from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+# -- linear attention --------------------------------------------------------------------------------------------------
+
+
+@calls("causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), grads=GRADS)
+def causal_conv(dtype: torch.dtype, width: int, tokens: int, kind: str, grads: tuple[bool, bool]) -> None:
+    x, weight = leaf(1, tokens, 512, dtype=dtype, grad=grads[0]), leaf(512, width, dtype=dtype, grad=grads[1])
+    earlier = leaf(1, width - 1, 512, dtype=dtype, grad=False) if kind == "earlier" else None
+    bounds = torch.tensor([0, tokens], dtype=torch.int32) if kind == "packed" else None
+    backward(ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=bounds))
+
+
+@calls("causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH)
+def conv_decoding(dtype: torch.dtype, width: int, earlier: bool) -> None:
+    tree, weight = (TREES[1].parent, TREES[1].depth), leaf(512, width, dtype=dtype, grad=False)
+    x, inputs = (leaf(2, n, 512, dtype=dtype, grad=False) for n in (len(TREES[1]), width - 1))
+    ops.causal_conv(x, weight, earlier=inputs if earlier else None, tree=tree)
+    ops.causal_conv_step(x[:, :1], weight, inputs)
+    ops.commit_conv_inputs(inputs, x, torch.tensor([1, 2]), tree)
+
+
+def delta_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], grad: bool) -> list[Tensor]:
+    q, k = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=grad) for _ in range(2))
+    gates = (leaf(1, tokens, 4, dtype=F32, grad=grad) for _ in range(2))
+    return [q, k, leaf(1, tokens, 4, dims[1], dtype=dtype, grad=grad), *gates]
+
+
+@calls("delta_gates", dtype=FLOATS, heads=(32, 3))
+def delta_gates(dtype: torch.dtype, heads: int) -> None:
+    a, b = (leaf(2, 5, heads, dtype=dtype, grad=False) for _ in range(2))
+    ops.delta_gates(a, b, *(leaf(heads, dtype=F32, grad=False) for _ in range(2)))
+
+
+@calls(
+    "gated_delta_rule",
+    case=(
+        (BF16, (128, 128), True, True), (BF16, (112, 40), False, False), (F16, (64, 32), False, True),
+        (F32, (128, 128), True, True),
+    ),
+)  # fmt: skip
+def gated_delta_rule(case: tuple[torch.dtype, tuple[int, int], bool, bool]) -> None:
+    dtype, dims, packed, state = case  # a product would take minutes: its kernels are the largest
+    initial = leaf(1, 4, *dims, dtype=F32) if state else None
+    bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
+    operands = delta_operands(dtype, 200, dims, True)
+    backward(*ops.gated_delta_rule(*operands, initial_state=initial, cu_seqlens=bounds, final_state=state))
+
+
+@calls("gated_delta_rule_step", dtype=FLOATS, dims=((128, 128), (256, 512), (48, 40)))
+def gated_delta_rule_step(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    ops.gated_delta_rule_step(*delta_operands(dtype, 1, dims, False), leaf(1, 4, *dims, dtype=F32, grad=False))
+
+
+@calls("gated_delta_rule_tree, commit_tree", dtype=PRODUCTS, dims=((128, 128), (256, 512)), nodes=(3, 64))
+def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int) -> None:
+    state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    _, updates = ops.gated_delta_rule_tree(*delta_operands(dtype, nodes, dims, False), state, ancestors)
+    ops.commit_tree(state, updates, torch.tensor([1]), ancestors)
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+@calls(
+    "linear", dtype=(BF16, F16), rows=(1, 8), features=((128, 512), (40, 72)), bias=BOTH,
+    activation=(None, GLUOptions("silu"), GLUOptions("silu", 0.5, 2.0, 7.0, 1.0)),
+)  # fmt: skip
+def linear(dtype: torch.dtype, rows: int, features: tuple[int, int], bias: bool, activation: GLUOptions | None) -> None:
+    n, k = features
+    with torch.no_grad():
+        more = leaf(n, dtype=dtype) if bias else None
+        ops.linear(leaf(rows, k, dtype=dtype), leaf(n, k, dtype=dtype), more, activation=activation)
+
+
+def quantized_linear(
+    dtype: torch.dtype, kind: Any, rows: int, features: tuple[int, int], bias: bool, activation: GLUOptions | None
+) -> None:
+    n, k = features
+    codes, scales = ops.empty_quantized(kind, n, k, torch.device("cpu"))
+    scales.fill_(1)
+    with torch.no_grad():
+        more = leaf(n, dtype=dtype) if bias else None
+        ops.quantized_linear(leaf(rows, k, dtype=dtype), codes, scales, more, activation=activation)
+
+
+for kind in ("int4", "nf4", "float8"):
+    calls(
+        f"quantized_linear, {kind}", dtype=(BF16, F16), kind=(kind,), rows=(1, 8, 16, 64),
+        features=((128, 4096), (8192, 128), (20000, 72)), bias=BOTH,
+        activation=(None, GLUOptions("silu")),
+    )(quantized_linear)  # fmt: skip
+
+
+@calls("dequantize_weight, int4 and nf4", dtype=PRODUCTS, kind=("int4", "nf4"))
+def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
+    codes, scales = ops.empty_quantized(kind, 40, 300, torch.device("cpu"))
+    ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
+
+
+# -- float8 ------------------------------------------------------------------------------------------------------------
+
+
+@calls("float8_cast", dtype=FLOATS, to=(E4M3, E5M2), layouts=GRADS)
+def float8_cast(dtype: torch.dtype, to: torch.dtype, layouts: tuple[bool, bool]) -> None:
+    x = leaf(300, 64, dtype=dtype, grad=False)
+    found = ops.float8_cast(x, to, rows=layouts[0], columns=layouts[1])
+    if found.rows is not None:
+        ops.float8_transpose(found.rows)
+
+
+@calls("float8_cast by row", dtype=FLOATS, to=(E4M3, E5M2), width=(64, 2048, 14336), tail=(0, 128))
+def float8_cast_by_row(dtype: torch.dtype, to: torch.dtype, width: int, tail: int) -> None:
+    ops.float8_cast(leaf(300, width, dtype=dtype, grad=False), to, by_row=True, tail=tail)
+
+
+@calls(
+    "float8_swiglu, float8_geglu", dtype=FLOATS, activation=("silu", "tanh", "none"), width=(64, 4096),
+    by_row=BOTH, limit=(None, 7.0),
+)  # fmt: skip
+def float8_glu(dtype: torch.dtype, activation: str, width: int, by_row: bool, limit: float | None) -> None:
+    options: dict[str, Any] = {"by_row": by_row, "columns": not by_row, "limit": limit}
+    op = ops.float8_swiglu if activation == "silu" else partial(ops.float8_geglu, approximate=activation)
+    backward(op(leaf(300, 2 * width, dtype=dtype), E4M3, E5M2, **options).dequantize())
+
+
+@calls(
+    "float8_add_rms_norm", dtype=FLOATS, width=(64, 5120, 32768), add=BOTH, casting=("llama", "gemma"),
+    by_row=BOTH,
+)  # fmt: skip
+def float8_add_rms_norm(dtype: torch.dtype, width: int, add: bool, casting: Any, by_row: bool) -> None:
+    x, weight = leaf(300, width, dtype=dtype), leaf(width, dtype=dtype)
+    residual = leaf(300, width, dtype=dtype) if add else None
+    options: dict[str, Any] = {"casting_mode": casting, "by_row": by_row, "columns": not by_row}
+    y, total = ops.float8_add_rms_norm(x, residual, weight, 1e-6, E4M3, **options)
+    backward(y.dequantize(), total)
+
+
+@calls("float8_linear", dtype=FLOATS, frozen=BOTH)
+def float8_linear(dtype: torch.dtype, frozen: bool) -> None:
+    x, weight = leaf(64, 256, dtype=dtype), leaf(128, 256, dtype=dtype, grad=not frozen)
+    backward(ops.float8_linear(x, weight, recipe=ops.Float8Recipe()))
+
+
+@calls("float8_lora_linear", dtype=FLOATS, rank=(4, 200), tail=BOTH, dropped=BOTH)
+def float8_lora_linear(dtype: torch.dtype, rank: int, tail: bool, dropped: bool) -> None:
+    x, weight = leaf(600, 256, dtype=dtype), leaf(128, 256, dtype=dtype, grad=False)
+    tails = {"tail": tail_of(rank)} if tail else {}
+    w8 = ops.float8_cast(weight, E4M3, columns=not tail, **tails)
+    a, b = leaf(rank, 256, dtype=dtype), leaf(128, rank, dtype=dtype)
+    other = leaf(600, 256, dtype=dtype) if dropped else None
+    backward(ops.float8_lora_linear(x, w8, a, b, recipe=ops.Float8Recipe(), dropped=other))
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+DTYPES = ((F32,) * 4, (BF16,) * 4, (BF16, BF16, F32, F32))  # of the parameter, gradient and averages
+
+
+@calls("adamw_step", dtypes=DTYPES, seeds=(None, (1,)), shard=(None, (16, 3)))
+def adamw_step(dtypes: tuple[torch.dtype, ...], seeds: Any, shard: tuple[int, int] | None) -> None:
+    tensors = [leaf(8, 60, dtype=dtype, grad=False) for dtype in dtypes]
+    whole = None if shard is None else Shard((16, 63), (0, shard[1]))
+    ops.adamw_step(
+        *tensors, step=1, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, rounding_seeds=seeds, shard=whole
+    )
+
+
+@calls("adamw_step in CUDA graphs", dtypes=DTYPES, stochastic=BOTH)
+def adamw_step_in_graph(dtypes: tuple[torch.dtype, ...], stochastic: bool) -> None:
+    numbers, key = torch.ones(4, dtype=torch.float64), torch.ones(2, dtype=torch.int64) if stochastic else None
+    tensors = [leaf(8, 60, dtype=dtype, grad=False) for dtype in dtypes]
+    adamw_step_in_memory(*tensors, numbers=numbers, key=key, betas=(0.9, 0.99), eps=1e-8)

@@ -1,0 +1,43 @@
+"""Kernels on GPUs that are not there: every launch is compiled for each of them, which takes no GPU.
+
+The tests marked slow take minutes the first time; `make test-compile` runs them. Triton caches what it compiled, so
+that later runs compile changed kernels alone.
+"""
+
+from typing import Any
+
+import pytest
+from gpus import GPUS, PAGE, cell, in_own_process, page
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Any:
+    pytest.importorskip("triton")
+    return in_own_process("record")
+
+
+def test_every_kernel_is_launched(recorded: Any) -> None:
+    """A new kernel needs calls in tests/helpers/op_calls.py."""
+    launched = {kernel for gpu in GPUS for kernel in recorded["gpus"][gpu]["launched"]}
+    assert launched == set(recorded["kernels"])
+
+
+def test_what_ops_do_elsewhere(recorded: Any) -> None:
+    """On each GPU an op runs its kernels, or torch, or raises an error that names the GPU."""
+    for name, gpu in GPUS.items():
+        for op, calls in recorded["gpus"][name]["calls"].items():
+            assert cell(recorded, op, name) != "mixed", (op, name, calls)
+            assert all(gpu.name in call for call in calls if isinstance(call, str)), (op, name, calls)
+
+
+def test_page(recorded: Any) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(recorded), "docs/gpus.md is out of date: make gpus"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+def test_launches_compile(gpu: str) -> None:
+    """For the GPU, with at most its shared memory; a dtype that it lacks is an error of the compiler."""
+    pytest.importorskip("triton")
+    faults = in_own_process("compile", gpu)
+    assert not faults, "\n\n".join(faults)
