@@ -123,6 +123,7 @@ class KeptPadding(Tokens):
     """
 
     trivial = False
+    mask: Tensor
 
     def __init__(self, attention_mask: Tensor) -> None:
         self.mask = mask = attention_mask.bool()
