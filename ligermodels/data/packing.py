@@ -187,6 +187,8 @@ class PackedBatches:
             "corpus": self._documents.fingerprint,
             "documents": len(self._indices),
             "seed": self._seed,
+            "seq_len": self._seq_len,
+            "excess_length_strategy": self._excess,
             "epoch": self._epoch,
             "place": self._place,
             "rows": self._num_rows,
@@ -195,11 +197,11 @@ class PackedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. Raises InputError if its data or seed differ."""
+        """Continue from a `state_dict`. Raises InputError if its data, seed or settings differ."""
         own = self.state_dict()
         if missing := own.keys() - state.keys():
             raise InputError(f"data: the state is of another version, without {min(missing)!r}; start over")
-        for key in ("corpus", "documents", "seed"):
+        for key in ("corpus", "documents", "seed", "seq_len", "excess_length_strategy"):
             if state[key] != own[key]:
                 raise InputError(f"data: differs from the start of the run: {key} was {state[key]}, is {own[key]}")
         self._documents.bad |= set(state["unusable"])

@@ -43,15 +43,21 @@ class Graphed(Generic[Result]):
 
     The function reads and changes tensors in place and does not synchronise. It returns None or tensors, and the next
     call overwrites these tensors. The first call runs the function itself, to compile its kernels, unless they
-    are compiled already (`is_warm`). On other devices, and if not `enabled`, every call runs the function.
+    are compiled already (`is_warm`). On other devices, and if not `enabled`, every call runs the function. Graphs of
+    one memory `pool` (`torch.cuda.graph_pool_handle`) share their memory: a call of one overwrites the others' results.
     """
 
     def __init__(
-        self, function: Callable[[], Result], device: torch.device, enabled: bool = True, is_warm: bool = False
+        self,
+        function: Callable[[], Result],
+        device: torch.device,
+        enabled: bool = True,
+        is_warm: bool = False,
+        pool: Any = None,
     ) -> None:
         self._function, self._device = function, device
         self._enabled = enabled and device.type == "cuda"
-        self._warm = is_warm
+        self._warm, self._pool = is_warm, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
@@ -79,7 +85,7 @@ class Graphed(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         # In mode "thread_local" other threads do not disturb a recording, except by another recording on the stream.
         with _RECORDING, torch.cuda.stream(_recording_stream(self._device)):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._result = self._function()
             except BaseException:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.errors import InputError
 from ligermodels.layers.token_parts import TokenParts
 from ligermodels.ops.runtime.library import keeps_results
 
@@ -50,6 +51,8 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Tok
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
+    if is_recording() and drops(module):
+        raise InputError("a CUDA graph of activation checkpointing would draw dropout's random numbers twice")
     if mode == "selective" and parts is None:
         compiled = getattr(module, "compiled_selective", None)
         if compiled is not None:
@@ -66,12 +69,19 @@ def call_selective(module: nn.Module, *args: Any) -> Any:
 
 
 def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any:
-    # While a CUDA graph is recorded, the state of the random numbers cannot be read. `training.graph_step` records no
-    # dropout with activation checkpointing.
+    # While a CUDA graph is recorded, the state of the random numbers cannot be read; `run` lets no dropout in.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_recording()}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *args, **options)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module, or a module in it, drops elements now."""
+    return any(
+        module.training and module.p > 0 if isinstance(module, nn.Dropout) else getattr(module, "drops", False)
+        for module in module.modules()
+    )
 
 
 def is_recording() -> bool:

@@ -70,7 +70,7 @@ def count_targets(
         check_same_tokens(labels, attention_mask=attention_mask)
     shape = (labels.shape[0], labels.shape[1])
     layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
-    rows = layout.packing.take(labels)
+    rows = layout.packing.take(labels, IGNORE_INDEX)
     return torch.stack([(shift_labels(rows, each, layout.cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
 
 

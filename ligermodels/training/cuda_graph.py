@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.data.batches import Batch
-from ligermodels.errors import GraphWarning
+from ligermodels.errors import GraphWarning, InputError
 from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
+from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.training.fused_adamw import FusedAdamW
 from ligermodels.training.graph_numbers import GraphNumbers
@@ -81,6 +82,8 @@ class GraphStep:
         # A mixture's load-balancing loss would count padding.
         self._pads_tokens = not any(isinstance(module, Router) for module in modules)
         self._graphs: dict[Any, _RecordedStep] = {}
+        self._state: Any = None
+        self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
         self._is_off = False
 
     def __call__(self, parts: Parts, **options: Any) -> StepResult:
@@ -88,15 +91,21 @@ class GraphStep:
         if self._is_off:
             return self._step(parts, options)
         try:
-            inputs = _Inputs.of(parts, options, self._pads_tokens)
-            return self._recorded(parts, inputs)(inputs.tensors)
+            return self._take(parts, options)
         except _CannotRecord as error:
             warnings.warn(f"steps run without a CUDA graph: {error}", GraphWarning, stacklevel=2)
         self._is_off = True
         self._graphs.clear()  # gives their memory back
         return self._step(parts, options)
 
-    def _recorded(self, parts: Parts, inputs: _Inputs) -> _RecordedStep:
+    def _take(self, parts: Parts, options: Options) -> StepResult:
+        if any(parameter.grad is not None for parameter in self._step.model.parameters()):
+            raise _CannotRecord("there are gradients of an earlier backward pass")
+        if not parts or any("labels" not in part for part in parts):
+            raise _CannotRecord("there are no micro-batches, or one has no labels")
+        inputs = _Inputs.of(parts, options, self._pads_tokens)
+        if self._graphs and self._state != _state_of(self._step):
+            self._graphs.clear()
         recorded = self._graphs.get(inputs.key)
         if recorded is None:
             reason = refusal(self._step, parts)
@@ -104,8 +113,22 @@ class GraphStep:
                 reason = f"the batches have more than {MAX_GRAPHS} sets of shapes"
             if reason:
                 raise _CannotRecord(reason)
-            recorded = self._graphs[inputs.key] = _RecordedStep(self._step, inputs)
-        return recorded
+            recorded = self._graphs[inputs.key] = _RecordedStep(self._step, inputs, self._pool)
+            self._state = _state_of(self._step)
+        return recorded(inputs.tensors)
+
+
+def _state_of(step: EagerStep) -> Any:
+    """What a graph takes for constant, beside its inputs: addresses of parameters and averages, which parameters are
+    trained, settings of the optimizer, and whether modules are in training mode."""
+    groups = step.optimizer.param_groups
+    averages = [step.optimizer.state.get(p, {}).get("exp_avg") for group in groups for p in group["params"]]
+    return (
+        [(p.data_ptr(), p.requires_grad) for p in step.model.parameters()],
+        [None if x is None else x.data_ptr() for x in averages],
+        [(group.get("betas"), group.get("eps"), len(group["params"])) for group in groups],
+        [module.training for module in step.model.modules()] if isinstance(step.model, nn.Module) else [],
+    )
 
 
 class _CannotRecord(Exception):
@@ -130,7 +153,7 @@ class _Inputs(NamedTuple):
         numbers = {
             name: torch.tensor(value)
             for name, value in options.items()
-            if isinstance(value, float) or (name == "num_items_in_batch" and isinstance(value, int))
+            if name in _NUMBERS and isinstance(value, int | float)
         }
         tensors = {name: value for name, value in {**options, **numbers}.items() if isinstance(value, Tensor)}
         constants = {name: value for name, value in options.items() if name not in tensors}
@@ -149,13 +172,13 @@ class _Inputs(NamedTuple):
 class _RecordedStep:
     """A step on tensors at fixed addresses, and its graph."""
 
-    def __init__(self, step: EagerStep, inputs: _Inputs) -> None:
+    def __init__(self, step: EagerStep, inputs: _Inputs, pool: Any) -> None:
         self._static = [torch.empty_like(tensor, device=step.device) for tensor in inputs.tensors]
         self._load(inputs.tensors)
         parts, options = inputs.rebuild(self._static)
-        self._numbers = _dry_run(step, parts, options)
-        self._run = Graphed(lambda: step(parts, options), step.device, is_warm=True)
+        self._run = Graphed(lambda: step(parts, options), step.device, is_warm=True, pool=pool)
         try:
+            self._numbers = _dry_run(step, parts, options)
             with self._numbers:
                 self._run.record()
         except RuntimeError as error:
@@ -180,16 +203,18 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
     buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
-    # With a target for every token, the model takes the same path as in a graph, which reads no counts.
+    # With a target for nearly every token, the model takes the same path as in a graph, which reads no counts.
     parts = [{**part, "labels": part["labels"].clamp(min=0)} for part in parts]
     devices = [step.device] if step.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        step.backward(parts, options)
-        numbers = GraphNumbers(cast(FusedAdamW, step.optimizer))
-        numbers.warm_up()
-    step.optimizer.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
+    try:
+        with torch.random.fork_rng(devices):
+            step.backward(parts, options)
+            numbers = GraphNumbers(cast(FusedAdamW, step.optimizer))
+            numbers.warm_up()
+    finally:
+        step.optimizer.zero_grad(set_to_none=True)
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return numbers
 
 
@@ -219,6 +244,8 @@ def _padded(part: Mapping[str, Tensor], pads_tokens: bool) -> dict[str, Tensor]:
 
 
 _PACKED = ("input_ids", "labels", "cu_seqlens")
+_NUMBERS = ("num_items_in_batch", "heads_loss_weight")
+"""Options that change from step to step, and may be tensors."""
 
 
 def refusal(step: EagerStep, parts: Parts) -> str:
@@ -235,7 +262,7 @@ def refusal(step: EagerStep, parts: Parts) -> str:
         if any(name in part for part in parts):
             return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"
     checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
-    if checkpoints and any(getattr(module, "drops", False) for module in modules):
+    if checkpoints and any(drops(module) for module in modules):
         return "dropout with activation checkpointing draws its random numbers twice"
     return ""
 
@@ -259,6 +286,8 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
         cuda_graph: "on", "off", or "auto": on where it pays and can be recorded.
         parts: the first micro-batches.
     """
+    if cuda_graph not in get_args(CudaGraph):
+        raise InputError(f"cuda_graph: must be 'auto', 'on' or 'off', got {cuda_graph!r}")
     is_on = cuda_graph == "on"
     if is_on and step.device.type != "cuda":
         warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)

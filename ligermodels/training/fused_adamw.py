@@ -34,6 +34,10 @@ class FusedAdamW(torch.optim.AdamW):
         >>> optimizer.step()
     """
 
+    graph_numbers: Any = None
+    """`GraphNumbers` while a CUDA graph of the step is recorded."""
+    steps_in_backward = False
+
     def __init__(
         self,
         params: Any,
@@ -70,8 +74,6 @@ class FusedAdamW(torch.optim.AdamW):
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
         self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
-        self.graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
-        self.steps_in_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
@@ -197,7 +199,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 def local_shard(x: Any) -> Tensor:
     """This process's shard of a sharded tensor, or the tensor itself."""
-    return x.tolocal_shard() if hasattr(x, "to_local") else x
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _shard(parameter: Tensor) -> Shard | None:

@@ -191,6 +191,8 @@ def test_padding_and_positions_in_one_graph(name: str, kind: str) -> None:
         found[call] = [out.loss.detach(), out.logits.detach(), *gradients]
     for compiled, eager in zip(found[step], found[model], strict=True):
         assert relative_error(compiled, eager) < TOLERANCE
+    count = torch.compile(model.num_targets, fullgraph=True, backend="aot_eager")
+    assert torch.equal(count(labels, **inputs), model.num_targets(labels, **inputs))
 
 
 def test_padding_between_tokens_is_named_in_a_graph() -> None:

@@ -1,5 +1,6 @@
 """Whole steps as CUDA graphs: bit for bit the steps of the loop without them; and what is said where there are none."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -14,7 +15,7 @@ import ligermodels as lm
 from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import GraphWarning
+from ligermodels.errors import GraphWarning, InputError
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training import FusedAdamW, StepMetrics, graph_step, train, warmup_cosine
 from ligermodels.training.cuda_graph import GraphStep, pays
@@ -175,9 +176,49 @@ def test_what_cannot_be_recorded_is_said_once_and_runs(kind: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_what_changes_after_recording_counts() -> None:
+    """Loaded states, frozen parameters, other betas, and copies of the optimizer: as in steps without a graph."""
+    ends = []
+    for graphed in (False, True):
+        torch.manual_seed(3)
+        model = llama()
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2, rounding="stochastic")
+        eager = EagerStep(model, optimizer, 1.0)
+        step = GraphStep(eager) if graphed else lambda parts, eager=eager, **options: eager(parts, options)
+        for index, batch in enumerate(islice(batches(), 5)):
+            if index == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if index == 2:
+                optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+            if index == 3:
+                model.decoder.embed.weight.requires_grad_(False)
+            step([batch], z_loss=1e-4)
+        ends.append(dict(model.named_parameters()))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_gradients_of_an_earlier_backward_pass_count() -> None:
+    model = llama()
+    batch = next(batches())
+    model(**batch).loss.backward()
+    step = graph_step(model, FusedAdamW(model.parameters()), max_grad_norm=None)
+    alone = EagerStep(model, torch.optim.SGD(model.parameters(), lr=0.0)).backward
+    with pytest.warns(GraphWarning, match="gradients of an earlier backward pass"):
+        both = step([batch]).grad_norm
+    assert both > 1.5 * alone([batch], {}).grad_norm
+
+
+def test_an_optimizer_can_be_copied() -> None:
+    model = llama()
+    model(**next(batches())).loss.backward()
+    copy.deepcopy(FusedAdamW(model.parameters())).step()
+
+
 def test_a_graph_of_a_model_on_a_cpu_is_said_to_be_none() -> None:
     with pytest.warns(GraphWarning, match="the model is on cpu"):
         run("full", "cpu", "on")
+    with pytest.raises(InputError, match="cuda_graph: must be 'auto', 'on' or 'off', got True"):
+        run("full", "cpu", True)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

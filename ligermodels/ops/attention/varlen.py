@@ -60,6 +60,8 @@ def _refuses(request: AttentionRequest) -> str | None:
     width = max(request.head_dim, request.value_dim or 0)
     if width > FLASH_HEAD_DIM:
         return f"it takes heads of up to {FLASH_HEAD_DIM} channels, not {width}"
+    if request.compiling and request.packed:
+        return "its memory grows with the number of documents, which torch.compile bounds by the number of tokens"
     if request.softcap is not None:
         return "torch's flash attention has no softcap"
     if request.sinks:

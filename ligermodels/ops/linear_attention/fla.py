@@ -67,6 +67,8 @@ def refuses(request: DeltaRequest) -> str | None:
         return f"queries and keys of {request.key_dim} channels are more than {MAX_KEY_DIM}"
     if request.packed and request.continued:
         return "packed documents after an initial state are not implemented on it"
+    if request.packed and torch.cuda.is_current_stream_capturing():
+        return "it reads the bounds of documents on the host, and a CUDA graph would keep those of the first call"
     if request.compiling:
         return "torch.compile does not trace it"
     if request.gradient and _wrong_gradients():
