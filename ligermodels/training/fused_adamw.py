@@ -34,6 +34,10 @@ class FusedAdamW(torch.optim.AdamW):
         >>> optimizer.step()
     """
 
+    # Defaults of the class, because copies of an optimizer take only its state, groups and defaults.
+    graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
+    steps_in_backward = False
+
     def __init__(
         self,
         params: Any,
@@ -70,8 +74,6 @@ class FusedAdamW(torch.optim.AdamW):
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
         self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
-        self.graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
-        self.steps_in_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""

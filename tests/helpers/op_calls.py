@@ -108,7 +108,7 @@ def glu(dtype: torch.dtype, width: int, packed: bool, grads: tuple[bool, bool], 
 HEADS = ((8, 4, 128, 64), (1, 1, 80, 20), (4, 2, 256, 128))  # key heads, group, channels, half rotated
 
 
-@calls("rope", dtype=FLOATS, heads=HEADS, grads=GRADS)
+@calls("rope", dtype=FLOATS, heads=HEADS, grads=GRADS[:2])
 def rope(dtype: torch.dtype, heads: tuple[int, int, int, int], grads: tuple[bool, bool]) -> None:
     count, group, dim, half = heads
     q = leaf(2, 70, count * group, dim, dtype=dtype, grad=grads[0])
@@ -119,7 +119,7 @@ def rope(dtype: torch.dtype, heads: tuple[int, int, int, int], grads: tuple[bool
 NORMS = ((False, False), (True, True), (False, True))
 
 
-@calls("rope_qkv", dtype=FLOATS, heads=HEADS, norms=NORMS, casting=("llama", "gemma"), rotated=BOTH, grads=GRADS)
+@calls("rope_qkv", dtype=FLOATS, heads=HEADS, norms=NORMS, casting=("llama", "gemma"), rotated=BOTH, grads=GRADS[:2])
 def rope_qkv(
     dtype: torch.dtype, heads: tuple[int, int, int, int], norms: tuple[bool, bool], casting: Any, rotated: bool,
     grads: tuple[bool, bool],
@@ -215,7 +215,7 @@ def attention(case: tuple[torch.dtype, tuple[int, int], dict[str, Any]]) -> None
 
 
 @calls(
-    "decode_attention", dtype=PRODUCTS, dim=(80, 128, 256, 512), tokens=(1, 5, 64), length=(40, 8192),
+    "decode_attention", dtype=PRODUCTS, dim=(80, 256, 512), tokens=(1, 5, 64), length=(40, 8192),
     kind=("plain", "window", "tree"),
 )  # fmt: skip
 def decode_attention(dtype: torch.dtype, dim: int, tokens: int, length: int, kind: str) -> None:
