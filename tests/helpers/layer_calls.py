@@ -98,12 +98,11 @@ def quantized_linear(
         ops.quantized_linear(leaf(rows, k, dtype=dtype), codes, scales, more, activation=activation)
 
 
-for kind, biases, activations in (
-    ("int4", BOTH, (None, GLUOptions("silu"))), ("nf4", (False,), (None,)), ("float8", BOTH, (None, GLUOptions("silu"))),
-):  # fmt: skip
+for kind in ("int4", "nf4", "float8"):
     calls(
         f"quantized_linear, {kind}", dtype=(BF16, F16), kind=(kind,), rows=(1, 8, 16, 64),
-        features=((128, 4096), (8192, 128), (20000, 72)), bias=biases, activation=activations,
+        features=((128, 4096), (8192, 128), (20000, 72)), bias=BOTH,
+        activation=(None, GLUOptions("silu")),
     )(quantized_linear)  # fmt: skip
 
 
