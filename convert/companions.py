@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,10 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 def chat_templates(folder: Path) -> list[str]:
     """Names of the files of named chat templates in `folder`: "additional_chat_templates/tool_use.jinja" ..."""
-    return sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (folder / CHAT_TEMPLATES).glob("*.jinja"))
+    templates = folder / CHAT_TEMPLATES
+    # Unlike `glob`, `isdir` raises nothing for names that are too long.
+    found = templates.glob("*.jinja") if os.path.isdir(templates) else ()
+    return sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in found)
 
 
 def _present(folder: Path, names: Collection[str]) -> dict[str, Path]:

@@ -176,8 +176,8 @@ def snapshot(
 ) -> Path:
     """The folder of a snapshot with all `files` that exist in the repository; offline, the cached snapshot.
 
-    It is the first request for a repository. huggingface_hub tries it once, but repeats `hf_hub_download` for 23 s
-    where the hub cannot be reached.
+    Call it before `hf_hub_download`: if the hub cannot be reached, huggingface_hub tries this request once, and repeats
+    a request of `hf_hub_download` for 23 seconds.
 
     Args:
         name: the repository.

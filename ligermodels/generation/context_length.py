@@ -41,7 +41,13 @@ class GenerationLimit:
 
 
 def warn_beyond_context(text: str, context: int, *, stacklevel: int) -> None:
-    """SequenceLengthWarning about `text`, such as "a sequence of 9 tokens", which is longer than the context."""
+    """Warn with SequenceLengthWarning.
+
+    Args:
+        text: the sequence in the message, such as "a sequence of 9 tokens".
+        context: `max_position_embeddings`.
+        stacklevel: frames between this function and the caller that the warning names, as in `warnings.warn`.
+    """
     warnings.warn(
         f"{text} is longer than the model's max_position_embeddings, {context:,}; the model does not know positions "
         "beyond it: make sequences shorter, or extend the context by rope_parameters (rope_scaling) and "

@@ -61,7 +61,7 @@ def memory_for(
 def own_storage(view: Tensor) -> Tensor:
     """The memory of a view as a tensor with a storage of its own, that begins where the view begins.
 
-    For the part of a decoding state that one layer changes. torch.compile would otherwise see inputs with one storage,
-    of which an op changes several; Inductor (torch 2.13) then copies from the wrong place in the storage.
+    For the part of a decoding state that one layer changes. If an op changes two inputs with one storage, Inductor
+    (torch 2.13) copies one of them from the wrong place in the storage, and decoding reads wrong keys and values.
     """
     return view if is_fake(view) else torch.from_dlpack(view)

@@ -105,10 +105,16 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 def bounds_of(position_ids: Tensor) -> Tensor | None:
     """Bounds of documents, over the flattened B * T tokens, found by positions (B, T) that restart; None without any.
 
-    Waits for the GPU once; pass `cu_seqlens` instead to avoid this.
+    Waits for the GPU once; pass `cu_seqlens` instead to avoid this. Under torch.compile there are always B * T + 1
+    bounds: empty documents follow the last one.
     """
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
+    is_start = F.pad(restarts, (1, 0), value=True).flatten()
+    if torch.compiler.is_compiling():
+        count = is_start.numel()
+        starts = torch.nonzero_static(is_start, size=count, fill_value=count).flatten()
+        return F.pad(starts, (0, 1), value=count).to(torch.int32)
+    starts = is_start.nonzero().flatten()
     if len(starts) == len(position_ids):
         return None
     return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)

@@ -246,7 +246,7 @@ class Targets:
     def _shifted(self, x: Tensor, ahead: int, fill: int) -> Tensor:
         """x (B, T) of labels -> of the tokens that predict them, in the layout."""
         layout = self.layout
-        shifted = shift_labels(layout.packing.take(x), ahead, layout.cu_seqlens, fill=fill)
+        shifted = shift_labels(layout.packing.take(x, fill), ahead, layout.cu_seqlens, fill=fill)
         return shifted if layout.shard is None else layout.shard.take(shifted, fill)
 
     def _selected(self, x: Tensor) -> Tensor:

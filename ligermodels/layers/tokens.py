@@ -3,8 +3,8 @@
 A caller's tensors are (B, T, ...), one entry for each token of each sequence. Before the blocks, the steps below lay
 the tokens out anew, always in this order:
 
-1. Rows: `Unpadding` joins the tokens of all sequences, without padding, into one packed row; or `PackedRows` joins rows
-   that hold packed documents.
+1. Rows: `Unpadding` joins the tokens of all sequences, without padding, into one packed row (under torch.compile
+   `KeptPadding` joins the rows with their padding); or `PackedRows` joins rows that hold packed documents.
 2. Context parallelism: `SequenceShard` takes this rank's part of each row.
 3. Needed tokens: `SelectedTokens` takes the tokens whose states are needed, such as the tokens that have a target,
    after the last block that mixes tokens.
@@ -28,7 +28,12 @@ from ligermodels.ops.runtime.collectives import Ranks
 
 
 class Tokens:
-    """One step of a token layout. This base class keeps all tokens as they are."""
+    """One step of a token layout. This base class keeps all tokens as they are.
+
+    mask: bool, False on places that hold no token in this layout; None if all places hold tokens.
+    """
+
+    mask: Tensor | None = None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """Lay the tokens of x out anew.
@@ -101,6 +106,48 @@ class Unpadding(Tokens):
         """x (1, tokens, ...) -> (B, T, ...), with `fill` on padding."""
         flat = x.new_full((self._shape.numel(), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
         return flat.unflatten(0, self._shape)
+
+
+class KeptPadding(Tokens):
+    """Leaves padding where it is, as documents of their own, for torch.compile: shapes do not depend on values.
+
+    Args:
+        attention_mask: (B, T), 1 (or True) on tokens and 0 on padding, which is before or after a row's tokens.
+
+    Attributes:
+        cu_seqlens: int32 (3 B + 1,), bounds of the padding before, the tokens and the padding after them, of each row.
+        mask: bool (B, T), True on tokens.
+
+    Raises:
+        InputError: the mask has other values, no token at all, or padding between tokens (on a GPU: device assertions).
+    """
+
+    trivial = False
+    mask: Tensor
+
+    def __init__(self, attention_mask: Tensor) -> None:
+        self.mask = mask = attention_mask.bool()
+        (rows, length), lengths, first = mask.shape, mask.sum(1), mask.int().argmax(1)
+        index = torch.arange(length, device=mask.device)
+        between = (index >= first[:, None]) & (index < (first + lengths)[:, None])
+        assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
+        assert_async(mask.any(), "attention_mask: has no 1, so that there is no token at all")
+        assert_async(mask == between, "attention_mask: torch.compile takes no padding between the tokens of a row")
+        starts = torch.arange(rows, device=mask.device) * length
+        bounds = torch.stack([starts + first, starts + first + lengths, starts + length], dim=1)
+        self.cu_seqlens = F.pad(bounds.flatten(), (1, 0)).to(torch.int32)
+        self.num_tokens = rows * length
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (B, T, ...) -> (1, B * T, ...), with `fill` on padding."""
+        return self._filled(x, fill).flatten(0, 1)[None]
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (1, B * T, ...) -> (B, T, ...), with `fill` on padding."""
+        return self._filled(x[0].unflatten(0, self.mask.shape), fill)
+
+    def _filled(self, x: Tensor, fill: float) -> Tensor:
+        return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.ndim - 2)), fill)
 
 
 @dataclass(frozen=True)
@@ -210,8 +257,8 @@ class TokenLayout(Tokens):
 
     Args:
         shape: (B, T) of the caller's tensors.
-        packing: step 1, which lays tokens (B, T) out in the rows of the pass: `Unpadding`, `PackedRows`, or `Tokens`,
-            which keeps the B rows.
+        packing: step 1, which lays tokens (B, T) out in the rows of the pass: `Unpadding`, `KeptPadding`, `PackedRows`,
+            or `Tokens`, which keeps the B rows.
         shard: this rank's part of the rows under context parallelism, or None.
         cu_seqlens: int32 (n + 1,), bounds of the documents packed into a single row; None for one document in each row.
     """
@@ -243,7 +290,7 @@ def token_layout(
     cu_seqlens: Tensor | None = None,
     mesh: Any = None,
 ) -> TokenLayout:
-    """The layout of a batch, with an `Unpadding` if it has padding.
+    """The layout of a batch, with an `Unpadding` or a `KeptPadding` if it has padding.
 
     Args:
         shape: (B, T) of the batch.
@@ -260,7 +307,8 @@ def token_layout(
     """
     if attention_mask is not None and not (position_ids is None and cu_seqlens is None):
         raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
-    unpad = None if attention_mask is None else Unpadding(attention_mask)
+    padding = KeptPadding if torch.compiler.is_compiling() else Unpadding
+    unpad = None if attention_mask is None else padding(attention_mask)
     if unpad is None or unpad.trivial:
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)

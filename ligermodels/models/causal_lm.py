@@ -19,7 +19,7 @@ from ligermodels.layers.initialization import fill_meta_buffers, initialize
 from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
-from ligermodels.layers.tokens import TokenLayout, Unpadding, token_layout
+from ligermodels.layers.tokens import KeptPadding, TokenLayout, Unpadding, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
@@ -331,7 +331,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             cu_seqlens=cu_seqlens,
             mesh=self.decoder._context_mesh if sharded else None,
         )
-        if isinstance(layout.packing, Unpadding) and rope_thresholds(self):
+        if isinstance(layout.packing, Unpadding | KeptPadding) and rope_thresholds(self):
             raise InputError(
                 "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
                 "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"

@@ -72,7 +72,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     )
     aux_loss = None
     if router_outputs and isinstance(needed, Targets):
-        aux_loss = load_balancing_loss(router_outputs, shard=layout.shard)
+        aux_loss = load_balancing_loss(router_outputs, layout.packing.mask, shard=layout.shard)
     if selects:  # the states (1, n, H) of the tokens that the caller asked for need no restoring
         layout = layout_without_padding(shape, None)
     return Decoded(hidden, layout, targets, aux_loss)

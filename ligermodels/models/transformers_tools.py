@@ -16,12 +16,13 @@ Config = TypeVar("Config")
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    """In place of the methods of transformers' configs that tools call first."""
+    """In place of `get_text_config` of transformers' configs, which tools call first. There is no `to_dict`: PEFT takes
+    any dataclass without one, and `peft.inject_adapter_in_model` works on native models."""
     raise InputError(f"model.config: {ADVICE}. model.hf_config is the content of config.json")
 
 
 def native_config(config: type[Config]) -> type[Config]:
-    """Class decorator for a frozen dataclass: what tools do to transformers' configs raises errors that name `wrap`."""
+    """Class decorator for a frozen dataclass: setting a field, and methods of transformers' configs, raise errors."""
     set_field: Callable[[Any, str, Any], None] = config.__setattr__
 
     def set_attribute(self: Config, name: str, value: Any) -> None:
@@ -31,7 +32,6 @@ def native_config(config: type[Config]) -> type[Config]:
             advice = "dataclasses.replace makes another config" if hasattr(self, name) else ADVICE
             raise FrozenInstanceError(f"{error} of model.config: {advice}") from None
 
-    for name in ("to_dict", "get_text_config"):
-        setattr(config, name, refuse)
+    config.get_text_config = refuse  # type: ignore[attr-defined]
     config.__setattr__ = set_attribute  # type: ignore[assignment,method-assign]
     return config

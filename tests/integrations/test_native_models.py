@@ -40,7 +40,7 @@ TOOLS: dict[str, Callable[[Any, Path], Any]] = {
     "SFTTrainer": sft,
     "DPOTrainer": dpo,
     "GRPOTrainer": grpo,
-    "PEFT": lambda model, _: get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])),
+    "PEFT, native names": lambda model, _: get_peft_model(model, LoraConfig("CAUSAL_LM", target_modules=["qkv"])),
     "PEFT, all linear": lambda model, _: get_peft_model(model, LoraConfig("CAUSAL_LM", target_modules="all-linear")),
     "pipeline": lambda model, _: pipeline("text-generation", model=model, tokenizer=tiny.tokenizer()),
     "HFLM": lambda model, _: HFLM(model, tokenizer=tiny.tokenizer(), device="cpu"),

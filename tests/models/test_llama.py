@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from zoo import BASE, LLAMAS, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, LLAMAS, make_checkpoint, relative_error
 
 import ligermodels as lm
 
@@ -155,6 +155,50 @@ def test_compiled_as_one_graph(dynamic: bool | None, tmp_path: Path) -> None:
             found[name] = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
         for compiled, eager in zip(found["compiled"], found["eager"], strict=True):
             assert relative_error(compiled, eager) < TOLERANCE
+
+
+PADDED = {
+    "left": [[0] * 5 + [1] * 14, [1] * 19],
+    "right": [[1] * 12 + [0] * 7, [1] + [0] * 18],
+    "both": [[0, 0] + [1] * 9 + [0] * 8, [0] * 18 + [1]],
+    "none": [[1] * 19, [1] * 19],
+    "positions": [[*range(7), *range(12)], [*range(19)]],
+}
+"""Masks of a batch of two rows, and positions that restart."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(("llama-3.2", kind) for kind in PADDED), ("qwen3_moe", "both"), ("gemma2", "left")]
+)
+def test_padding_and_positions_in_one_graph(name: str, kind: str) -> None:
+    """The numbers of eager calls, where shapes depend on the padding; padding may hold any id and label."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = lm.from_config(CONFIGS[name], dtype=torch.float64)
+    given = torch.tensor(PADDED[kind])
+    inputs = {"position_ids" if kind == "positions" else "attention_mask": given}
+    ids = torch.randint(3, 90, given.shape)
+    if kind != "positions":
+        ids = ids.masked_fill(given == 0, 10**6)
+    labels = ids.clamp(max=99)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = {}
+    for call in (model, step):
+        model.zero_grad()
+        out = call(ids, labels=labels, return_logits=True, **inputs)
+        out.loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        found[call] = [out.loss.detach(), out.logits.detach(), *gradients]
+    for compiled, eager in zip(found[step], found[model], strict=True):
+        assert relative_error(compiled, eager) < TOLERANCE
+
+
+def test_padding_between_tokens_is_named_in_a_graph() -> None:
+    torch.compiler.reset()
+    model = lm.from_config(LLAMAS["llama-3.2"])
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"torch\.compile takes no padding between the tokens of a row"):
+        step(torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 0, 1]]))
 
 
 def test_from_config_and_inputs_embeds() -> None:
