@@ -217,6 +217,7 @@ def attention(case: tuple[torch.dtype, tuple[int, int], dict[str, Any]]) -> None
     "decode_attention", dtype=FLOATS, dim=(80, 256, 512), tokens=(1, 5, 64), length=(40, 8192),
     kind=("plain", "window", "tree"),
 )  # fmt: skip
+@calls("decode_attention", dtype=(F16,), dim=(128, 256), tokens=(64,), length=(8192,), kind=("plain",))  # largest tiles
 def decode_attention(dtype: torch.dtype, dim: int, tokens: int, length: int, kind: str) -> None:
     q = leaf(2, tokens, 32, dim, dtype=dtype, grad=False)
     caches = [leaf(2, length + tokens, 8, dim, dtype=dtype, grad=False) for _ in range(2)]
