@@ -34,8 +34,8 @@ class FusedAdamW(torch.optim.AdamW):
         >>> optimizer.step()
     """
 
-    graph_numbers: Any = None
-    """`GraphNumbers` while a CUDA graph of the step is recorded."""
+    # Defaults of the class, because copies of an optimizer take only its state, groups and defaults.
+    graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
     steps_in_backward = False
 
     def __init__(

@@ -315,7 +315,7 @@ def test_sizes_of_models_in_a_graph(kind: Any, size: tuple[int, int], rows: int)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     rounded = exact.to(torch.bfloat16).double()
     # The kernels round the levels of nf4 to bfloat16, where the reference rounds each weight.
-    assert (y.double() - exact).norm() <= (1.4 if kind == "nf4" else 1.05) * (rounded - exact).norm()
+    assert (y.double() - exact).norm() <= (1.5 if kind == "nf4" else 1.05) * (rounded - exact).norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

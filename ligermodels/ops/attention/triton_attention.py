@@ -67,11 +67,11 @@ class _TritonAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _):
-        sinks = ctx.saved_tensors[3]
-        dq, dk, dv, delta = _triton_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+        saved = ctx.saved_tensors  # read once: activation checkpointing computes them again for it
+        _, _, _, sinks, _, lse, _ = saved
+        dq, dk, dv, delta = _triton_attention_backward(dout, *saved, *ctx.options)
         if sinks is None or not ctx.needs_input_grad[3]:
             return dq, dk, dv
-        lse = ctx.saved_tensors[5]
         weights = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)  # each query's weight of the sink
         return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
 

@@ -255,5 +255,7 @@ def _plan(B: int, rows: int, kv_heads: int, head_dim: int, reach: int, q: Tensor
         block_rows, programs = block_rows // 2, 2 * programs
     warps = 8 if block_rows * block_dim >= 8192 or q.dtype == torch.float32 else 4
     tile_bytes = 2 * block_slots * block_dim * q.element_size()  # of keys and values
-    stages = pipeline_stages(q.device, 3 if block_slots > 16 else 2, tile_bytes)
+    stages = pipeline_stages(
+        q.device, 3 if block_slots > 16 else 2, tile_bytes, block_rows * block_dim * q.element_size()
+    )
     return _Plan(block_rows, block_slots, block_dim, splits, warps, stages)

@@ -105,15 +105,16 @@ def shared_memory(device: torch.device) -> int:
     return 2**16 if gpu is None else gpu.shared_memory - 2**13
 
 
-def pipeline_stages(device: torch.device, most: int, tile_bytes: int) -> int:
+def pipeline_stages(device: torch.device, most: int, tile_bytes: int, held_bytes: int = 0) -> int:
     """Pipeline stages of a loop on a device that the shared memory allows.
 
     Args:
         device: the device of the kernel.
         most: stages where there is enough shared memory.
         tile_bytes: bytes of shared memory that each stage after the first holds.
+        held_bytes: bytes of shared memory that the kernel holds beside the stages.
     """
-    return 1 + min(shared_memory(device) // tile_bytes, most - 1)
+    return 1 + min(max(shared_memory(device) - held_bytes, 0) // tile_bytes, most - 1)
 
 
 def power_of_2_above(n: int) -> int:
