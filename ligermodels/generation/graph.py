@@ -83,6 +83,9 @@ class Graphed(Generic[Result]):
         """
         make_room(self._device)
         graph = torch.cuda.CUDAGraph()
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        generator = torch.cuda.default_generators[index]
+        random_state = generator.clone_state()
         # In mode "thread_local" other threads do not disturb a recording, except by another recording on the stream.
         with _RECORDING, torch.cuda.stream(_recording_stream(self._device)):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -91,6 +94,7 @@ class Graphed(Generic[Result]):
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # The recording is invalid; the cause is raised below.
                     graph.capture_end()
+                generator.graphsafe_set_state(random_state)  # the generator would believe that it is still recorded
                 raise
             graph.capture_end()
         return graph

@@ -230,6 +230,10 @@ def test_a_step_that_waits_for_the_gpu_runs_without_a_graph() -> None:
     with pytest.warns(GraphWarning, match="recording failed"):
         first = step([batch]).losses[0]
     assert step([batch]).losses[0] < first
+    torch.cuda.manual_seed(1)
+    numbers = torch.randn(3, device="cuda")  # the generator goes on
+    torch.cuda.manual_seed(1)
+    assert torch.equal(torch.randn(3, device="cuda"), numbers)
 
 
 def test_auto_records_small_models_and_short_batches() -> None:
