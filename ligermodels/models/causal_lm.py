@@ -46,6 +46,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         self._tie()
         self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
+        self.train(self.decoder.training)
 
     def __getattr__(self, name: str) -> Any:
         try:

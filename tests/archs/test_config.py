@@ -27,7 +27,7 @@ from zoo import CONFIGS, MULTIMODAL, NEEDED, auto_class, plain, randomize, think
 import ligermodels as lm
 from ligermodels.archs import FAMILIES, family_of
 from ligermodels.convert.config_json import check_generation, nested_configs
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError, LigerModelsError
 
 Config = dict[str, Any]
 Outcome = tuple[torch.Tensor, torch.Tensor]
@@ -132,7 +132,12 @@ def layers_of(config: Config) -> int:
     return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
 
 
-def names_one(refusal: ConfigError, fields: Iterable[str]) -> bool:
+def dropout(config: Config) -> bool:
+    """Whether `config`, which we take, asks for dropout in training."""
+    return bool(family_of(config).decoder_config(config).dropout)
+
+
+def names_one(refusal: LigerModelsError, fields: Iterable[str]) -> bool:
     """Whether the message names one of `fields`; those of rope are read, and named, as one."""
     return any(("rope" if "rope" in name else name) in str(refusal) for name in fields)
 
@@ -140,9 +145,10 @@ def names_one(refusal: ConfigError, fields: Iterable[str]) -> bool:
 # -- against transformers ----------------------------------------------------------------------------------------------
 
 
-def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | None:
+def oracle_in(folder: Path, *, training: bool) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | None:
     """The random model that transformers makes of folder/config.json, saved there; tokens, and what it says of them.
 
+    It is in training mode or, without `training`, in evaluation mode.
     None where it makes none, or none that computes.
     """
     written = (folder / "config.json").read_text()
@@ -152,7 +158,7 @@ def oracle_in(folder: Path) -> tuple[PreTrainedModel, torch.Tensor, Outcome] | N
         make = auto_class(config).from_config
         whole = plain(make(config, attn_implementation="eager", dtype=torch.float32))
         randomize(whole)
-        oracle = thinker(whole)
+        oracle = thinker(whole).train(training)
         vocab_size = oracle.get_input_embeddings().num_embeddings
         ids = text_only(torch.randint(0, min(vocab_size, 128), (2, 41)), oracle.config)
         found = outcome(oracle, ids)
@@ -174,11 +180,11 @@ KINDS = ("image", "video", "audio")
 
 
 def outcome(model: Any, ids: torch.Tensor) -> Outcome:
-    """Loss and logits, as in training: else dropout and the like would not show."""
+    """Loss and logits, in the mode that the model is in."""
     theirs = {"return_dict": True, "use_cache": False, "token_type_ids": torch.zeros_like(ids)}
     options = theirs if isinstance(model, PreTrainedModel) else {"return_logits": True}
     with torch.no_grad():
-        output = model.train()(ids, labels=ids, **options)
+        output = model(ids, labels=ids, **options)
     return output.loss, output.logits
 
 
@@ -215,12 +221,14 @@ def transformers_accepts(config: Config, changed: Config) -> bool:
 def compare(config: Config, changed: Config) -> None:
     """See that `config` with fields `changed` makes transformers' model; if they do not go together, with half of them.
 
-    And that transformers makes the same model of what we write.
+    And that transformers makes the same model of what we write. In training mode, else jitter and the like would not
+    show; with dropout in evaluation mode, and training is refused.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps({**config, **changed}))
-        oracle = oracle_in(folder) if accepted(config, changed) else None
+        taken = accepted(config, changed)
+        oracle = oracle_in(folder, training=not dropout({**config, **changed})) if taken else None
         if oracle is not None:
             agree(folder, *oracle, changed)
             return
@@ -232,9 +240,14 @@ def compare(config: Config, changed: Config) -> None:
 def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outcome, changed: Config) -> None:
     """See that our model of the checkpoint in `folder`, and transformers' of our export, have outcome `wanted`."""
     model = lm.from_pretrained(folder, dtype=torch.float32)
+    if not oracle.training:
+        with pytest.raises(InputError, match=r"^model\.train: .* dropout is not implemented") as refusal:
+            model.train()
+        assert names_one(refusal.value, changed)
+    model.train(oracle.training)
     model.save_pretrained(folder / "out", keep="model")
     again = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager", dtype=torch.float32)
-    for found in (outcome(model, ids), outcome(plain(again), ids)):
+    for found in (outcome(model, ids), outcome(plain(again).train(oracle.training), ids)):
         if not error(found, wanted) < TOLERANCE:
             # Norms over one or two channels, and the like, enlarge rounding: some, and as much in transformers as here.
             exact = outcome(oracle.double(), ids)
@@ -262,8 +275,11 @@ def test_every_field(config: Config) -> None:
         alone = ((name, {name: values[name]}) for name in names)
         taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
         taken = [name for name in taken if name not in TOWERS or name not in config]
-        for few in (taken[start : start + 12] for start in range(0, len(taken), 12)):
-            compare(config, {name: values[name] for name in few})
+        # With dropout nothing is compared in training mode, so these fields are among themselves.
+        dropped = [name for name in taken if dropout({**config, name: values[name]})]
+        for group in ([name for name in taken if name not in dropped], dropped):
+            for few in (group[start : start + 12] for start in range(0, len(group), 12)):
+                compare(config, {name: values[name] for name in few})
 
     fuzz()
 

@@ -277,9 +277,10 @@ def test_the_dropout_of_published_seed_oss_is_a_warning(name: str) -> None:
 def test_dropout_is_loaded_and_training_with_it_is_an_error(config: dict[str, Any], fields: dict[str, Any]) -> None:
     """In evaluation it changes nothing."""
     model = lm.from_config({**config, **fields})
+    assert not any(module.training for module in model.modules())
     ids = torch.arange(3, 9)[None]
     loss = model(ids, labels=ids).loss
-    loss.backward()  # in eval mode, as a new model is
+    loss.backward()
     asked = ", ".join(f"{name} = {value}" for name, value in fields.items() if value)
     message = f"{asked}, and dropout is not implemented; to train without it, set it to 0"
     with pytest.raises(InputError, match=re.escape(message)):

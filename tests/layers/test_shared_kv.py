@@ -138,7 +138,7 @@ def test_only_layers_with_keys_and_values_have_slots() -> None:
 
 
 def test_files_may_hold_unused_keys_and_values(tmp_path: Path) -> None:
-    """Those of E2B and E4B do; but nothing that the model does not name passes."""
+    """Those of E2B and E4B do. They are written back, except by keep="model"; other unknown tensors are an error."""
     oracle = make_checkpoint(tmp_path, SHARED)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -147,8 +147,12 @@ def test_files_may_hold_unused_keys_and_values(tmp_path: Path) -> None:
     save_file({**stored, **extra}, file)
     model = lm.from_pretrained(tmp_path)
     assert relative_error(model(tokens()).logits, oracle(tokens()).logits) < 1e-5
-    model.save_pretrained(tmp_path / "out")
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == stored.keys()
+    model.save_pretrained(tmp_path / "all")
+    written = load_file(tmp_path / "all" / "model.safetensors")
+    assert written.keys() == {**stored, **extra}.keys()
+    assert all(torch.equal(written[each], t) for each, t in extra.items())
+    model.save_pretrained(tmp_path / "alone", keep="model")
+    assert load_file(tmp_path / "alone" / "model.safetensors").keys() == stored.keys()
     save_file({**stored, "model.layers.0.self_attn.v_norm.weight": torch.ones(3)}, file)
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.v_norm"):
         lm.from_pretrained(tmp_path)

@@ -39,6 +39,7 @@ PAGES = {
     "docs/data.md": {"table.jsonl"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
+    "docs/cuda-graphs.md": {"out"},
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
