@@ -78,7 +78,7 @@ def test_on_the_gpu(name: str) -> None:
     found = of(model)
     for key, gradient in found.items():
         if wanted[key].any():
-                assert agreement(gradient, wanted[key])[0] > 0.83, key
+            assert agreement(gradient, wanted[key])[0] > 0.83, key
     for mode in ("selective", "full"):
         model.activation_checkpointing = mode  # type: ignore[assignment]
         again = of(model)
