@@ -13,7 +13,7 @@ from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.text_stream import TextStream
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["Tokenizer"]
 
 CHARACTERS_AT_ONCE = 1 << 20
 """Most characters of texts that are encoded together: encoding takes about 100 bytes of memory per character."""
