@@ -194,8 +194,8 @@ def _run(
 
 
 def _defers(request: AttentionRequest) -> bool:
-    """The interpreter is for tests. Torch's kernels are faster in float32, where they need no mask and no additional
-    key, and on GPUs before Hopper, for which "varlen" was written."""
+    """The interpreter is for tests. Torch is faster in float32 (with softcap in the reference, which keeps all scores),
+    where its kernels need no mask and no additional key, and on GPUs before Hopper, for which "varlen" was written."""
     if request.device != "cuda" or request.dtype.itemsize == 4:
         return True
     if compute_capability() < 9 and VARLEN.refuses(request) is None:
