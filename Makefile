@@ -16,7 +16,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
 
-# The tests that need a CUDA GPU. Eight processes fit 80 GB: tests of large tensors take turns.
+# The tests that need a CUDA GPU. Tests of large tensors take turns, so that the processes share one GPU.
 test-gpu: $(READY)
 	$(BIN)/pytest -n 8 --dist worksteal -m "gpu and not slow" --ignore tests/integrations
 
