@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ligermodels.errors import InputError
 from ligermodels.layers.token_parts import TokenParts
+from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.library import keeps_results
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -82,10 +83,3 @@ def drops(module: nn.Module) -> bool:
         module.training and module.p > 0 if isinstance(module, nn.Dropout) else getattr(module, "drops", False)
         for module in module.modules()
     )
-
-
-def is_recording() -> bool:
-    """Whether the current stream's work goes into a CUDA graph now."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_available():  # a compiler does not trace the next question
-        return False
-    return torch.cuda.is_current_stream_capturing()

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.checkpointing import is_recording
 from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
+from ligermodels.ops.runtime.devices import is_recording
 
 IGNORE_INDEX = -100
 

@@ -247,6 +247,7 @@ def test_which_calls_fla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"key_dim": 257}, "more than 256"),
         ({"continued": True}, "after an initial state"),
         ({"compiling": True}, "torch.compile"),
+        ({"recording": True}, "a CUDA graph would keep those of the first call"),
         ({"gradient": True}, "gradients are wrong on Hopper"),
     ):
         monkeypatch.setattr(fla, "_wrong_gradients", lambda: True)

@@ -28,7 +28,9 @@ MAX_KEY_DIM = 256
 class DeltaRequest(NamedTuple):
     """The properties of a call that decide whether fla can serve it; none is read from device memory.
 
-    continued: whether there is an initial state. gradient: whether autograd may ask for gradients."""
+    continued: whether there is an initial state. gradient: whether autograd may ask for gradients. recording: whether
+    the call goes into a CUDA graph.
+    """
 
     device: str
     dtype: torch.dtype
@@ -37,6 +39,7 @@ class DeltaRequest(NamedTuple):
     continued: bool
     compiling: bool
     gradient: bool = False
+    recording: bool = False
 
 
 @functools.cache
@@ -67,7 +70,7 @@ def refuses(request: DeltaRequest) -> str | None:
         return f"queries and keys of {request.key_dim} channels are more than {MAX_KEY_DIM}"
     if request.packed and request.continued:
         return "packed documents after an initial state are not implemented on it"
-    if request.packed and torch.cuda.is_current_stream_capturing():
+    if request.packed and request.recording:
         return "it reads the bounds of documents on the host, and a CUDA graph would keep those of the first call"
     if request.compiling:
         return "torch.compile does not trace it"

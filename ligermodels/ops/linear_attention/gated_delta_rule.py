@@ -29,6 +29,7 @@ from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.linear_attention import delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.delta_chunks import EPS
+from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
@@ -130,7 +131,9 @@ def _choose(
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
         compiling = torch.compiler.is_compiling()
         packed, continued = cu_seqlens is not None, initial_state is not None
-        request = fla.DeltaRequest(q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient)
+        request = fla.DeltaRequest(
+            q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient, is_recording()
+        )  # fmt: skip
         refusals["fla"] = fla.refuses(request)
     for name, refusal in refusals.items():
         if not refusal:

@@ -75,6 +75,13 @@ def is_hip() -> bool:
     return torch.version.hip is not None if _pretended is None else _pretended.hip
 
 
+def is_recording() -> bool:
+    """Whether the current stream's work goes into a CUDA graph now."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():  # a compiler does not trace the next question
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
 @torch.compiler.assume_constant_result
 def gpu_of(device: torch.device) -> GPU | None:
     """The GPU that `device` is, or is pretended to be; None for other devices."""
