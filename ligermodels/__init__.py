@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ligermodels.adapt.quantize import dequantize, quantize
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.models.capture import Captured, capture
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.models.decoder import Decoder, DecoderConfig
     from ligermodels.models.output import CausalLMOutput
@@ -34,6 +35,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "adapt.adapter": ("load_adapter", "save_adapter"),
+        "models.capture": ("Captured", "capture"),
         "models.causal_lm": ("CausalLM",),
         "models.decoder": ("Decoder", "DecoderConfig"),
         "adapt.float8": ("float8",),
@@ -56,6 +58,7 @@ __getattr__, __dir__ = lazy_names(
 __all__ = [
     "CausalLM",
     "CausalLMOutput",
+    "Captured",
     "Decoder",
     "DecoderConfig",
     "Float8Recipe",
@@ -67,6 +70,7 @@ __all__ = [
     "ParallelPlan",
     "Tokenizer",
     "add_lora",
+    "capture",
     "dequantize",
     "errors",
     "float8",
