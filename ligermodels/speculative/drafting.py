@@ -65,7 +65,7 @@ class HeadsDrafter:
     """
 
     reads_states = False
-    boundaries = ()
+    boundaries: tuple[int, ...] = ()
 
     def __init__(self, propose: Propose) -> None:
         self.propose = propose

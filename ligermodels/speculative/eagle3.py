@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels import ops
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
-from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, KeysValues, LMHead
+from ligermodels.layers import HeadConfig, HeadLoss, KeysValues, LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
+from ligermodels.ops.loss.divergences import Divergence
+from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, layer_like
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.output import MultiHeadOutput
@@ -52,7 +54,7 @@ class Eagle3Model(MultiHeadModel):
         *,
         num_steps: int = STEPS,
         decay: float = DECAY,
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
         lm_head: Literal["own", "shared"] = "own",
     ) -> None:
         """A head with random weights on `base`. `from_base` and `from_pretrained` also freeze the base model.
@@ -76,17 +78,13 @@ class Eagle3Model(MultiHeadModel):
         self.base, self.config, self.divergence = base, config, divergence
         self.num_heads, self.decay = check_count("num_steps", num_steps, most=MOST_HEADS), check_decay(decay)
         self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        self.embed: nn.Embedding | None = None  # where it is not the base model's
         self._check_config()
         with torch.device("meta"), skip_init():
             self.head = Eagle3Head(config)
-            self.lm_head = LMHead(config.decoder.hidden_size, len(self.vocabulary), HeadConfig())
         allocate(self.head, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "eagle3")
-        if lm_head == "shared":
-            self.lm_head: LMHead | None = None
-        else:
-            allocate(cast(nn.Module, self.lm_head), base.dtype, base.device)
-            self._copy_lm_head()
+        self.lm_head = self._copied_lm_head() if lm_head == "own" else None
 
     def _check_config(self) -> None:
         config, base = self.config, self.base.config
@@ -102,9 +100,13 @@ class Eagle3Model(MultiHeadModel):
             raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
     @torch.no_grad()
-    def _copy_lm_head(self) -> None:
-        weight = gathered(dense_state(self.base.head, self.base.dtype)["weight"])
-        cast(LMHead, self.lm_head).weight.copy_(weight[self.vocabulary.tokens.to(weight.device)])
+    def _copied_lm_head(self) -> LMHead:
+        base, size = self.base, self.config.decoder.hidden_size
+        with torch.device("meta"), skip_init():
+            lm_head = LMHead(size, len(self.vocabulary), HeadConfig())
+        allocate(lm_head, base.dtype, base.device)
+        lm_head.weight.copy_(self.vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"])))
+        return lm_head
 
     @classmethod
     def from_base(
@@ -116,7 +118,7 @@ class Eagle3Model(MultiHeadModel):
         vocabulary: DraftVocabulary | None = None,
         layer: Literal["llama", "qwen3"] | Mapping[str, Any] = "llama",
         decay: float = DECAY,
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
         lm_head: Literal["own", "shared"] = "own",
         **flags: bool,
     ) -> Eagle3Model:
@@ -223,25 +225,27 @@ class Eagle3Model(MultiHeadModel):
         inputs, targets = batch.inputs, batch.targets
         with torch.no_grad():
             out = self.base(**inputs, return_hidden_states=self.config.boundaries)
-            embeds = self._embed(inputs["input_ids"]) if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-        drafted = self._steps(torch.cat(out.hidden_states, dim=-1), embeds, inputs["position_ids"], inputs["cu_seqlens"])
+            embeds = inputs["inputs_embeds"]
+            embeds = self.embeddings(inputs["input_ids"]) if embeds is None else embeds
+        states, last = torch.cat(out.hidden_states, dim=-1), out.last_hidden_state
+        drafted = self._steps(states, embeds, inputs["position_ids"], inputs["cu_seqlens"])
         if targets is None:
-            logits = [batch.layout.packing.restore(self._through_lm_head(normed)) for normed in drafted]
+            logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
         needed, sums = targets.wait_for_needed(), list[Tensor]()
 
         def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
-            teacher = F.pad(out.last_hidden_state[:, step + 1 :], (0, 0, 0, min(step + 1, embeds.shape[1])))
+            teacher = _following(last, step + 1)
             teacher = teacher if needed is None else needed.take(teacher)
-            result, found = self._divergence_from(teacher, hidden, values, **options)
-            sums.append(found)
-            return result
+            result = self.projection.divergence(teacher, hidden, values, divergence=self.divergence, **options)
+            sums.append(result.sums)
+            return result.loss
 
         taken = (each if needed is None else needed.take(each) for each in drafted)
         output = self._heads_loss(taken, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
-        accepted, agreed, output.counts = torch.stack(sums, dim=1)
-        count = output.counts.clamp(min=1)
-        output.acceptance, output.agreement = accepted / count, agreed / count
+        accepted, agreed, counts = torch.stack(sums, dim=1)
+        at_least_one = counts.clamp(min=1)
+        output.acceptance, output.agreement, output.counts = accepted / at_least_one, agreed / at_least_one, counts.long()
         return output
 
     def _steps(
@@ -266,9 +270,8 @@ class Eagle3Model(MultiHeadModel):
         for step in range(self.num_heads):
             # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
             # target, and no position with a target attends to them.
-            following = F.pad(embeds[:, step + 1 :], (0, 0, 0, min(step + 1, length)))
             hidden, normed = self.head(
-                following,
+                _following(embeds, step + 1),
                 hidden,
                 reads_states=step == 0,
                 position_ids=position_ids + step,
@@ -277,67 +280,15 @@ class Eagle3Model(MultiHeadModel):
             )
             yield normed
 
-    def _divergence_from(
-        self,
-        teacher: Tensor,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        reduction: str,
-        num_targets: int | None = None,
-        return_rank: bool = False,
-        **options: Any,
-    ) -> tuple[HeadLoss, Tensor]:
-        """The loss of a step.
+    @property
+    def projection(self) -> DraftProjection:
+        """The projection of the head to the draft vocabulary."""
+        return DraftProjection(self.base, self.vocabulary, self.lm_head)
 
-        Args:
-            teacher: the model's states after its final norm, for the targets, (..., H).
-            hidden: the head's states for its lm_head, (..., H).
-            targets: long (...), -100 without a target.
-            reduction: "mean" or "sum".
-            num_targets: number of targets, if the host knows it.
-            return_rank: the ranks of the targets, if no gradients are recorded.
-            options: other options of `ops.linear_distillation`.
-
-        Returns:
-            The loss; and float (3,), summed over the targets: the acceptance, the agreement, and 1.
-        """
-        valid = targets != IGNORE_INDEX
-        loss, acceptance, agreement = call_gathered(
-            self.base, self._distilled, teacher, hidden, valid, reduction=reduction, num_tokens=num_targets, **options
-        )  # fmt: skip
-        ranks = None
-        if return_rank and not torch.is_grad_enabled():
-            ranks = self.vocabulary.ranks(targets, lambda own: self._through_lm_head(hidden, own))
-        return HeadLoss(loss=loss, ranks=ranks), torch.stack([acceptance, agreement.float(), valid.float()]).flatten(1).sum(1)
-
-    def _distilled(self, teacher: Tensor, hidden: Tensor, mask: Tensor, **options: Any) -> Any:
-        """`ops.linear_distillation` towards the base model's head. The base model's parameters are gathered."""
-        head = self.base.head
-        with head.loss_weight(teacher.dtype) as whole:
-            weight, bias = self.vocabulary.rows(whole), self.vocabulary.rows(head.bias)
-            own = weight.to(hidden.dtype) if self.lm_head is None else self.lm_head.weight
-            return ops.linear_distillation(
-                hidden, own, teacher, weight, mask, teacher_bias=bias, divergence=self.divergence,
-                teacher_softcap=head.config.softcap, teacher_logit_scale=head.config.logit_scale,
-                return_acceptance=True, **options,
-            )  # fmt: skip
-
-    def _through_lm_head(self, normed: Tensor, targets: Tensor | None = None) -> Any:
-        """Logits (..., V_d) of the draft vocabulary; with targets, ids of it, a `HeadLoss` with ranks."""
-        if self.lm_head is not None:
-            return self.lm_head(normed) if targets is None else self.lm_head(normed, targets, return_rank=True)
-        return call_gathered(self.base, self._through_shared_rows, normed, targets)
-
-    def _through_shared_rows(self, normed: Tensor, targets: Tensor | None) -> Any:
-        with self.base.head.loss_weight(self.base.dtype) as whole:
-            weight = self.vocabulary.rows(whole).to(normed.dtype)
-        if targets is None:
-            return F.linear(normed, weight)
-        return loss_or_log_probs(HeadConfig(), normed, weight, targets, None, return_rank=True)
-
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
+        if self.embed is not None:
+            return cast(Tensor, self.embed(input_ids))
         return cast(Tensor, call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids))
 
     # -- decoding ------------------------------------------------------------------------------------------------------
@@ -348,16 +299,19 @@ class Eagle3Model(MultiHeadModel):
 
     def drafter(self, tree: Tree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
-        head = self.head
+        head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
+        if project is None:  # the rows are taken once
+            dtype = head.reader.fc.weight.dtype
+            project = partial(F.linear, weight=call_gathered(self.base, self.projection.rows, dtype))
 
         def lm_head(hidden: Tensor) -> Tensor:
-            return cast(Tensor, self._through_lm_head(hidden if self.config.norm_output else head.norm(hidden)))
+            return cast(Tensor, project(hidden if self.config.norm_output else head.norm(hidden)))
 
         def step(embeds: Tensor, hidden: Tensor, *, layer: int, **options: Any) -> Tensor:
             return cast(DraftStates, head(embeds, hidden, **options)).next
 
         return StepDrafter(
-            self._embed,
+            self.embeddings,
             step,
             lm_head,
             lambda batch_size, max_length: head.new_state(batch_size, max_length, self.base.device),
@@ -365,3 +319,99 @@ class Eagle3Model(MultiHeadModel):
             token_ids=self.vocabulary.ids,
             boundaries=self.config.boundaries,
         )
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: CausalLM,
+        folder: str | os.PathLike[str],
+        *,
+        num_steps: int = STEPS,
+        decay: float = DECAY,
+        divergence: Divergence = "forward_kl",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Eagle3Model:
+        """Load a head from a folder or the hub, in speculators' form or SpecForge's, and freeze the base model.
+
+        Args:
+            base: the base model, in memory.
+            folder: folder or hub id of the head.
+            num_steps: K, steps of training, and tokens proposed by default; checkpoints do not store it.
+            decay: step k has the weight decay ** k in the loss.
+            divergence: from the model's distribution: a name of `ops.linear_distillation`.
+            progress: called with (bytes loaded, bytes in total) of the head.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: files or tensors are missing, damaged, or made for another base model.
+            ConfigError: config.json is not of an EAGLE-3 head, or has a bad value.
+            HubError: the files cannot be fetched.
+
+        Examples:
+            >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
+            >>> eagle.generate([[1, 5, 9]], max_new_tokens=64)
+        """
+        return load_head(
+            cls, base, folder, {"num_steps": num_steps, "decay": decay, "divergence": divergence}, progress
+        )
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        profile: Literal["speculators", "specforge"] = "speculators",
+        *,
+        base_model: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the head for a server.
+
+        Args:
+            folder: created if need be.
+            profile: "speculators", which vLLM serves; or "specforge", which SGLang and vLLM serve.
+            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
+                was loaded from.
+            overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
+            CheckpointError: the folder is in use or cannot be written.
+
+        Examples:
+            >>> eagle.export("head/", profile="specforge")
+        """
+        save_head(self, folder, profile, base_model, overwrite=overwrite)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.
+
+        Args:
+            folder: created if need be.
+            overwrite: replace a head in the folder.
+
+        Raises:
+            InputError, CheckpointError: see `export`.
+        """
+        spec = self.base.export_spec
+        name = "" if spec is None or spec.base_name is None else spec.base_name
+        self.export(folder, base_model=name, overwrite=overwrite)
+
+    def save_whole(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """InputError: no format holds a model together with an EAGLE-3 head.
+
+        Args:
+            folder: not used.
+            max_shard_size: not used.
+            overwrite: not used.
+        """
+        raise InputError("EAGLE-3: heads are checkpoints of their own; call export, and save_pretrained of the base")
+
+
+def _following(x: Tensor, ahead: int) -> Tensor:
+    """(rows, length, ...): x at t + ahead, zeros beyond the end of the row."""
+    return F.pad(x[:, ahead:], (0, 0, 0, min(ahead, x.shape[1])))

@@ -137,7 +137,7 @@ class TwoStreamAttention(Attention):
         super().__init__(hidden_size, config)
         self.qkv = Linear(2 * hidden_size, self.qkv.out_features, bias=config.bias)
 
-    def forward(  # type: ignore[override]  # a token mixer of EAGLE-3's training has no further output
+    def forward(
         self, x: Tensor, context: ForwardContext, state: Any = None, steps: list[KeysValues] | None = None
     ) -> Tensor:
         """Run the layer, in decoding or as a step of training.

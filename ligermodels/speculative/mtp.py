@@ -24,10 +24,10 @@ from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
-from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
+from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
 
 DECAY = 0.6

@@ -246,7 +246,7 @@ class MultiHeadModel(nn.Module):
         ranks = [result.ranks for result in results if result.ranks is not None]
         # Numbers, not a tensor of the weights: a CUDA graph takes no copy from the host.
         total = torch.stack([weight * loss for weight, loss in zip(self.loss_weights(), losses, strict=True)]).sum()
-        found = {"loss": total, "head_losses": torch.stack(losses).detach()}
+        found: dict[str, Any] = {"loss": total, "head_losses": torch.stack(losses).detach()}
         return MultiHeadOutput.of_ranks(torch.stack(ranks), **found) if ranks else MultiHeadOutput(**found)
 
     def num_targets(
