@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
+    from ligermodels.speculative.eagle3 import Eagle3Model
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.mtp import MTPModel
     from ligermodels.speculative.output import MedusaOutput, MultiHeadOutput
@@ -49,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "parallel.plan": ("ParallelPlan",),
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
+        "speculative.eagle3": ("Eagle3Model",),
         "speculative.medusa": ("MedusaModel",),
         "speculative.mtp": ("MTPModel",),
         "speculative.output": ("MedusaOutput", "MultiHeadOutput"),
@@ -61,6 +63,7 @@ __all__ = [
     "CausalLMOutput",
     "Decoder",
     "DecoderConfig",
+    "Eagle3Model",
     "Float8Recipe",
     "JointMedusa",
     "MTPModel",

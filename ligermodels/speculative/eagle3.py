@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
-from ligermodels.layers import HeadConfig, HeadLoss, KeysValues, LMHead
+from ligermodels.layers import HeadConfig, HeadLoss, LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.capture import default_boundaries
@@ -25,7 +24,7 @@ from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
-from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, layer_like
+from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following, layer_like
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
@@ -92,6 +91,7 @@ class Eagle3Model(MultiHeadModel):
             ("target_hidden_size", config.target_hidden_size, base.hidden_size),
             ("hidden_size", config.decoder.hidden_size, base.hidden_size),
             ("vocab_size", config.decoder.vocab_size, base.vocab_size),
+            ("vocab_size", self.vocabulary.vocab_size, base.vocab_size),
             ("draft_vocab_size", config.draft_vocab_size, len(self.vocabulary)),
         ):
             if ours != theirs:
@@ -227,15 +227,18 @@ class Eagle3Model(MultiHeadModel):
             out = self.base(**inputs, return_hidden_states=self.config.boundaries)
             embeds = inputs["inputs_embeds"]
             embeds = self.embeddings(inputs["input_ids"]) if embeds is None else embeds
-        states, last = torch.cat(out.hidden_states, dim=-1), out.last_hidden_state
-        drafted = self._steps(states, embeds, inputs["position_ids"], inputs["cu_seqlens"])
+        states = torch.cat(cast("tuple[Tensor, ...]", out.hidden_states), dim=-1)
+        last = cast(Tensor, out.last_hidden_state)
+        drafted = self.head.training_steps(
+            states, embeds, self.num_heads, position_ids=inputs["position_ids"], cu_seqlens=inputs["cu_seqlens"]
+        )
         if targets is None:
             logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
         needed, sums = targets.wait_for_needed(), list[Tensor]()
 
         def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
-            teacher = _following(last, step + 1)
+            teacher = following(last, step + 1)
             teacher = teacher if needed is None else needed.take(teacher)
             result = self.projection.divergence(teacher, hidden, values, divergence=self.divergence, **options)
             sums.append(result.sums)
@@ -245,40 +248,12 @@ class Eagle3Model(MultiHeadModel):
         output = self._heads_loss(taken, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
         accepted, agreed, counts = torch.stack(sums, dim=1)
         at_least_one = counts.clamp(min=1)
-        output.acceptance, output.agreement, output.counts = accepted / at_least_one, agreed / at_least_one, counts.long()
+        output.acceptance, output.agreement, output.counts = (
+            accepted / at_least_one,
+            agreed / at_least_one,
+            counts.long(),
+        )
         return output
-
-    def _steps(
-        self, states: Tensor, embeds: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Iterator[Tensor]:
-        """The results of each step, for the lm_head.
-
-        Args:
-            states: (rows, length, n H), the model's states at the boundaries.
-            embeds: (rows, length, H), embeddings of the tokens.
-            position_ids: long (rows, length), or None.
-            cu_seqlens: int32 (n + 1,), bounds of documents in a single row, or None.
-
-        Returns:
-            K tensors (rows, length, H).
-        """
-        length = embeds.shape[1]
-        if position_ids is None:
-            counted = torch.arange(length, device=embeds.device)[None]
-            position_ids = counted if cu_seqlens is None else packed_positions(cu_seqlens, length)
-        hidden, earlier = states, list[KeysValues]()
-        for step in range(self.num_heads):
-            # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
-            # target, and no position with a target attends to them.
-            hidden, normed = self.head(
-                _following(embeds, step + 1),
-                hidden,
-                reads_states=step == 0,
-                position_ids=position_ids + step,
-                cu_seqlens=cu_seqlens,
-                steps=earlier,
-            )
-            yield normed
 
     @property
     def projection(self) -> DraftProjection:
@@ -410,8 +385,3 @@ class Eagle3Model(MultiHeadModel):
             overwrite: not used.
         """
         raise InputError("EAGLE-3: heads are checkpoints of their own; call export, and save_pretrained of the base")
-
-
-def _following(x: Tensor, ahead: int) -> Tensor:
-    """(rows, length, ...): x at t + ahead, zeros beyond the end of the row."""
-    return F.pad(x[:, ahead:], (0, 0, 0, min(ahead, x.shape[1])))

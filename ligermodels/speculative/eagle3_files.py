@@ -25,6 +25,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative import eagle3_formats as formats
@@ -65,7 +66,7 @@ def save_head(
     name = base_model if base_model is not None or spec is None else spec.base_name
     if name is None:
         raise InputError("base_model: config.json names the base model; give its folder or hub id")
-    target = formats.Target(name, tuple((spec.hf_config if spec else {}).get("architectures") or ()))
+    target = formats.Target(name, () if spec is None else _architectures(spec.hf_config))
     reshard(model)
     state = _state(model)
     if model.lm_head is None:
@@ -157,6 +158,10 @@ def load_head(
             _take_embedding(model, path, names[formats.EMBEDDING])
     base.requires_grad_(False)
     return model
+
+
+def _architectures(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(hf_config.get("architectures") or [family_of(hf_config).causal_lm])
 
 
 def _state(model: Eagle3Model) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ _LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
-    "use_sliding_window",
+    "use_sliding_window", "tie_word_embeddings",
 )  # fmt: skip
 """Fields of a flat config.json that describe the layer."""
 

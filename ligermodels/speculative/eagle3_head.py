@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -271,8 +272,52 @@ class Eagle3Head(nn.Module):
         normed = self.norm(result)
         return DraftStates(normed if self.config.norm_output else result, normed)
 
+    def training_steps(
+        self,
+        states: Tensor,
+        embeds: Tensor,
+        num_steps: int,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Apply the head several times to a text: step k reads the tokens k + 1 places ahead.
+
+        Args:
+            states: (B, T, n H_target), the model's states at the boundaries.
+            embeds: (B, T, H), embeddings of the tokens.
+            num_steps: K.
+            position_ids: long (B, T); by default counted from 0 in each row or document.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row, or None.
+
+        Returns:
+            Of each step, `DraftStates.normed`, (B, T, H).
+        """
+        length = embeds.shape[1]
+        if position_ids is None:
+            counted = torch.arange(length, device=embeds.device)[None]
+            position_ids = counted if cu_seqlens is None else packed_positions(cu_seqlens, length)
+        hidden, earlier = states, list[KeysValues]()
+        for step in range(num_steps):
+            # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
+            # target, and no position with a target attends to them.
+            hidden, normed = self(
+                following(embeds, step + 1),
+                hidden,
+                reads_states=step == 0,
+                position_ids=position_ids + step,
+                cu_seqlens=cu_seqlens,
+                steps=earlier,
+            )
+            yield normed
+
     def new_state(self, batch_size: int, max_length: int, device: torch.device) -> DecodingState:
         """An empty decoding state of the layer for `batch_size` sequences of up to `max_length` tokens, on `device`."""
         weight = self.reader.fc.weight
         options: dict[str, Any] = {"hidden_size": self.config.decoder.hidden_size, "dtype": weight.dtype}
         return DecodingState([self.config.mixer], batch_size, max_length, device=device, **options)
+
+
+def following(x: Tensor, ahead: int) -> Tensor:
+    """x (B, T, ...) at t + `ahead`, and zeros beyond the end of the row."""
+    return F.pad(x[:, ahead:], (0, 0, 0, min(ahead, x.shape[1])))
