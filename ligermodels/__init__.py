@@ -56,9 +56,9 @@ __getattr__, __dir__ = lazy_names(
 )
 
 __all__ = [
+    "Captured",
     "CausalLM",
     "CausalLMOutput",
-    "Captured",
     "Decoder",
     "DecoderConfig",
     "Float8Recipe",
