@@ -35,8 +35,8 @@ class PlusOne(nn.Module):
 
 
 def test_the_state_of_boundary_l_has_passed_l_blocks() -> None:
-    """Of a model whose state s_L is L everywhere: an id that is one off would show. Also where labels narrow the pass
-    to few tokens, which these blocks allow from the first one on."""
+    """In this model s_L is L everywhere, so a boundary that is one off shows. Its blocks mix no tokens: labels narrow
+    the pass to few tokens from the first block on, and the states are still of all tokens."""
     model = make("llama-3")
     model.decoder.blocks = nn.ModuleList(PlusOne() for _ in range(5))
     nn.init.zeros_(model.decoder.embed.weight)
@@ -87,7 +87,7 @@ def test_every_kind_of_pass(name: str) -> None:
         model(IDS[:, :9], state=state)
         step = model(IDS[:, 9:10], state=state, return_hidden_states=every, return_logits=True)
         torch.testing.assert_close(step.logits[:, 0], plain.logits[:, 9], rtol=1e-4, atol=1e-5)
-        # A root with two children, of which the second one is the next token.
+        # A root with two children; the second child is the next token.
         mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
         tree = TreeTokens(mask, torch.tensor([0, 0, 0]), torch.tensor([0, 1, 1]))
         nodes = IDS[:, [10, 3, 11]]
@@ -99,7 +99,7 @@ def test_every_kind_of_pass(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_gradients_through_states(mode: str) -> None:
-    """As of a hook that reads the blocks' results; beside the loss, whose pass is narrowed to tokens with a target."""
+    """Equal to gradients through a hook on the block; beside a loss that narrows the pass to tokens with a target."""
     found = []
     for hooked in (False, True):
         model, seen = make("qwen3_moe"), []

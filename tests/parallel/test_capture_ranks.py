@@ -1,4 +1,4 @@
-"""Residual streams of models over two ranks: those of one process."""
+"""Residual streams of a model on two ranks equal the residual streams of one process."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def states_of(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     out = model(**inputs, return_hidden_states=(0, 2))
-    assert not any(state._is_view() for state in out.hidden_states)  # of which FSDP2 warns
+    assert not any(state._is_view() for state in out.hidden_states)  # FSDP2 would warn
     return out.loss + sum(state.square().mean() for state in out.hidden_states)
 
 
