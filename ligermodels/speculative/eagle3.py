@@ -264,7 +264,7 @@ class Eagle3Model(MultiHeadModel):
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
         if self.embed is not None:
             return cast(Tensor, self.embed(input_ids))
-        return cast(Tensor, call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids))
+        return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
