@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ligermodels.adapt.quantize import dequantize, quantize
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.integrations.in_place import nativize, restore
+    from ligermodels.models.capture import Captured, capture
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.models.decoder import Decoder, DecoderConfig
     from ligermodels.models.output import CausalLMOutput
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
     from ligermodels.speculative.joint import JointMedusa
+    from ligermodels.speculative.eagle3 import Eagle3Model
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.mtp import MTPModel
     from ligermodels.speculative.output import MedusaOutput, MultiHeadOutput
@@ -34,6 +36,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "adapt.adapter": ("load_adapter", "save_adapter"),
+        "models.capture": ("Captured", "capture"),
         "models.causal_lm": ("CausalLM",),
         "models.decoder": ("Decoder", "DecoderConfig"),
         "adapt.float8": ("float8",),
@@ -47,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "parallel.plan": ("ParallelPlan",),
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
+        "speculative.eagle3": ("Eagle3Model",),
         "speculative.medusa": ("MedusaModel",),
         "speculative.mtp": ("MTPModel",),
         "speculative.output": ("MedusaOutput", "MultiHeadOutput"),
@@ -54,10 +58,12 @@ __getattr__, __dir__ = lazy_names(
 )
 
 __all__ = [
+    "Captured",
     "CausalLM",
     "CausalLMOutput",
     "Decoder",
     "DecoderConfig",
+    "Eagle3Model",
     "Float8Recipe",
     "JointMedusa",
     "MTPModel",
@@ -67,6 +73,7 @@ __all__ = [
     "ParallelPlan",
     "Tokenizer",
     "add_lora",
+    "capture",
     "dequantize",
     "errors",
     "float8",

@@ -117,9 +117,9 @@ class Step:
 
     def prefill_again(self, sequences: ops.Sequences, longest: int) -> None:
         """Take a step by a prefill of all tokens; `longest` is the most tokens of a sequence in the state."""
-        prefilled = prefill(self.model, sequences.text[:, : longest + 1], sequences.cache_seqlens + 1, self.state)
+        found = self._prefill(sequences.text[:, : longest + 1], sequences.cache_seqlens + 1)
         self.state.cache_seqlens = sequences.cache_seqlens
-        self.accept(sequences, prefilled.hidden, prefilled.logits)
+        self.accept(sequences, *found)
 
 
 def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,8 @@ def aligned(ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 class Prefilled(NamedTuple):
     """Results of a prefill: `hidden` states (B, H) and `logits` (B, V) of the last tokens, and `states`, the hidden
-    states of all tokens (B, T, H) with `every_state`, else of the last tokens (B, 1, H)."""
+    states of all tokens (B, T, H) with `every_state`, else of the last tokens (B, 1, H); with K `boundaries` the
+    residual streams of all tokens at them, (B, T, K * H)."""
 
     hidden: Tensor
     logits: Tensor
@@ -143,7 +144,13 @@ class Prefilled(NamedTuple):
 
 
 def prefill(
-    model: DecodingModel, ids: Tensor, lengths: Tensor, state: DecodingState, *, every_state: bool = False
+    model: DecodingModel,
+    ids: Tensor,
+    lengths: Tensor,
+    state: DecodingState,
+    *,
+    every_state: bool = False,
+    boundaries: Sequence[int] = (),
 ) -> Prefilled:
     """Empty the state and run prompts into it.
 
@@ -153,6 +160,7 @@ def prefill(
         lengths: long (B,), tokens of each prompt.
         state: a state for B sequences.
         every_state: return the hidden states of all tokens, not only of the last tokens.
+        boundaries: return the residual streams at these boundaries between blocks instead, of all tokens.
 
     Returns:
         Hidden states and logits.
@@ -161,14 +169,22 @@ def prefill(
     batch, length = ids.shape
     mask = torch.arange(length, device=ids.device) < lengths[:, None]
     last = torch.arange(batch, device=ids.device) * length + lengths - 1
-    if every_state:
+    if every_state and not boundaries:
         states = model(ids, attention_mask=mask, state=state, return_last_hidden_state=True).last_hidden_state
         hidden = states.flatten(0, 1)[last]
         return Prefilled(hidden, model.logits(hidden), states)
+    options: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else {}
     out = model(
-        ids, attention_mask=mask, state=state, token_indices=last, return_logits=True, return_last_hidden_state=True
+        ids,
+        attention_mask=mask,
+        state=state,
+        token_indices=last,
+        return_logits=True,
+        return_last_hidden_state=True,
+        **options,
     )
-    return Prefilled(out.last_hidden_state[0], out.logits[0], out.last_hidden_state.transpose(0, 1))
+    states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state.transpose(0, 1)
+    return Prefilled(out.last_hidden_state[0], out.logits[0], states)
 
 
 class RopeThresholds(NamedTuple):

@@ -219,7 +219,7 @@ class LMHead(Linear):
             Logits (..., V); with targets a `HeadLoss`.
         """
         if targets is not None:
-            with self._loss_weight(hidden.dtype) as weight:
+            with self.loss_weight(hidden.dtype) as weight:
                 return loss_or_log_probs(self.config, hidden, weight, targets, self.bias, **loss_options)
         if self.weight is None:
             return scaled_logits(self.config, super().forward(hidden))
@@ -227,7 +227,7 @@ class LMHead(Linear):
         return gather_last(self, scaled_logits(self.config, logits), self.out_features)
 
     @contextmanager
-    def _loss_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def loss_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """The weight for a loss. One that is quantised is dequantised for the loss, and again where its backward pass
         needs it: several losses, as of Medusa heads that share the lm_head, do not each keep a copy."""
         compute = self.compute

@@ -20,7 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers.tokens import Tokens
+from ligermodels.layers.tokens import Tokens, reshaped
 from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
 from ligermodels.ops.runtime.collectives import Ranks
 
@@ -96,7 +96,8 @@ class TokenParts(Tokens):
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """All tokens, for computations that are the same on all ranks. So is the gradient."""
-        return self._as_tokens(self.ranks.whole(_as_rows(x))[: self.batch * self.length], x)
+        rows = self.ranks.whole(_as_rows(x))[: self.batch * self.length]
+        return rows if x.ndim == 2 else reshaped(rows, (self.batch, self.length, *x.shape[2:]))
 
     def gather(self, part: Tensor) -> Tensor:
         """All tokens, for computations that differ between ranks. The gradient is summed over ranks."""

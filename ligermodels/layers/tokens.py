@@ -105,7 +105,7 @@ class Unpadding(Tokens):
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, tokens, ...) -> (B, T, ...), with `fill` on padding."""
         flat = x.new_full((self._shape.numel(), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
-        return flat.unflatten(0, self._shape)
+        return reshaped(flat, (*self._shape, *x.shape[2:]))
 
 
 class KeptPadding(Tokens):
@@ -163,8 +163,7 @@ class PackedRows(Tokens):
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, rows * length, ...) -> (rows, length, ...)."""
-        # No view, as far as autograd knows: FSDP2 warns of models that return views.
-        return torch.ops.aten._unsafe_view(x.contiguous(), (self.rows, self.length, *x.shape[2:]))
+        return reshaped(x, (self.rows, self.length, *x.shape[2:]))
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class SelectedTokens(Tokens):
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens."""
         flat = x.new_full((self.rows * self.length, *x.shape[2:]), fill).index_copy(0, self.indices, x[0])
-        return flat.unflatten(0, (self.rows, self.length))
+        return reshaped(flat, (self.rows, self.length, *x.shape[2:]))
 
 
 @dataclass(frozen=True)
@@ -330,6 +329,11 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
     return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
+
+
+def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`x.reshape(shape)`, which is no view as far as autograd knows: FSDP2 warns of models that return views."""
+    return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:

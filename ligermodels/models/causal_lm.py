@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -139,6 +139,7 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
         return_entropy: bool = False,
         return_z_loss: bool = False,
         return_predicted: bool = False,
+        return_hidden_states: Sequence[int] | None = None,
         token_indices: Tensor | Targets | None = None,
         state: DecodingState | None = None,
         tree: TreeTokens | None = None,
@@ -165,6 +166,9 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             return_entropy: deprecated, call `log_probs`.
             return_z_loss: with the loss, also return the z-loss within it, without a gradient.
             return_predicted: with the loss, also return the likeliest token at the place of each label.
+            return_hidden_states: also return the residual stream (B, T, H) at these boundaries between blocks: after
+                this many blocks, from 0, the scaled embeddings, to the number of blocks, the states before the final
+                norm. Always of all tokens, also with labels or `token_indices`.
             token_indices: long (n,), indices of the flattened B * T tokens: only the logits and states of these tokens
                 are computed, (1, n, ...). `Targets` stand for the tokens that have a target.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
@@ -191,9 +195,8 @@ class CausalLM(GenerationMixin, ExportMixin, nn.Module):
             >>> model(input_ids).logits.shape
             torch.Size([1, 10, 32000])
         """
-        inputs = ModelInputs(
-            input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, state, tree, token_indices
-        )
+        passed = (state, tree, token_indices, return_hidden_states)
+        inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
         returns: dict[str, Any] = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
         check_returns(returns, labels if last_hidden_state is None else targets)
         if last_hidden_state is not None or targets is not None:

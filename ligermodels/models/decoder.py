@@ -171,6 +171,7 @@ class Decoder(nn.Module):
         router_outputs: list[RouterOutput] | None = None,
         per_layer_inputs: Tensor | None = None,
         layout: TokenLayout | None = None,
+        hidden_states: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Compute hidden states after the final norm. Values of the inputs are not checked: `CausalLM` does that.
 
@@ -189,24 +190,30 @@ class Decoder(nn.Module):
                 `inputs_embeds`, in place of the embedding by layer of `input_ids`.
             layout: layout of the tokens, in place of `cu_seqlens`. The states are returned in this layout, and
                 `token_indices` are indices in it.
+            hidden_states: its keys are boundaries between blocks, 0 to the number of blocks. Each value is replaced by
+                the residual stream after that many blocks: at 0 the scaled embeddings, at the last boundary the states
+                before the final norm. Always of all tokens: (B, T, H), with a `layout` (rows, length, H).
 
         Returns:
             (B, T, H); with `token_indices` (1, n, H); with a `layout` its tokens, (rows, length, H).
         """
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape = (inputs.shape[0], inputs.shape[1])
-        tokens = layout
-        if tokens is None:  # with a decoding state, each rank computes all tokens
-            tokens = layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
+        # With a decoding state, each rank computes all tokens.
+        tokens = layout or layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
         # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
         # tokens are taken at the end.
-        takes_early = layout is not None or tokens.shard is None
-        early, late = (token_indices, None) if takes_early else (None, token_indices)
+        early, late = (None, token_indices) if layout is None and tokens.shard is not None else (token_indices, None)
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
         context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
-        narrow_at = len(self.blocks) if early is None else first_token_wise(self.blocks)
+        start = 0
+        if hidden_states is not None:
+            for boundary in sorted(hidden_states):
+                x, start = self._run(range(start, boundary), x, context, state, router_outputs), boundary
+                hidden_states[boundary] = x if layout is not None else _returned(x, tokens, None)
+        narrow_at = len(self.blocks) if early is None else max(start, first_token_wise(self.blocks))
 
-        x = self._run(range(narrow_at), x, context, state, router_outputs)
+        x = self._run(range(start, narrow_at), x, context, state, router_outputs)
         selected = _selected(early, x)
         if selected is not None:
             x, context = selected.take(x), context.of_tokens(selected)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.arguments import check_count, is_sequence
+from ligermodels.errors import InputError, short
 from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, check_token_ids
@@ -42,6 +43,7 @@ class ModelInputs(NamedTuple):
     state: DecodingState | None = None
     tree: TreeTokens | None = None
     token_indices: Tensor | Targets | None = None
+    return_hidden_states: Sequence[int] | None = None
 
 
 def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
@@ -77,6 +79,23 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     if inputs.token_indices is not None:
         _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
     return shape
+
+
+def check_boundaries(name: str, boundaries: Any, num_blocks: int) -> list[int]:
+    """`boundaries` between blocks as ints.
+
+    Args:
+        name: name of the argument, for the message.
+        boundaries: the value to check.
+        num_blocks: number of blocks of the model.
+
+    Raises:
+        InputError: it is no sequence of whole numbers from 0, the embeddings, to `num_blocks`, the states before the
+            final norm.
+    """
+    if not is_sequence(boundaries):
+        raise InputError(f"{name}: must be a list of numbers of blocks, such as [2, 16], got {short(boundaries)}")
+    return [check_count(name, boundary, least=0, most=num_blocks) for boundary in boundaries]
 
 
 def _check_needed(inputs: ModelInputs, token_indices: Tensor | Targets, count: int) -> None:
@@ -146,6 +165,8 @@ def check_head_inputs(inputs: ModelInputs, last_hidden_state: Tensor | None, log
         raise InputError("targets: go with last_hidden_state; give labels with inputs")
     if inputs.input_ids is not None or inputs.inputs_embeds is not None or inputs.labels is not None:
         raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
+    if inputs.return_hidden_states is not None:
+        raise InputError("return_hidden_states: is of a pass through the blocks; give no last_hidden_state with it")
     if log_probs:
         raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
 

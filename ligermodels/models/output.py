@@ -82,6 +82,7 @@ class CausalLMOutput(ModelOutput):
     z_loss: with `return_z_loss`, the z-loss within the loss, reduced in the same way, without a gradient.
     predicted: with `return_predicted`, long (B, T), at each token the likeliest next one; -1 where the label that
         follows is ignored or missing.
+    hidden_states: with `return_hidden_states`, the residual streams (B, T, H) at these boundaries, in the order given.
     """
 
     # Any: whether they are None depends on the call, and type checkers would want a check before `out.loss.backward()`.
@@ -94,6 +95,7 @@ class CausalLMOutput(ModelOutput):
     entropy: Tensor | None = None
     z_loss: Tensor | None = None
     predicted: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 register_dataclass(CausalLMOutput)  # so that FSDP2 finds the tensors in it

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor
 
 from ligermodels.layers import RouterOutput, Targets, load_balancing_loss
 from ligermodels.layers.tokens import TokenLayout, layout_without_padding
-from ligermodels.models.inputs import ModelInputs, check_inputs, prefill_lengths
+from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ class Decoded(NamedTuple):
     layout: layout of the states.
     targets: the targets of the labels, or None.
     aux_loss: load-balancing loss of mixtures of experts, or None.
+    hidden_states: the residual streams (B, T, H) of `return_hidden_states`, or None.
     """
 
     hidden: Tensor
     layout: TokenLayout
     targets: Targets | None
     aux_loss: Tensor | None
+    hidden_states: tuple[Tensor, ...] | None
 
 
 def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weights: Tensor | None = None) -> Decoded:
@@ -58,6 +61,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         needed = targets = Targets(inputs.labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token)
     selects = inputs.token_indices is not None  # the caller's tokens: the decoder returns them alone
     router_outputs: list[RouterOutput] = []
+    states = None if inputs.return_hidden_states is None else _unfilled(model, inputs.return_hidden_states)
     hidden = model.decoder(
         inputs.input_ids,
         inputs_embeds=inputs.inputs_embeds,
@@ -69,6 +73,7 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         token_indices=needed,
         router_outputs=router_outputs,
         layout=None if selects else layout,
+        hidden_states=states,
     )
     aux_loss = None
     if router_outputs and isinstance(needed, Targets):
@@ -76,7 +81,22 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         aux_loss = load_balancing_loss(router_outputs, mask, shard=layout.shard)
     if selects:  # the states (1, n, H) of the tokens that the caller asked for need no restoring
         layout = layout_without_padding(shape, None)
-    return Decoded(hidden, layout, targets, aux_loss)
+    return Decoded(hidden, layout, targets, aux_loss, None if states is None else _restored(states, inputs, layout))
+
+
+def _unfilled(model: CausalLM, boundaries: Sequence[int]) -> dict[int, Tensor]:
+    """The argument `hidden_states` of `Decoder.forward`."""
+    checked = check_boundaries("return_hidden_states", boundaries, len(model.decoder.blocks))
+    return cast("dict[int, Tensor]", dict.fromkeys(checked))
+
+
+def _restored(states: dict[int, Tensor], inputs: ModelInputs, layout: TokenLayout) -> tuple[Tensor, ...]:
+    """The `states` by boundary as `CausalLM.forward` returns them: (B, T, H), with zeros on padding."""
+    restored = [layout.restore(states[boundary]) for boundary in cast("Sequence[int]", inputs.return_hidden_states)]
+    if inputs.state is None or inputs.attention_mask is None:
+        return tuple(restored)
+    padding = inputs.attention_mask[:, :, None] == 0  # a prefill computes it
+    return tuple([x.masked_fill(padding, 0) for x in restored])
 
 
 def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:
@@ -91,11 +111,11 @@ def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hi
     Returns:
         The output, with zeros on padding.
     """
-    output, layout, hidden = CausalLMOutput(aux_loss=decoded.aux_loss), decoded.layout, decoded.hidden
-    if layout.shard is not None and (with_logits or with_last_hidden_state):
-        hidden = layout.shard.restore(hidden)
+    output, hidden = CausalLMOutput(aux_loss=decoded.aux_loss, hidden_states=decoded.hidden_states), decoded.hidden
+    if decoded.layout.shard is not None and (with_logits or with_last_hidden_state):
+        hidden = decoded.layout.shard.restore(hidden)
     if with_last_hidden_state:
-        output.last_hidden_state = layout.packing.restore(hidden)
+        output.last_hidden_state = decoded.layout.packing.restore(hidden)
     if with_logits:
-        output.logits = layout.packing.restore(model.head(hidden))
+        output.logits = decoded.layout.packing.restore(model.head(hidden))
     return output

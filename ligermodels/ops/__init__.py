@@ -4,6 +4,7 @@ Each op has a reference in plain torch, Triton kernels, and one public function 
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.ops.attention.attention import attention
+from ligermodels.ops.attention.private_keys import private_key_attention, private_key_attention_reference
 from ligermodels.ops.decoding.accept_path import Paths, Sequences, accept_path, accept_path_reference
 from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_kv_cache_reference
 from ligermodels.ops.decoding.decode_attention import decode_attention, decode_attention_reference
@@ -126,6 +127,8 @@ __all__ = [
     "linear_log_probs_reference",
     "lora_linear",
     "lora_linear_reference",
+    "private_key_attention",
+    "private_key_attention_reference",
     "quantize_weight",
     "quantized_linear",
     "quantized_linear_reference",

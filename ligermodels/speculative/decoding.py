@@ -212,18 +212,20 @@ class TreeStep(Step):
 
     def start(self, ids: Tensor, real: Tensor) -> ops.Sequences:
         sequences = super().start(ids, real)
-        self.drafter.start(sequences, self._prompt_states)
-        del self._prompt_states
+        self.drafter.start(sequences, self._states)
+        del self._states
         return sequences
 
     def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        prefilled = prefill(self.model, ids, lengths, self.state, every_state=self.drafter.reads_states)
-        self._prompt_states = prefilled.states
-        return prefilled.hidden, prefilled.logits
+        drafter = self.drafter
+        options: dict[str, Any] = {"every_state": drafter.reads_states, "boundaries": drafter.boundaries}
+        hidden, logits, self._states = prefill(self.model, ids, lengths, self.state, **options)
+        return hidden, logits
 
     def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
         slots = super().accept(sequences, hidden, logits)
-        self.drafter.follow(sequences, slots, hidden[:, None])
+        last = slots.clamp(max=self._states.shape[1] - 1)[..., None]
+        self.drafter.follow(sequences, slots, self._states.gather(1, last.expand(-1, -1, self._states.shape[2])))
         return slots
 
     def needs_prefill(self, sequences: ops.Sequences) -> Tensor:
@@ -245,6 +247,8 @@ class TreeStep(Step):
             self.stops,
             self.thresholds.moving,
         )
+        boundaries = self.drafter.boundaries
+        reads: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else {}
         out = self.model(
             tokens,
             position_ids=positions,
@@ -252,6 +256,7 @@ class TreeStep(Step):
             tree=self.tokens,
             return_logits=True,
             return_last_hidden_state=True,
+            **reads,
         )
         accepted = (
             (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
@@ -259,4 +264,5 @@ class TreeStep(Step):
         nodes = tokens, positions, self.choose(out.logits), out.last_hidden_state
         slots = ops.accept_path(sequences, self.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
         self.state.commit(slots)
-        self.drafter.follow(sequences, slots, out.last_hidden_state)
+        states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state
+        self.drafter.follow(sequences, slots, states)

@@ -24,6 +24,9 @@ class Drafter(Protocol):
 
     reads_states: bool
     """Whether `start` needs the hidden states of all tokens of the prompts, not only of the last tokens."""
+    boundaries: tuple[int, ...]
+    """The model's states that `start` and `follow` read, side by side: L is the residual stream after L layers. Empty:
+    the hidden states after the final norm."""
 
     def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
         """Prepare for a batch.
@@ -62,6 +65,7 @@ class HeadsDrafter:
     """
 
     reads_states = False
+    boundaries: tuple[int, ...] = ()
 
     def __init__(self, propose: Propose) -> None:
         self.propose = propose

@@ -24,10 +24,10 @@ from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
-from ligermodels.speculative.mtp_drafter import MTPDrafter
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
+from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
 
 DECAY = 0.6
@@ -210,9 +210,9 @@ class MTPModel(MultiHeadModel):
         """A chain of `num_steps` tokens."""
         return chain(self.num_heads)
 
-    def drafter(self, tree: Tree) -> MTPDrafter:
+    def drafter(self, tree: Tree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
-        return MTPDrafter(self._embed, self.head, self._through_base, self._new_state, self.head.num_layers)
+        return StepDrafter(self._embed, self.head, self._through_base, self._new_state, self.head.num_layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
         mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -203,6 +203,7 @@ class MultiHeadModel(nn.Module):
         self,
         states: Iterable[Tensor],
         targets: Targets,
+        head: Callable[..., Any] | None = None,
         *,
         num_items_in_batch: Tensor | int | None = None,
         reduction: str = "mean",
@@ -213,6 +214,7 @@ class MultiHeadModel(nn.Module):
         Args:
             states: the input of each head: see `_head_states`.
             targets: targets of K losses, the heads' losses, or of K + 1, the base model's loss before them.
+            head: in place of `_head`.
             num_items_in_batch: divides the summed losses: one number, or one for each loss of `targets`.
             reduction: "mean" or "sum".
             loss_options: other options of `Targets.loss`.
@@ -231,7 +233,7 @@ class MultiHeadModel(nn.Module):
         results = [
             targets.loss(
                 len(targets.ahead) - count + i,
-                partial(self._head, i),
+                partial(head or self._head, i),
                 hidden,
                 num_items_in_batch=None if items is None else items[i],
                 reduction=reduction,
@@ -241,10 +243,11 @@ class MultiHeadModel(nn.Module):
             for i, hidden in enumerate(states)
         ]
         losses = [cast(Tensor, result.loss) for result in results]
-        ranks = torch.stack([cast(Tensor, result.ranks) for result in results])
+        ranks = [result.ranks for result in results if result.ranks is not None]
         # Numbers, not a tensor of the weights: a CUDA graph takes no copy from the host.
         total = torch.stack([weight * loss for weight, loss in zip(self.loss_weights(), losses, strict=True)]).sum()
-        return MultiHeadOutput.of_ranks(ranks, loss=total, head_losses=torch.stack(losses).detach())
+        found: dict[str, Any] = {"loss": total, "head_losses": torch.stack(losses).detach()}
+        return MultiHeadOutput.of_ranks(torch.stack(ranks), **found) if ranks else MultiHeadOutput(**found)
 
     def num_targets(
         self,

@@ -25,6 +25,9 @@ class MultiHeadOutput(ModelOutput):
     counts: (K,), number of targets of each head.
     logits: (K, B, T, V), without labels.
     base_loss: the base model's own loss, where it is part of the loss.
+    acceptance: (K,), of heads that learn the model's distribution p: the mean of sum_v min(p, q), the probability that
+        a proposed token is accepted by exact sampling.
+    agreement: (K,), of the same heads: how often the likeliest token is the model's, the acceptance of greedy decoding.
     """
 
     loss: Any = None  # as in CausalLMOutput
@@ -34,6 +37,8 @@ class MultiHeadOutput(ModelOutput):
     counts: Tensor | None = None
     logits: Any = None
     base_loss: Tensor | None = None
+    acceptance: Tensor | None = None
+    agreement: Tensor | None = None
 
     @classmethod
     def of_ranks(cls, ranks: Tensor, **fields: Any) -> MultiHeadOutput:

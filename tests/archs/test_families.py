@@ -1,7 +1,9 @@
-"""Every family against transformers: modules, logits, loss, every gradient, tokens, packing, heads, exported bytes."""
+"""Every family against transformers: modules, logits, loss, every gradient, tokens, packing, states, heads, exported
+bytes."""
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from zoo import BASE, CONFIGS, EACH_FAMILY, MIXTURES, gradients_of, make_checkpo
 
 import ligermodels as lm
 from ligermodels.cli.describe import checkpoint_facts
+from ligermodels.generation.step import rope_thresholds
 from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
@@ -87,6 +90,42 @@ def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
     together = model(ids, cu_seqlens=bounds).logits
     apart = [model(part).logits for part in ids.split(lengths, dim=1)]
     assert relative_error(together, torch.cat(apart, dim=1)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_states_at_every_boundary(pair: Pair) -> None:
+    """Of a batch, a padded batch and packed documents; transformers' last entry is after the final norm."""
+    _, oracle, model = pair
+    ids, every = tokens(2), range(len(model.decoder.blocks) + 1)
+
+    def theirs(part: torch.Tensor) -> list[torch.Tensor]:
+        return oracle(part, output_hidden_states=True).hidden_states
+
+    def check(found: lm.Captured, wanted: list[torch.Tensor], row: int, places: slice) -> None:
+        *states, before_norm = found.states[row : row + 1, places].chunk(len(every), dim=-1)
+        last = found.last[row : row + 1, places]
+        assert len(wanted) == len(every)
+        for boundary, (state, others) in enumerate(zip([*states, last], wanted, strict=True)):
+            assert relative_error(state, others) < TOLERANCE, boundary
+        assert relative_error(model.decoder.norm(before_norm), wanted[-1]) < TOLERANCE
+        assert all(
+            relative_error(a, b) > 1e-3 for a, b in pairwise([*states, before_norm])
+        )  # no neighbour in its place
+
+    whole = theirs(ids)
+    for row in range(2):
+        check(lm.capture(model, ids, every), [state[row : row + 1] for state in whole], row, slice(None))
+    bounds = torch.tensor([0, 13, 14, 41], dtype=torch.int32)
+    packed = lm.capture(model, ids[:1], every, cu_seqlens=bounds)
+    for start, end in pairwise(bounds.tolist()):
+        check(packed, theirs(ids[:1, start:end]), 0, slice(start, end))
+    if not rope_thresholds(model):
+        mask = torch.ones_like(ids)
+        mask[0, :4] = mask[1, 30:] = 0
+        padded = lm.capture(model, ids, every, attention_mask=mask)
+        check(padded, theirs(ids[:1, 4:]), 0, slice(4, None))
+        check(padded, theirs(ids[1:, :30]), 1, slice(30))
+        assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:

@@ -32,6 +32,7 @@ TAKE_A_MODEL: dict[str, Any] = {
     "restore": lm.restore,
     "MedusaModel": lm.MedusaModel.from_base,
     "MTPModel": lm.MTPModel.from_base,
+    "capture": lambda model: lm.capture(model, torch.ones(1, 2, dtype=torch.long), [1]),
 }
 
 

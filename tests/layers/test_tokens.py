@@ -1,11 +1,9 @@
 """Steps of a token layout: each is undone by `restore`, alone and one after another."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.tokens import PackedRows, SelectedTokens, SequenceShard, Tokens, Unpadding, token_layout
@@ -75,7 +73,8 @@ def test_layouts() -> None:
         token_layout(shape, attention_mask=MASK, position_ids=positions)
 
 
-@pytest.mark.parametrize("restore", [STEPS["packed"].restore])
-def test_what_is_restored_is_no_view(restore: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("name", ["padding", "packed", "selected"])
+def test_what_is_restored_is_no_view(name: str) -> None:
     """FSDP2 warns of models that return views."""
-    assert not restore(torch.randn(1, 15, 2, requires_grad=True).sin())._is_view()
+    taken = STEPS[name].take(torch.randn(3, 5, 2, requires_grad=True)).sin()
+    assert not STEPS[name].restore(taken)._is_view()

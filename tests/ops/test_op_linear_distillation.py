@@ -6,6 +6,7 @@ import peak_memory
 import pytest
 import torch
 from conftest import Where
+from loss_cases import gemms
 from op_harness import check, contiguous, strided_rows, transposed, wide
 
 from ligermodels.errors import InputError
@@ -18,24 +19,29 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "reverse": {"divergence": "reverse_kl"},
     "jsd": {"divergence": "jsd"},
     "jsd 0.1": {"divergence": "jsd", "beta": 0.1},
+    **{name: {"divergence": name} for name in ("tv", "l1", "nla", "lk")},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
+    "weighted mean": {"token_weights": True},
     "warm": {"temperature": 2.5, "reduction": "none"},
     "cold": {"temperature": 0.4},
     "student's softcap": {"softcap": 3.0},
     "teacher's": {"teacher_softcap": 2.0, "teacher_logit_scale": 0.3},
     "all": dict(
-        reduction="sum", temperature=1.7, softcap=4.0, logit_scale=0.6, teacher_softcap=6.0, teacher_logit_scale=1.5
+        reduction="sum", temperature=1.7, softcap=4.0, logit_scale=0.6, teacher_softcap=6.0, teacher_logit_scale=1.5,
+        token_weights=True,
     ),
-}
+}  # fmt: skip
+BOTH = {"return_acceptance": True, "return_agreement": True}
 
 
 def plain(
     logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None, *, divergence: str = "forward_kl",
-    beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean", softcap: float | None = None,
-    logit_scale: float = 1.0, teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
+    beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean", token_weights: torch.Tensor | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """From the logits of both, in at least float32."""
 
@@ -49,15 +55,21 @@ def plain(
 
     q, p = log_probs(logits, softcap, logit_scale), log_probs(teacher, teacher_softcap, teacher_logit_scale)
     m = torch.logsumexp(torch.stack([p + torch.tensor(beta).log().to(p), q + torch.tensor(1 - beta).log().to(q)]), 0)
+    tv = (p.exp() - q.exp()).abs().sum(-1) / 2
+    kl_weight = torch.exp(-3 * (1 - tv.detach()))
     losses = {
         "forward_kl": lambda: kl(p, q),
         "reverse_kl": lambda: kl(q, p),
         "jsd": lambda: beta * kl(p, m) + (1 - beta) * kl(q, m),
+        "tv": lambda: tv,
+        "l1": lambda: 2 * tv,
+        "nla": lambda: -torch.minimum(p, q).logsumexp(-1),
+        "lk": lambda: kl_weight * kl(p, q) + (1 - kl_weight) * tv,
     }[divergence]()
-    if mask is None:
-        mask = torch.ones_like(losses, dtype=torch.bool)
-    kept = torch.where(mask, losses, 0.0)
-    return {"none": kept, "sum": kept.sum(), "mean": kept.sum() / mask.sum().clamp(min=1)}[reduction]
+    mask = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
+    weights = mask.to(losses) if token_weights is None else mask * token_weights.to(losses)
+    kept = torch.where(mask, losses, 0.0) * weights
+    return {"none": kept, "sum": kept.sum(), "mean": kept.sum() / weights.sum().clamp(min=1e-9)}[reduction]
 
 
 class Heads:
@@ -73,12 +85,21 @@ class Heads:
         self.teacher = [draw(*T, H + 3, dtype=teacher), draw(V, H + 3, dtype=teacher), draw(V, dtype=teacher)]
         self.mask = torch.rand(T, device=where.device) >= ignored
 
+    def weighted(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options with numbers for the token weights, the last of them 0."""
+        numbers = 1 + torch.arange(self.mask.numel(), device=self.mask.device) % 3 / 2
+        numbers[-1:] = 0
+        numbers = numbers.view(self.mask.shape)
+        return {name: numbers if name == "token_weights" else value for name, value in options.items()}
+
     def loss(self, *student: torch.Tensor, op: Any = linear_distillation, **options: Any) -> torch.Tensor:
         hidden, weight, *bias = student or self.student
         x, w, b = self.teacher
         return op(hidden, weight, x, w, self.mask, *bias, teacher_bias=b, **options)
 
     def compare(self, *, frozen: bool = False, memory_budget: int = AMPLE, **options: Any) -> None:
+        options = self.weighted(options)
+
         def truth(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             teacher = [t.to(h.dtype if h.dtype == torch.float64 else t.dtype) for t in self.teacher]
             linear = torch.nn.functional.linear
@@ -97,7 +118,7 @@ def test_divergences_and_options(where: Where, divergence: str, name: str, memor
     Heads(where, (2, 5), 12, 300).compare(memory_budget=memory_budget, **DIVERGENCES[divergence], **OPTIONS[name])
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "jsd"])
+@pytest.mark.parametrize("divergence", ["reverse", "jsd", "lk"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 def test_frozen_operands(where: Where, divergence: str, reduction: str, memory_budget: int) -> None:
@@ -141,10 +162,13 @@ def test_a_teacher_of_another_dtype(where: Where, teacher: torch.dtype) -> None:
 
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.98, 1.0])
-def test_rows_outside_the_mask_are_left_out(where: Where, ignored: float, memory_budget: int) -> None:
+@pytest.mark.parametrize("divergence", ["forward", "nla", "lk"])
+def test_rows_outside_the_mask_are_left_out(where: Where, ignored: float, memory_budget: int, divergence: str) -> None:
     heads = Heads(where, (2, 10), 12, 30, ignored)
     options: dict[str, Any] = {"num_tokens": int(heads.mask.sum()), "memory_budget": memory_budget}
-    wanted = heads.loss(reduction="none", op=linear_distillation_reference)
+    options |= {"token_weights": torch.full(heads.mask.shape, 0.5, device=where.device)} | DIVERGENCES[divergence]
+    options["token_weights"][~heads.mask] = float("nan")
+    wanted = heads.loss(reduction="none", op=linear_distillation_reference, **options)
     for side in (heads.student, heads.teacher):
         side[0][~heads.mask] = float("nan")  # they are not so much as read
     inputs = [t.requires_grad_() for t in heads.student]
@@ -156,6 +180,52 @@ def test_rows_outside_the_mask_are_left_out(where: Where, ignored: float, memory
         assert bool(gradients[1].any()) == bool(heads.mask.any())
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_acceptance_and_agreement(
+    where: Where, reduction: str, memory_budget: int, counted: bool, divergence: str
+) -> None:
+    """Of every token of the mask, beside the same loss and gradients; of logits that no dtype rounds."""
+    heads = Heads(where, (4, 10), 6, 5, ignored=0.3)
+    for side in (heads.student, heads.teacher):
+        side[:] = [t.mul(2).round().clamp(-4, 4) for t in side]
+    options = {"temperature": 2.0, "softcap": 5.0, "logit_scale": 0.2, "teacher_logit_scale": 0.5}
+    logits, teacher = (
+        torch.nn.functional.linear(*(t.double() for t in side)) for side in (heads.student, heads.teacher)
+    )
+    q, p = torch.softmax(torch.tanh(logits * 0.2 / 5) * 5 / 2, -1), torch.softmax(teacher * 0.5 / 2, -1)
+    wanted = torch.where(heads.mask, torch.minimum(p, q).sum(-1), 0.0)
+    agreed = (logits.argmax(-1) == teacher.argmax(-1)) & heads.mask
+    assert 0 < agreed.sum() < heads.mask.sum()
+    if counted:
+        options["num_tokens"] = int(heads.mask.sum())
+    options |= {"reduction": reduction, "memory_budget": memory_budget, **DIVERGENCES[divergence]}
+    for side in (heads.student, heads.teacher):
+        side[0][~heads.mask] = float("nan")
+    inputs = [t.requires_grad_() for t in heads.student]
+    loss, acceptance, agreement = heads.loss(**options, **BOTH)
+    torch.testing.assert_close(acceptance, wanted.float(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(agreement, agreed) and not acceptance.requires_grad and not agreement.requires_grad
+    alone = heads.loss(**options)
+    assert torch.equal(alone, loss)
+    for one, two in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (loss, alone)), strict=True):
+        assert torch.equal(one, two)
+    for name, expected in (("return_acceptance", acceptance), ("return_agreement", agreement)):
+        assert torch.equal(heads.loss(**options, **{name: True})[1], expected)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "l1", "nla", "lk"])
+def test_equal_distributions(divergence: str) -> None:
+    """Losses that have a kink where student and teacher agree: they are 0 there, and so is their gradient."""
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8)
+    options: dict[str, Any] = {"divergence": divergence, **BOTH}
+    loss, acceptance, agreement = linear_distillation(hidden, weight, hidden, weight, **options)
+    assert loss.abs() < 1e-6 and (acceptance - 1).abs().max() < 1e-6 and acceptance.max() <= 1 and agreement.all()
+    assert torch.autograd.grad(loss, hidden)[0].abs().max() < 1e-6
+
+
 def test_a_wrong_count_is_an_error() -> None:
     heads = Heads(Where(torch.device("cpu"), torch.float32), (9,), 4, 5, ignored=0.0)
     with pytest.raises(RuntimeError, match="num_tokens is not the number"):
@@ -164,13 +234,14 @@ def test_a_wrong_count_is_an_error() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
-def test_repeated_backward(where: Where, reduction: str, memory_budget: int) -> None:
+@pytest.mark.parametrize("divergence", ["jsd", "nla", "lk"])
+def test_repeated_backward(where: Where, reduction: str, memory_budget: int, divergence: str) -> None:
     """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits."""
     if where.dtype == torch.float16:
         pytest.skip("its small values are subnormal, so that scaling by a power of two rounds")
     heads = Heads(where, (6,), 8, 30)
     inputs = [t.requires_grad_() for t in heads.student]
-    loss = heads.loss(reduction=reduction, memory_budget=memory_budget, divergence="jsd")
+    loss = heads.loss(reduction=reduction, memory_budget=memory_budget, divergence=divergence)
     passes = [
         torch.autograd.grad(loss, inputs, torch.full_like(loss, factor), retain_graph=True) for factor in (1, 4, 1)
     ]
@@ -191,6 +262,29 @@ def test_what_needs_no_gradient_gets_none(where: Where, monkeypatch: pytest.Monk
     with torch.no_grad():
         heads.student[1].requires_grad_()
         assert not heads.loss().requires_grad
+
+
+@pytest.mark.parametrize(
+    ("needs", "reduction", "wanted"),
+    [
+        ("", "mean", (2, 0)),
+        ("hidden", "mean", (3, 0)),
+        ("hidden", "none", (2, 3)),
+        ("weight", "sum", (3, 0)),
+        ("hidden weight", "mean", (4, 0)),
+        ("hidden weight", "none", (2, 4)),
+    ],
+)
+def test_number_of_gemms(needs: str, reduction: str, wanted: tuple[int, int]) -> None:
+    """The logits of both sides, and the gradients that are needed; acceptance and agreement cost none."""
+    T, H, V = 24, 16, 160
+    student = {"hidden": torch.randn(T, H), "weight": torch.randn(V, H)}
+    for name in needs.split():
+        student[name].requires_grad_()
+    teacher = torch.randn(T, H), student["weight"]
+    options: dict[str, Any] = {"divergence": "lk", "reduction": reduction, "memory_budget": 20 * V * 4, **BOTH}
+    (loss, *_), forward = gemms(lambda: linear_distillation(*student.values(), *teacher, **options), T * H * V)
+    assert (forward, gemms(loss.sum().backward, T * H * V)[1] if needs else 0) == wanted
 
 
 def test_float16_gradients_need_the_loss_scale_before_they_are_rounded(where: Where) -> None:
@@ -223,7 +317,9 @@ def test_gradients_in_float64() -> None:
     inputs = [t.requires_grad_() for t in heads.student]
     for name in OPTIONS:
         for divergence in DIVERGENCES.values():
-            options = OPTIONS[name] | divergence
+            if divergence["divergence"] == "lk":  # its gradient leaves out the weight's: no finite difference shows it
+                continue
+            options = heads.weighted(OPTIONS[name] | divergence)
             for op in (linear_distillation, linear_distillation_reference):
                 loss = lambda *x, op=op, o=options: heads.loss(*x, op=op, memory_budget=TINY, **o)  # noqa: E731
                 assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
@@ -236,13 +332,17 @@ def test_gradients_in_float64() -> None:
         ("bfloat16", {}),
         ("float32", {"divergence": "reverse_kl", "reduction": "none"}),
         ("float32", {"divergence": "jsd", "softcap": 5.0}),
+        ("float32", {"divergence": "tv"}),
+        ("float32", {"divergence": "nla", "reduction": "none"}),
+        ("float32", {"divergence": "lk", **BOTH}),
     ],
     ids=str,
 )
 def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> None:
     """Forward and backward, where the logits would be five times the budget; twice the budget would show."""
     budget = peak_memory.T * peak_memory.V * getattr(torch, dtype).itemsize // 5
-    loss = f"ops.linear_distillation(hidden, weight, *teacher, memory_budget=budget, **{options}).sum()"
+    first = "[0]" if "return_acceptance" in options else ""
+    loss = f"ops.linear_distillation(hidden, weight, *teacher, memory_budget=budget, **{options}){first}.sum()"
     used = peak_memory.beyond_gradients(loss, dtype, budget)
     assert budget / 4 < used < budget + peak_memory.ALLOWANCE, f"{used / 2**20:.1f} MiB of {budget / 2**20:.1f} MiB"
 
@@ -250,7 +350,8 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"divergence": "kl"}, "divergence must be one of forward_kl, reverse_kl, jsd; got 'kl'"),
+        ({"divergence": "kl"}, "divergence must be one of forward_kl, reverse_kl, jsd, tv, l1, nla, lk; got 'kl'"),
+        ({"divergence": "tv", "beta": 0.5}, "beta belongs to the jsd; divergence 'tv' has none"),
         ({"beta": 0.3}, "beta belongs to the jsd"),
         ({"divergence": "jsd", "beta": 1.0}, r"beta must be in \(0, 1\), got 1.0; its ends are"),
         ({"temperature": 0.0}, "temperature must be positive"),
@@ -258,6 +359,7 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> 
         ({"reduction": "batchmean"}, "reduction must be"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"mask": torch.ones(2)}, r"mask must be torch.bool of shape \(2\)"),
+        ({"token_weights": torch.ones(2, 1)}, r"token_weights must be floating of shape \(2\)"),
         ({"teacher_hidden": torch.ones(3, 6)}, r"teacher_hidden must be floating of shape \(2, 6\)"),
         ({"teacher_weight": torch.ones(4, 6)}, r"teacher_weight must be torch.float32 of shape \(5, 6\)"),
         ({"teacher_weight": torch.ones(5, 6).double()}, "teacher_weight must be torch.float32 .* got torch.float64"),

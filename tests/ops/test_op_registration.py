@@ -120,6 +120,23 @@ CASES = {
         ((4, 8), (50, 8)),
         ("linear_distillation", "linear_distillation"),
     ),
+    "linear_distillation and more": Case(
+        lambda h, w: [
+            x.float()
+            for x in ops.linear_distillation(
+                h,
+                w,
+                h.flip(0),
+                w.flip(0),
+                divergence="lk",
+                token_weights=h[:, 0].detach().abs(),
+                return_acceptance=True,
+                return_agreement=True,
+            )
+        ],
+        ((4, 8), (50, 8)),
+        ("linear_distillation",),
+    ),
     "cross_entropy": Case(
         lambda x: ops.cross_entropy(x, target(x), return_rank=True, label_smoothing=0.1),
         ((4, 50),),

@@ -30,6 +30,7 @@ PAGES = {
     "docs/models.md": {"out"},
     "docs/command-line.md": {"bf16", "merged"},
     "docs/medusa.md": {"own-loop", "heads", "joint", "for-tgi", "scores.png"},
+    "docs/draft-heads.md": set[str](),
     "docs/serving.md": {"heads", "heads-vllm", "heads-tgi", "heads-trt", "with-mtp"},
     "docs/long-sequences.md": {"long"},
     "docs/custom-architecture.md": {"decay", "decay-heads"},

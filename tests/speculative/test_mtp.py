@@ -20,7 +20,7 @@ import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.layers import AttentionConfig
 from ligermodels.speculative.decoding import TreeStep
-from ligermodels.speculative.mtp_drafter import MTPDrafter
+from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES, **MULTIMODAL}
@@ -239,7 +239,7 @@ def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, mon
     paths of several tokens are followed, and not those of the first candidates."""
     model, seen = made(name, num_layers), []
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 1), (1, 0, 1, 0)])
-    draft = MTPDrafter.draft
+    draft = StepDrafter.draft
 
     def recomputed(text: list[int], depth: int) -> list[int]:
         hidden = model.base(torch.tensor([text[:-1]]), return_last_hidden_state=True).last_hidden_state
@@ -254,7 +254,7 @@ def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, mon
                 tokens, hidden = [*tokens, found[-1]], torch.cat([hidden, y[:, -1:]], dim=1)
         return found
 
-    def checked(self: MTPDrafter, sequences: Any) -> torch.Tensor:
+    def checked(self: StepDrafter, sequences: Any) -> torch.Tensor:
         best = draft(self, sequences)
         for row, (text, length, done) in enumerate(
             zip(sequences.text.tolist(), (sequences.start + sequences.count).tolist(), sequences.done, strict=True)
@@ -264,7 +264,7 @@ def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, mon
                 seen.append(length)
         return best
 
-    monkeypatch.setattr(MTPDrafter, "draft", checked)
+    monkeypatch.setattr(StepDrafter, "draft", checked)
     out = model.generate(PROMPTS, 20, tree=tree, temperature=1e4, eos_token_id=None, pad_token_id=0, return_stats=True)
     assert len(seen) == out.steps and out.tokens_per_step > 1.2
 

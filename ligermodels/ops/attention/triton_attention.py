@@ -58,7 +58,7 @@ def triton_attention(
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, *options):
-        out, lse = _triton_attention_forward(q, k, v, sinks, *options)
+        out, lse = triton_attention_forward(q, k, v, sinks, *options)
         ctx.save_for_backward(q, k, v, sinks, out, lse, options[0])
         ctx.options = options[1:]
         ctx.mark_non_differentiable(lse)
@@ -69,7 +69,7 @@ class _TritonAttention(torch.autograd.Function):
     def backward(ctx, dout, _):
         saved = ctx.saved_tensors  # read once: activation checkpointing computes them again for it
         _, _, _, sinks, _, lse, _ = saved
-        dq, dk, dv, delta = _triton_attention_backward(dout, *saved, *ctx.options)
+        dq, dk, dv, delta = triton_attention_backward(dout, *saved, *ctx.options)
         if sinks is None or not ctx.needs_input_grad[3]:
             return dq, dk, dv
         weights = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)  # each query's weight of the sink
@@ -132,7 +132,7 @@ def score_factors(softmax_scale: float, softcap: float | None) -> tuple[float, f
 
 
 @custom_op(keep=always)
-def _triton_attention_forward(
+def triton_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, softmax_scale: float,
     window: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -151,7 +151,7 @@ def _triton_attention_forward(
 
 
 @custom_op()
-def _triton_attention_backward(
+def triton_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     cu_seqlens: Tensor | None, softmax_scale: float, window: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

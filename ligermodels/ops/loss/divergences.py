@@ -11,6 +11,19 @@ softcap), and q = softmax(x_student / temperature), p = softmax(x_teacher / temp
 Nothing is multiplied by temperature^2. The gradients of the student's x / temperature are
 
     forward_kl: q - p        reverse_kl: q (log(q / p) - KL(q || p))        jsd: (1 - beta) q (log(q / m) - KL(q || m))
+
+Draft models are trained for their acceptance rate: speculative sampling accepts a token that is drawn from q with
+probability a = sum min(p, q) (https://arxiv.org/abs/2211.17192, section 3.2).
+
+    tv  = sum |q - p| / 2 = 1 - a, the total variation distance
+    l1  = sum |q - p| (DSpark, https://github.com/deepseek-ai/DeepSpec)
+    nla = -log a
+    lk  = w KL(p || q) + (1 - w) tv, with w = exp(-3 a), without a gradient through w
+
+(nla, lk: LK losses, https://arxiv.org/abs/2602.23881.) The weight w is of each row, as in speculators; SpecForge takes
+the mean of a over the batch. With s = sign(q - p), 0 where they are equal, the gradients are
+
+    l1: q (s - sum q s)        tv: half of l1's        nla: tv's / a        lk: w (q - p) + (1 - w) tv's
 """
 
 import math
@@ -20,7 +33,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"]
 
 
 class DistillationOptions(NamedTuple):
@@ -59,26 +72,85 @@ def _jsd(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return beta * of_teacher + (1 - beta) * of_student, gradient
 
 
+def _l1(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    q = log_q.exp_()
+    return _distance(q, log_p.exp_().neg_().add_(q), torch.empty_like(q))
+
+
+def _tv(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    losses, gradient = _l1(log_q, log_p, beta)
+    return losses.mul_(0.5), gradient.mul_(0.5)
+
+
+def _distance(q: Tensor, difference: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The l1 of q and `difference`, q - p, and its gradient, computed in `out`; the other two are kept."""
+    losses = torch.abs(difference, out=out).sum(1)
+    signed = torch.sign(difference, out=out).mul_(q)
+    return losses, signed.addcmul_(q, signed.sum(1, keepdim=True), value=-1)
+
+
+def _nla(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    # With r = min(p, q) / a and the part m of min(p, q) that is q's, 1, 0, or 1/2 where p = q, the gradient is
+    # q sum(r m) - r m. Both come from logarithms, because a itself may be 0 in float32.
+    smaller = torch.minimum(log_q, log_p)
+    of_student = log_p.sub_(log_q).sign_().add_(1).mul_(0.5)
+    greatest = smaller.amax(1, keepdim=True)
+    r = smaller.sub_(greatest).exp_()
+    total = r.sum(1, keepdim=True)
+    product = r.div_(total).mul_(of_student)
+    return greatest.add_(total.log_()).neg_().squeeze(1), log_q.exp_().mul_(product.sum(1, keepdim=True)).sub_(product)
+
+
+def _lk(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    kl_weight = acceptance(log_q, log_p).mul_(-3).exp_()
+    l1_weight = (1 - kl_weight) / 2
+    p = log_p.exp()
+    kl = log_p.sub_(log_q).mul_(p).sum(1)
+    q = log_q.exp_()
+    gradient = p.neg_().add_(q)
+    l1, l1_gradient = _distance(q, gradient, out=log_p)
+    gradient.mul_(kl_weight.unsqueeze(1)).addcmul_(l1_gradient, l1_weight.unsqueeze(1))
+    return kl_weight * kl + l1_weight * l1, gradient
+
+
+def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """sum(min(p, q)) of each row, (M,), in [0, 1]; it needs one further (M, V) buffer.
+
+    Args:
+        log_q: log-probabilities of the student, (M, V).
+        log_p: log-probabilities of the teacher, (M, V).
+    """
+    return torch.minimum(log_q, log_p).exp_().sum(1).clamp_(max=1)
+
+
 class _Formula(NamedTuple):
     """A divergence.
 
     compute: (log_q, log_p, beta) -> losses (M,) and gradient (M, V), from the log-probabilities of student and teacher,
-        (M, V). It overwrites both, and the gradient is in the memory of one of them.
-    buffers: the number of further (M, V) buffers that it needs.
+        (M, V). It overwrites both.
+    buffers: the number of further (M, V) buffers that it needs, the gradient included if it is in neither of the two.
     """
 
     compute: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     buffers: int
 
 
-DIVERGENCES = {"forward_kl": _Formula(_forward_kl, 1), "reverse_kl": _Formula(_reverse_kl, 1), "jsd": _Formula(_jsd, 2)}
+DIVERGENCES = {
+    "forward_kl": _Formula(_forward_kl, 1),
+    "reverse_kl": _Formula(_reverse_kl, 1),
+    "jsd": _Formula(_jsd, 2),
+    "tv": _Formula(_tv, 1),
+    "l1": _Formula(_l1, 1),
+    "nla": _Formula(_nla, 1),
+    "lk": _Formula(_lk, 1),
+}
 
 
 def divergence_in_place(
     student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
-    options: DistillationOptions,
+    options: DistillationOptions, accepted: Tensor | None = None, agreed: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills losses, and replaces the student's logits by the gradient of loss_weights * losses.
+    """Fills losses and statistics, and replaces the student's logits by the gradient of loss_weights * losses.
 
     Args:
         student: logits (M, V).
@@ -87,10 +159,16 @@ def divergence_in_place(
         valid: bool (M,).
         loss_weights: (M,); None: no gradient is needed, and the student's logits are overwritten.
         options: the options of the divergence.
+        accepted: (M,), the dtype of the losses, filled with the `acceptance` of each row; None: not computed.
+        agreed: bool (M,), filled with whether both sides have the largest logit at the same class; None: not computed.
     """
+    if agreed is not None:
+        agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
     log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
     slope = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
     _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
+    if accepted is not None:
+        accepted.copy_(acceptance(log_q, log_p).masked_fill_(~valid, 0.0))
     row_losses, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
     losses.copy_(row_losses.masked_fill_(~valid, 0.0))
     if loss_weights is None:

@@ -23,7 +23,7 @@ from ligermodels.ops.loss.divergences import (
 )
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
 from ligermodels.ops.loss.linear_head import check_memory_budget, check_weight, needed_gradients, select_rows
-from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights
+from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_rows, check_tensor, under_autocast
 
@@ -43,13 +43,16 @@ def linear_distillation(
     beta: float | None = None,
     temperature: float = 1.0,
     reduction: Reduction = "mean",
+    token_weights: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    return_acceptance: bool = False,
+    return_agreement: bool = False,
     memory_budget: int = 2**30,
     num_tokens: int | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """The divergence of a student's next-token distributions from its teacher's, without the logits in memory.
 
     Exact, gradients included; formulas: head of `divergences`. A gradient is computed only if its operand requires it;
@@ -63,15 +66,22 @@ def linear_distillation(
         mask: bool (...), the tokens that count; the others have no loss and a gradient of exact zeros. Default: all.
         bias: (V,), the dtype of `hidden`; by default none.
         teacher_bias: (V,), the dtype of `teacher_hidden`; by default none.
-        divergence: "forward_kl" (default), "reverse_kl" or "jsd".
+        divergence: "forward_kl" (default), "reverse_kl" or "jsd"; or, for draft models, "tv" (total variation), "l1" (2
+            tv), "nla" (-log acceptance) or "lk" (forward KL and tv, weighted by the acceptance).
         beta: in (0, 1), the teacher's weight in the mixture of the jsd; only for "jsd". Default: 0.5.
         temperature: positive divisor of the effective logits of both sides. Default: 1.
-        reduction: "mean" (default) over the tokens of the mask, 0 if there are none; "sum"; or "none": a divergence for
-            each token, (...).
+        reduction: "mean" (default): the sum of the divergences over the number of tokens of the mask, or over the sum
+            of their token weights; 0 if that sum is 0. "sum", or "none": a divergence for each token, (...).
+        token_weights: floating (...), not negative: factors of the tokens' divergences, without a gradient.
         softcap: positive: the student's logits become softcap * tanh(logits / softcap). Default: no cap.
         logit_scale: positive factor of the student's logits, before the softcap. Default: 1.
         teacher_softcap: the softcap of the teacher's logits. Default: no cap.
         teacher_logit_scale: the factor of the teacher's logits. Default: 1.
+        return_acceptance: also return, for each token, the sum over classes of the smaller of the student's and the
+            teacher's probability: the probability that speculative sampling accepts a token that the student draws.
+            The distributions are those of the divergence, at its temperature. (...), the dtype of the loss.
+        return_agreement: also return, for each token, whether the largest logits of both are at the same class, as
+            greedy decoding asks. bool (...).
         memory_budget: bytes for the logits of a chunk, of both sides, and everything computed from them; a chunk has at
             least one row. Gradients, and the float32 sum of the weight's gradient as in `linear_cross_entropy`, may
             come in addition. Default: 1 GiB.
@@ -80,14 +90,25 @@ def linear_distillation(
             device, so that without it no row is skipped.
 
     Returns:
-        The divergence, float32 (float64 for float64 `hidden`).
+        The divergence, float32 (float64 for float64 `hidden`); or a tuple of the divergence and the requested extras,
+        in the order acceptance, agreement. These have no gradient and no token weight, and are 0 and False outside of
+        the mask, whatever the reduction.
 
     Raises:
         InputError: shapes, dtypes, devices or options do not fit.
+
+    Examples:
+        >>> draft, weight = torch.randn(2, 16, 32, requires_grad=True), torch.randn(1000, 32)
+        >>> target, target_weight = torch.randn(2, 16, 64), torch.randn(1000, 64)
+        >>> loss, acceptance = ops.linear_distillation(
+        ...     draft, weight, target, target_weight, divergence="lk", return_acceptance=True
+        ... )
+        >>> loss.backward()
+        >>> acceptance_rate = acceptance.mean()
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
-    _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask)
+    _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights)
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
@@ -95,26 +116,27 @@ def linear_distillation(
     _check_options(options, beta, reduction, memory_budget)
     if mask is None:
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-    weights = loss_weights(mask, 0, reduction, None, hidden.dtype).nll
+    weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype).nll
     selection = select_rows(mask, num_tokens, "num_tokens")
     if selection is not None:
         hidden, teacher_hidden, mask, weights = map(selection.take, (hidden, teacher_hidden, mask, weights))
     needs = needed_gradients(hidden, weight, bias)
     teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
-    loss: Tensor = _LinearDistillation.apply(
+    results = _LinearDistillation.apply(
         hidden, weight, bias, *teacher, mask.contiguous(), weights.contiguous(), options, memory_budget,
-        reduction != "none", needs,
+        reduction != "none", (return_acceptance, return_agreement), needs,
     )  # fmt: skip
-    return loss if selection is None else selection.restore(loss, 0)
+    return with_extras(*(results if selection is None else [selection.restore(x, 0) for x in results]))
 
 
 def linear_distillation_reference(
     hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, mask: Tensor | None = None,
     bias: Tensor | None = None, teacher_bias: Tensor | None = None, *, divergence: Divergence = "forward_kl",
-    beta: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean", softcap: float | None = None,
-    logit_scale: float = 1.0, teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
-    memory_budget: int | None = None, num_tokens: int | None = None,
-) -> Tensor:  # fmt: skip
+    beta: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean",
+    token_weights: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, return_acceptance: bool = False,
+    return_agreement: bool = False, memory_budget: int | None = None, num_tokens: int | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The specification of `linear_distillation`, in plain torch, with all the logits.
 
     Args:
@@ -125,14 +147,17 @@ def linear_distillation_reference(
         mask: bool (...), or None for all tokens.
         bias: (V,), or None.
         teacher_bias: (V,), or None.
-        divergence: "forward_kl", "reverse_kl" or "jsd".
+        divergence: "forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla" or "lk".
         beta: in (0, 1), or None for 0.5.
         temperature: positive.
         reduction: "mean", "sum" or "none".
+        token_weights: floating (...), or None for ones.
         softcap: positive, or None.
         logit_scale: positive.
         teacher_softcap: positive, or None.
         teacher_logit_scale: positive.
+        return_acceptance: also return the acceptance of each token.
+        return_agreement: also return whether each token's classes of the largest logits agree.
         memory_budget: not used.
         num_tokens: not used.
     """
@@ -150,21 +175,33 @@ def linear_distillation_reference(
     log_q = log_probs(hidden, weight, bias, softcap, logit_scale)
     with torch.no_grad():
         log_p = log_probs(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale)
+    smaller, l1 = torch.minimum(log_q, log_p), (log_q.exp() - log_p.exp()).abs().sum(-1)
+    accepted = smaller.detach().exp().sum(-1)
     if divergence == "jsd":
         beta = 0.5 if beta is None else beta
         log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
         losses = beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+    elif divergence == "lk":
+        losses = torch.lerp(l1 / 2, kl(log_p, log_q), (-3 * accepted).exp())
+    elif divergence == "nla":
+        losses = -smaller.logsumexp(-1)
+    elif divergence in ("tv", "l1"):
+        losses = l1 if divergence == "l1" else l1 / 2
     else:
         losses = kl(log_p, log_q) if divergence == "forward_kl" else kl(log_q, log_p)
-    losses = losses * loss_weights(mask, 0, reduction, None, wide).nll
-    return losses if reduction == "none" else losses.sum()
+    losses = losses * loss_weights(mask, 0, reduction, token_weights, wide).nll
+    return with_extras(
+        losses if reduction == "none" else losses.sum(),
+        accepted * mask if return_acceptance else None,
+        (log_q.argmax(-1) == log_p.argmax(-1)) & mask if return_agreement else None,
+    )
 
 
 def _check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, mask: Tensor | None,
+    teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None,
 ) -> None:  # fmt: skip
-    reject_dtensors(OP, hidden, teacher_hidden, mask)
+    reject_dtensors(OP, hidden, teacher_hidden, mask, token_weights)
     check_rows(OP, "hidden", hidden)
     check_rows(OP, "teacher_hidden", teacher_hidden)
     check_weight(OP, hidden, weight, bias)
@@ -180,6 +217,8 @@ def _check_tensors(
     )
     if mask is not None:
         check_tensor(OP, "mask", mask, hidden.shape[:-1], hidden.device, torch.bool)
+    if token_weights is not None:
+        check_tensor(OP, "token_weights", token_weights, hidden.shape[:-1], hidden.device)
 
 
 def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
@@ -202,12 +241,15 @@ def _linear_distillation(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor | None, mask: Tensor, loss_weights: Tensor, divergence: str, beta: float, temperature: float,
     softcap: float | None, logit_scale: float, teacher_softcap: float | None, teacher_logit_scale: float,
-    memory_budget: int, needs: Sequence[bool],
+    memory_budget: int, outputs: Sequence[bool], needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The divergence of each row, and the gradients of sum(loss_weights * divergences) by hidden, weight and bias."""
+    """The divergence, acceptance and agreement of each row, and the gradients of sum(loss_weights * divergences) by
+    hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`."""
     losses, gradients = torch.empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
+    accepted = losses.new_empty(losses.shape if outputs[0] else (0,))
+    agreed = losses.new_empty(losses.shape if outputs[1] else (0,), dtype=torch.bool)
     if is_fake(losses):
-        return [losses, *gradients]
+        return [losses, accepted, agreed, *gradients]
     options = DistillationOptions(
         divergence, beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
@@ -216,39 +258,45 @@ def _linear_distillation(
     student = ChunkedHead(hidden, weight, bias, size, gradients)
     teacher = ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, size)
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
+    flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
     for chunk in student.chunks():
         logits = student.logits(chunk)
         divergence_in_place(
             logits, teacher.logits(chunk), flat_losses[chunk], flat_mask[chunk],
-            flat_weights[chunk] if any(needs) else None, options,
+            flat_weights[chunk] if any(needs) else None, options, flat_accepted[chunk] if outputs[0] else None,
+            flat_agreed[chunk] if outputs[1] else None,
         )  # fmt: skip
         student.add_gradients(chunk, logits)
     student.close()
-    return [losses, *gradients]
+    return [losses, accepted, agreed, *gradients]
 
 
 class _LinearDistillation(torch.autograd.Function):
-    """The reduced loss, or the loss of each row; its gradients are kept as in `linear_cross_entropy`."""
+    """The reduced loss, or the loss of each row, and the requested statistics; the gradients of the loss are kept as in
+    `linear_cross_entropy`."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
         teacher_bias: Tensor | None, mask: Tensor, loss_weights: Tensor, options: DistillationOptions,
-        memory_budget: int, reduced: bool, needs: tuple[bool, ...],
-    ) -> Tensor:  # fmt: skip
+        memory_budget: int, reduced: bool, outputs: tuple[bool, ...], needs: tuple[bool, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         inputs = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, loss_weights)
         ctx.options = (*options, memory_budget)
-        losses, *gradients = _linear_distillation(*inputs, *ctx.options, now)
+        losses, *statistics, dx, dw, db = _linear_distillation(*inputs, *ctx.options, outputs, now)
+        statistics = [x for x, requested in zip(statistics, outputs, strict=True) if requested]
+        ctx.mark_non_differentiable(*statistics)
+        keep_gradients(ctx, inputs, [dx, dw, db], now)
         losses = losses * loss_weights
-        keep_gradients(ctx, inputs, gradients, now)
-        return losses.sum() if reduced else losses
+        return losses.sum() if reduced else losses, *statistics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         kept = kept_gradients(ctx, grad)
         if kept is not None:
             return kept
         *inputs, loss_weights = ctx.saved_tensors
-        return _linear_distillation(*inputs, loss_weights * grad, *ctx.options, ctx.needs_input_grad[:3])[1:]
+        needs = ctx.needs_input_grad[:3]
+        return _linear_distillation(*inputs, loss_weights * grad, *ctx.options, (False, False), needs)[-3:]

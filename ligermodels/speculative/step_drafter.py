@@ -1,4 +1,4 @@
-"""Drafting with an MTP head: one token after another, with the head's own key/value cache."""
+"""Drafting one token after another, with the key/value cache of the head itself: MTP heads and EAGLE-3."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ligermodels.generation.state import DecodingState
 from ligermodels.speculative.tree import Tree
 
 
-class MTPDrafter:
-    """A `Drafter` with an MTP head: each step of the head continues from the best token of the previous step.
+class StepDrafter:
+    """A `Drafter` with a head of which each step continues from the best token of the previous step.
 
     Layer k of the head has its own cache. As in training, layer k at position t of the text reads token t + 1 + k, and
     the result of layer k - 1 at t, or for k = 0 the model's hidden state. With the text known up to position n, layer k
@@ -29,6 +29,9 @@ class MTPDrafter:
         lm_head: hidden states (..., H) -> logits (..., V).
         new_state: (batch_size, max_length) -> the head's decoding state.
         num_layers: number of layers of the head.
+        read: the model's states (B, T, ...) -> what the head reads of them, (B, T, H).
+        token_ids: candidates of the lm_head -> ids of the model's tokens, where these differ.
+        boundaries: see `Drafter`.
     """
 
     reads_states = True
@@ -40,9 +43,14 @@ class MTPDrafter:
         lm_head: Callable[[Tensor], Tensor],
         new_state: Callable[[int, int], DecodingState],
         num_layers: int = 1,
+        *,
+        read: Callable[[Tensor], Tensor] = lambda states: states,
+        token_ids: Callable[[Tensor], Tensor] = lambda chosen: chosen,
+        boundaries: tuple[int, ...] = (),
     ) -> None:
         self.embed, self.head, self.lm_head = embed, head, lm_head
         self.new_state, self.num_layers = new_state, num_layers
+        self.read, self.token_ids, self.boundaries = read, token_ids, boundaries
 
     def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
         self.tree = tree
@@ -50,6 +58,7 @@ class MTPDrafter:
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
+        states = self.read(states)
         batch, length, size = states.shape
         positions = torch.arange(length, device=states.device)[None]
         text = sequences.text
@@ -86,10 +95,11 @@ class MTPDrafter:
                 raise InputError(
                     f"tree: has {tree.width} candidates per token, but there are {logits.shape[-1]} tokens"
                 )
-            best.append(ops.topk_indices(logits, tree.width))
+            best.append(self.token_ids(ops.topk_indices(logits, tree.width)))
         return torch.cat(best, dim=1) if best else sequences.root.new_zeros(len(sequences.root), 0, 0)
 
     def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:
+        states = self.read(states)
         batch, size = len(slots), states.shape[2]
         start, text = slots[:, 0], sequences.text
         path = (slots - slots[:, :1])[..., None]

@@ -1,0 +1,122 @@
+"""From a draft head's states to its vocabulary: logits, ranks, and the divergence from the model's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
+from ligermodels.layers.lm_head import loss_or_log_probs
+from ligermodels.layers.sharding import call_gathered
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.loss.divergences import Divergence
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+
+
+class DraftLoss(NamedTuple):
+    """The divergence of a step of a head, with its ranks without gradients.
+
+    sums: float (3,), summed over the targets: the acceptance, the agreement (see `MultiHeadOutput`), and 1.
+    """
+
+    loss: HeadLoss
+    sums: Tensor
+
+
+@dataclass(frozen=True)
+class DraftProjection:
+    """The projection of a draft head to its vocabulary.
+
+    Args:
+        base: the model that the head belongs to.
+        vocabulary: the tokens that the head can propose.
+        lm_head: the head's own projection; None for the rows of the model's.
+    """
+
+    base: CausalLM
+    vocabulary: DraftVocabulary
+    lm_head: LMHead | None
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits (..., V_d) of states (..., H) after the head's final norm."""
+        if self.lm_head is not None:
+            return cast(Tensor, self.lm_head(normed))
+        return call_gathered(self.base, lambda: F.linear(normed, self.rows(normed.dtype)))
+
+    def ranks(self, normed: Tensor, targets: Tensor) -> Tensor:
+        """The ranks of targets: see `DraftVocabulary.ranks`.
+
+        Args:
+            normed: states (..., H) after the head's final norm.
+            targets: long (...), ids of the model's vocabulary, -100 without a target.
+        """
+        return self.vocabulary.ranks(targets, lambda own: call_gathered(self.base, self._ranked, normed, own))
+
+    def _ranked(self, normed: Tensor, targets: Tensor) -> HeadLoss:
+        if self.lm_head is not None:
+            return cast(HeadLoss, self.lm_head(normed, targets, return_rank=True))
+        return loss_or_log_probs(HeadConfig(), normed, self.rows(normed.dtype), targets, None, return_rank=True)
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """The weight (V_d, H) of the model's lm_head for the draft vocabulary, in a dtype."""
+        with self.base.head.loss_weight(self.base.dtype) as whole:
+            return self.vocabulary.rows(whole).to(dtype)
+
+    def divergence(
+        self,
+        teacher: Tensor,
+        normed: Tensor,
+        targets: Tensor,
+        *,
+        divergence: Divergence,
+        reduction: str,
+        num_targets: int | None = None,
+        return_rank: bool = False,
+        **options: Any,
+    ) -> DraftLoss:
+        """The divergence of the head's distribution from the model's, both over the draft vocabulary.
+
+        Args:
+            teacher: the model's states after its final norm, of the tokens before the targets, (..., H).
+            normed: the head's states after its final norm, (..., H).
+            targets: long (...), -100 without a target.
+            divergence: name of a divergence of `ops.linear_distillation`.
+            reduction: "mean" or "sum".
+            num_targets: number of targets, if the host knows it.
+            return_rank: also compute the ranks of the targets, if no gradients are recorded.
+            options: other options of `ops.linear_distillation`.
+
+        Returns:
+            The divergence, and sums for metrics.
+        """
+        valid = targets != IGNORE_INDEX
+        options |= {"divergence": divergence, "reduction": reduction, "num_tokens": num_targets}
+        found = call_gathered(self.base, self._distilled, teacher, normed, valid, options)
+        loss, sums = found[0], torch.stack([x.sum(dtype=found[0].dtype) for x in (*found[1:], valid)])
+        ranks = self.ranks(normed, targets) if return_rank and not torch.is_grad_enabled() else None
+        return DraftLoss(HeadLoss(loss=loss, ranks=ranks), sums)
+
+    def _distilled(self, teacher: Tensor, normed: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
+        """Loss, acceptance and agreement, towards the model's head, whose parameters are gathered."""
+        head = self.base.head
+        with head.loss_weight(teacher.dtype) as whole:
+            weight, bias = self.vocabulary.rows(whole), self.vocabulary.rows(head.bias)
+            own = weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight
+            return ops.linear_distillation(
+                normed,
+                own,
+                teacher,
+                weight,
+                mask,
+                teacher_bias=bias,
+                teacher_softcap=head.config.softcap,
+                teacher_logit_scale=head.config.logit_scale,
+                return_acceptance=True,
+                return_agreement=True,
+                **options,
+            )

@@ -1,0 +1,141 @@
+"""The tokens that a draft head can propose: all tokens of the model, or the most frequent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ligermodels.arguments import check_count
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import IGNORE_INDEX, HeadLoss
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocabulary:
+    """Tokens in ascending order; token i of the draft vocabulary is token `tokens[i]` of the model.
+
+    Args:
+        tokens: long (V_d,), ids of the model's vocabulary, ascending.
+        vocab_size: V, number of tokens of the model.
+
+    Raises:
+        InputError: the ids do not ascend, or lie outside of the vocabulary.
+    """
+
+    tokens: Tensor
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        tokens = self.tokens
+        if tokens.ndim != 1 or tokens.dtype != torch.int64 or not len(tokens):
+            raise InputError(f"draft tokens: must be int64 (n,), got {tokens.dtype} {tuple(tokens.shape)}")
+        if bool((tokens[1:] <= tokens[:-1]).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < self.vocab_size:
+            raise InputError(f"draft tokens: must ascend within [0, {self.vocab_size})")
+
+    def __len__(self) -> int:
+        """V_d, number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all tokens of the model."""
+        return len(self) == self.vocab_size
+
+    @classmethod
+    def whole(cls, vocab_size: int) -> DraftVocabulary:
+        """All tokens of a model with `vocab_size` tokens."""
+        return cls(torch.arange(vocab_size), vocab_size)
+
+    @classmethod
+    def counted(cls, labels: Iterable[Tensor], size: int, vocab_size: int) -> DraftVocabulary:
+        """The tokens that are trained most often.
+
+        Args:
+            labels: long tensors of any shape, -100 where ignored, such as the labels of all batches of a data set.
+            size: number of tokens to choose. Of tokens that are equally frequent, the lowest ids are chosen.
+            vocab_size: number of tokens of the model.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            InputError: a size is out of range, or a label is outside of the vocabulary.
+
+        Examples:
+            >>> DraftVocabulary.counted([torch.tensor([5, 5, 2, -100])], size=3, vocab_size=8).tokens
+            tensor([0, 2, 5])
+        """
+        size = check_count("draft_vocab_size", size, most=check_count("vocab_size", vocab_size))
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for each in labels:
+            kept = each[each != IGNORE_INDEX].flatten().cpu()
+            if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
+                raise InputError(f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored")
+            counts += torch.bincount(kept, minlength=vocab_size)
+        return cls(counts.argsort(descending=True, stable=True)[:size].sort().values, vocab_size)
+
+    @overload
+    def rows(self, x: Tensor) -> Tensor: ...
+    @overload
+    def rows(self, x: None) -> None: ...
+    def rows(self, x: Tensor | None) -> Tensor | None:
+        """The rows (V_d, ...) of x (V, ...), for these tokens; x itself for all tokens."""
+        return x if x is None or self.is_whole else x[self.tokens.to(x.device)]
+
+    def ids(self, chosen: Tensor) -> Tensor:
+        """Ids of the model's vocabulary, of ids `chosen` of the draft vocabulary; long, of any shape."""
+        return chosen if self.is_whole else self.tokens.to(chosen.device)[chosen]
+
+    def ranks(self, targets: Tensor, head: Callable[[Tensor], HeadLoss]) -> Tensor:
+        """The ranks of targets among a head's candidates.
+
+        Args:
+            targets: long (...), ids of the model's vocabulary, -100 without a target.
+            head: targets, as ids of the draft vocabulary -> a `HeadLoss` with ranks.
+
+        Returns:
+            Long (...): how many draft tokens are likelier than the target, V_d for a target that is no draft token, -1
+            without a target.
+        """
+        if self.is_whole:
+            found: Any = head(targets).ranks
+            return found
+        tokens = self.tokens.to(targets.device)
+        place = torch.searchsorted(tokens, targets.clamp(min=0)).clamp(max=len(tokens) - 1)
+        known, valid = tokens[place] == targets, targets != IGNORE_INDEX
+        found = head(place.masked_fill(~known, IGNORE_INDEX)).ranks
+        return found.masked_fill(valid & ~known, len(tokens))
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def tables(self) -> dict[str, Tensor]:
+        """The tensors of published heads: d2t int64 (V_d,), offsets from draft ids to ids of the model; and t2d bool
+        (V,), the tokens that are draft tokens."""
+        is_draft = torch.zeros(self.vocab_size, dtype=torch.bool)
+        is_draft[self.tokens] = True
+        return {"d2t": self.tokens - torch.arange(len(self)), "t2d": is_draft}
+
+    @classmethod
+    def from_tables(cls, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> DraftVocabulary:
+        """The vocabulary of a published head.
+
+        Args:
+            d2t: int64 (V_d,), offsets from draft ids to ids of the model.
+            t2d: bool (V,), or None where the head has none.
+            vocab_size: V, number of tokens of the model.
+
+        Raises:
+            CheckpointError: the tables contradict each other, or do not fit the model.
+        """
+        tokens = d2t.long() + torch.arange(len(d2t))
+        try:
+            vocabulary = cls(tokens, vocab_size)
+        except InputError as error:
+            raise CheckpointError(f"d2t: holds offsets to the ids of the model; {error}") from None
+        if t2d is not None and not torch.equal(vocabulary.tables()["t2d"], t2d.bool()):
+            raise CheckpointError("t2d: marks other tokens than d2t")
+        return vocabulary

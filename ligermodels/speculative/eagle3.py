@@ -1,0 +1,387 @@
+"""EAGLE-3: a draft head of one layer, trained towards the model's own distributions (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.arguments import MOST_HEADS, check_count
+from ligermodels.errors import InputError, short
+from ligermodels.layers import HeadConfig, HeadLoss, LMHead
+from ligermodels.layers.initialization import allocate, initialize, skip_init
+from ligermodels.layers.quantized import dense_state
+from ligermodels.layers.sharding import call_gathered, gathered
+from ligermodels.models.capture import default_boundaries
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.native import check_native
+from ligermodels.ops.loss.divergences import Divergence
+from ligermodels.speculative.draft_projection import DraftProjection
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.eagle3_files import load_head, save_head
+from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following, layer_like
+from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
+from ligermodels.speculative.output import MultiHeadOutput
+from ligermodels.speculative.step_drafter import StepDrafter
+from ligermodels.speculative.tree import Tree, chain
+
+STEPS = 7
+DECAY = 0.8
+
+
+class Eagle3Model(MultiHeadModel):
+    """A base model with an EAGLE-3 head (`Eagle3Head`), which is applied K times.
+
+    Step k (from 0) at position t reads token t + 1 + k and, in step 0, the model's states at t, later the result of
+    step k - 1 at t. It proposes token t + 2 + k. In training the tokens come from the text, and each step is trained
+    towards the model's distribution of that token ("training-time test"): see `forward`.
+    """
+
+    kind = "EAGLE-3"
+    reads_every_token = True
+
+    def __init__(
+        self,
+        base: CausalLM,
+        config: Eagle3Config,
+        vocabulary: DraftVocabulary | None = None,
+        *,
+        num_steps: int = STEPS,
+        decay: float = DECAY,
+        divergence: Divergence = "forward_kl",
+        lm_head: Literal["own", "shared"] = "own",
+    ) -> None:
+        """A head with random weights on `base`. `from_base` and `from_pretrained` also freeze the base model.
+
+        Args:
+            base: the base model.
+            config: the head's config.
+            vocabulary: the tokens that the head can propose; None for all.
+            num_steps: K, steps of training.
+            decay: step k has the weight decay ** k in the loss.
+            divergence: from the model's distribution: a name of `ops.linear_distillation`.
+            lm_head: "own", a trained projection to the draft vocabulary; or "shared", the rows of the base model's.
+
+        Raises:
+            InputError: an argument is out of range, or the config does not fit the base model.
+        """
+        super().__init__()
+        check_native(base, "base")
+        if lm_head not in ("own", "shared"):
+            raise InputError(f"lm_head: must be 'own' or 'shared', got {short(lm_head)}")
+        self.base, self.config, self.divergence = base, config, divergence
+        self.num_heads, self.decay = check_count("num_steps", num_steps, most=MOST_HEADS), check_decay(decay)
+        self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        self.embed: nn.Embedding | None = None  # where it is not the base model's
+        self._check_config()
+        with torch.device("meta"), skip_init():
+            self.head = Eagle3Head(config)
+        allocate(self.head, base.dtype, base.device)
+        initialize(self.head, base.config.initializer_range, "eagle3")
+        self.lm_head = self._copied_lm_head() if lm_head == "own" else None
+
+    def _check_config(self) -> None:
+        config, base = self.config, self.base.config
+        for name, ours, theirs in (
+            ("target_hidden_size", config.target_hidden_size, base.hidden_size),
+            ("hidden_size", config.decoder.hidden_size, base.hidden_size),
+            ("vocab_size", config.decoder.vocab_size, base.vocab_size),
+            ("vocab_size", self.vocabulary.vocab_size, base.vocab_size),
+            ("draft_vocab_size", config.draft_vocab_size, len(self.vocabulary)),
+        ):
+            if ours != theirs:
+                raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
+        if config.boundaries[-1] > len(base.blocks):
+            raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
+
+    @torch.no_grad()
+    def _copied_lm_head(self) -> LMHead:
+        base, size = self.base, self.config.decoder.hidden_size
+        with torch.device("meta"), skip_init():
+            lm_head = LMHead(size, len(self.vocabulary), HeadConfig())
+        allocate(lm_head, base.dtype, base.device)
+        lm_head.weight.copy_(self.vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"])))
+        return lm_head
+
+    @classmethod
+    def from_base(
+        cls,
+        base: CausalLM,
+        num_steps: int = STEPS,
+        *,
+        boundaries: Sequence[int] | None = None,
+        vocabulary: DraftVocabulary | None = None,
+        layer: Literal["llama", "qwen3"] | Mapping[str, Any] = "llama",
+        decay: float = DECAY,
+        divergence: Divergence = "forward_kl",
+        lm_head: Literal["own", "shared"] = "own",
+        **flags: bool,
+    ) -> Eagle3Model:
+        """A new head on `base`, and freeze the base model's parameters.
+
+        Args:
+            base: the base model.
+            num_steps: K, steps of training, and tokens proposed by default.
+            boundaries: the states that the head reads: L is the residual stream after L layers. By default after 2,
+                half, and all but 3 of the layers.
+            vocabulary: the tokens that the head can propose, such as `DraftVocabulary.counted(...)`; None for all.
+            layer: kind of the head's layer, with the sizes of the model's layers; or a Hugging Face config of a Llama
+                or Qwen3 model with one layer.
+            decay: step k has the weight decay ** k in the loss.
+            divergence: from the model's distribution: a name of `ops.linear_distillation`.
+            lm_head: "own", a trained projection to the draft vocabulary; or "shared", the rows of the base model's.
+            flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`: see `Eagle3Config`.
+
+        Returns:
+            The model, on the device and in the dtype of `base`.
+
+        Raises:
+            InputError: an argument is out of range, or does not fit the base model, which is then not frozen.
+            ConfigError: the layer's config has a bad value.
+
+        Examples:
+            >>> eagle = lm.Eagle3Model.from_base(model, num_steps=3)
+            >>> eagle(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
+        """
+        check_native(base, "base")
+        config = Eagle3Config(
+            layer_like(base.config, layer) if isinstance(layer, str) else layer,
+            default_boundaries(len(base.config.blocks)) if boundaries is None else tuple(boundaries),
+            base.config.hidden_size,
+            base.config.vocab_size if vocabulary is None else len(vocabulary),
+            **flags,
+        )
+        model = cls(
+            base, config, vocabulary, num_steps=num_steps, decay=decay, divergence=divergence, lm_head=lm_head
+        )  # fmt: skip
+        base.requires_grad_(False)
+        return model
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the head, and of its lm_head unless it is the base model's."""
+        yield from self.head.parameters()
+        if self.lm_head is not None:
+            yield from self.lm_head.parameters()
+
+    def loss_weights(self) -> Sequence[float]:
+        """decay ** k for each step."""
+        return [self.decay**step for step in range(self.num_heads)]
+
+    # -- loss ----------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **loss_options: Any,
+    ) -> MultiHeadOutput:
+        """The loss of K steps, sum_k decay^k * D_k; without labels, the logits of the draft vocabulary.
+
+        D_k is the divergence of the head's distribution in step k at t from the model's distribution at t + 1 + k, both
+        over the draft vocabulary, for each t for which the label of token t + 2 + k is not -100. Logits are never
+        materialised. Without gradients, also the ranks and accuracy of the labels, as other heads give them.
+
+        Args:
+            input_ids: (B, T) long.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); only whether they are -100 counts.
+            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
+            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1).
+            inputs_embeds: (B, T, H) in place of `input_ids`.
+            num_items_in_batch: divides the summed losses, in place of the numbers of targets in this batch; one
+                number, or (K,), one number for each step: see `num_targets`.
+            loss_options: token_weights (B, T), reduction ("mean" or "sum"), memory_budget: see
+                `ops.linear_distillation`.
+
+        Returns:
+            With labels, the loss, and the losses, the acceptance and the agreement of the steps; without, the logits
+            (K, B, T, draft vocabulary).
+
+        Raises:
+            InputError: ids out of range (on a GPU: a device assertion), or shapes that do not fit.
+        """
+        batch = self.prepare(
+            2,
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            inputs_embeds=inputs_embeds,
+            num_items_in_batch=num_items_in_batch,
+            **loss_options,
+        )
+        inputs, targets = batch.inputs, batch.targets
+        with torch.no_grad():
+            out = self.base(**inputs, return_hidden_states=self.config.boundaries)
+            embeds = inputs["inputs_embeds"]
+            embeds = self.embeddings(inputs["input_ids"]) if embeds is None else embeds
+        states = torch.cat(cast("tuple[Tensor, ...]", out.hidden_states), dim=-1)
+        last = cast(Tensor, out.last_hidden_state)
+        drafted = self.head.training_steps(
+            states, embeds, self.num_heads, position_ids=inputs["position_ids"], cu_seqlens=inputs["cu_seqlens"]
+        )
+        if targets is None:
+            logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
+            return MultiHeadOutput(logits=torch.stack(logits))
+        needed, sums = targets.wait_for_needed(), list[Tensor]()
+
+        def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
+            teacher = following(last, step + 1)
+            teacher = teacher if needed is None else needed.take(teacher)
+            result = self.projection.divergence(teacher, hidden, values, divergence=self.divergence, **options)
+            sums.append(result.sums)
+            return result.loss
+
+        taken = (each if needed is None else needed.take(each) for each in drafted)
+        output = self._heads_loss(taken, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
+        accepted, agreed, counts = torch.stack(sums, dim=1)
+        at_least_one = counts.clamp(min=1)
+        output.acceptance, output.agreement, output.counts = (
+            accepted / at_least_one,
+            agreed / at_least_one,
+            counts.long(),
+        )
+        return output
+
+    @property
+    def projection(self) -> DraftProjection:
+        """The projection of the head to the draft vocabulary."""
+        return DraftProjection(self.base, self.vocabulary, self.lm_head)
+
+    def embeddings(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
+        if self.embed is not None:
+            return cast(Tensor, self.embed(input_ids))
+        return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def default_tree(self) -> Tree:
+        """A chain of `num_steps` tokens."""
+        return chain(self.num_heads)
+
+    def drafter(self, tree: Tree) -> StepDrafter:
+        """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
+        head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
+        if project is None:  # the rows are taken once
+            dtype = head.reader.fc.weight.dtype
+            project = partial(F.linear, weight=call_gathered(self.base, self.projection.rows, dtype))
+
+        def lm_head(hidden: Tensor) -> Tensor:
+            return cast(Tensor, project(hidden if self.config.norm_output else head.norm(hidden)))
+
+        def step(embeds: Tensor, hidden: Tensor, *, layer: int, **options: Any) -> Tensor:
+            return cast(DraftStates, head(embeds, hidden, **options)).next
+
+        return StepDrafter(
+            self.embeddings,
+            step,
+            lm_head,
+            lambda batch_size, max_length: head.new_state(batch_size, max_length, self.base.device),
+            read=lambda states: head.reader(states.to(head.reader.fc.weight.dtype)),
+            token_ids=self.vocabulary.ids,
+            boundaries=self.config.boundaries,
+        )
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: CausalLM,
+        folder: str | os.PathLike[str],
+        *,
+        num_steps: int = STEPS,
+        decay: float = DECAY,
+        divergence: Divergence = "forward_kl",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Eagle3Model:
+        """Load a head from a folder or the hub, in speculators' form or SpecForge's, and freeze the base model.
+
+        Args:
+            base: the base model, in memory.
+            folder: folder or hub id of the head.
+            num_steps: K, steps of training, and tokens proposed by default; checkpoints do not store it.
+            decay: step k has the weight decay ** k in the loss.
+            divergence: from the model's distribution: a name of `ops.linear_distillation`.
+            progress: called with (bytes loaded, bytes in total) of the head.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: files or tensors are missing, damaged, or made for another base model.
+            ConfigError: config.json is not of an EAGLE-3 head, or has a bad value.
+            HubError: the files cannot be fetched.
+
+        Examples:
+            >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
+            >>> eagle.generate([[1, 5, 9]], max_new_tokens=64)
+        """
+        return load_head(
+            cls, base, folder, {"num_steps": num_steps, "decay": decay, "divergence": divergence}, progress
+        )
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        profile: Literal["speculators", "specforge"] = "speculators",
+        *,
+        base_model: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the head for a server.
+
+        Args:
+            folder: created if need be.
+            profile: "speculators", which vLLM serves; or "specforge", which SGLang and vLLM serve.
+            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
+                was loaded from.
+            overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
+            CheckpointError: the folder is in use or cannot be written.
+
+        Examples:
+            >>> eagle.export("head/", profile="specforge")
+        """
+        save_head(self, folder, profile, base_model, overwrite=overwrite)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.
+
+        Args:
+            folder: created if need be.
+            overwrite: replace a head in the folder.
+
+        Raises:
+            InputError, CheckpointError: see `export`.
+        """
+        spec = self.base.export_spec
+        name = "" if spec is None or spec.base_name is None else spec.base_name
+        self.export(folder, base_model=name, overwrite=overwrite)
+
+    def save_whole(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    ) -> None:
+        """InputError: no format holds a model together with an EAGLE-3 head.
+
+        Args:
+            folder: not used.
+            max_shard_size: not used.
+            overwrite: not used.
+        """
+        raise InputError("EAGLE-3: heads are checkpoints of their own; call export, and save_pretrained of the base")

@@ -1,0 +1,211 @@
+"""File formats of EAGLE-3 heads: speculators', which vLLM reads, and SpecForge's, which SGLang and vLLM read.
+
+Both hold the same tensors; a head of SpecForge calls the layer `midlayer`. config.json names the layers whose states
+the head reads: speculators by boundaries, SpecForge's `eagle_config` by ids of layers (`models.capture`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ligermodels.convert.json_values import is_int, object_field
+from ligermodels.convert.mappings import rename
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
+from ligermodels.speculative.eagle3_head import Eagle3Config
+
+BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
+_LAYER_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
+    "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
+    "use_sliding_window", "tie_word_embeddings",
+)  # fmt: skip
+"""Fields of a flat config.json that describe the layer."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that a head belongs to, as config.json names it: a folder or hub id, and its `architectures`."""
+
+    name: str
+    architectures: tuple[str, ...] = ()
+
+
+def speculators_config(config: Eagle3Config, target: Target, num_steps: int, dtype: str) -> dict[str, Any]:
+    """config.json in speculators' form.
+
+    Args:
+        config: the head's config.
+        target: the model that the head belongs to.
+        num_steps: tokens that a server proposes by default.
+        dtype: dtype of the tensors, such as "bfloat16".
+    """
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": dict(config.layer),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        "embed_requires_grad": False,
+        BOUNDARIES: list(config.boundaries),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_steps}],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        "dtype": dtype,
+    }
+
+
+def specforge_config(config: Eagle3Config, target: Target, num_steps: int, dtype: str) -> dict[str, Any]:
+    """config.json in SpecForge's form, with the boundaries that vLLM reads beside SGLang's ids of layers.
+
+    Args:
+        config: the head's config.
+        target: not named in this form.
+        num_steps: not named in this form.
+        dtype: dtype of the tensors, such as "bfloat16".
+
+    Raises:
+        InputError: SGLang has no such head.
+    """
+    for name, wrong in (
+        ("layer: kind 'qwen3'", config.layer["model_type"] != "llama"),
+        ("norm_before_residual", config.norm_before_residual),
+        ("norm_before_fc", config.norm_before_fc),
+    ):
+        if wrong:
+            raise InputError(f"profile 'specforge': SGLang does not implement {name}; export profile='speculators'")
+    return {
+        **config.layer,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        BOUNDARIES: list(config.boundaries),
+        "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), "use_aux_hidden_state": True},
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file format.
+
+    prefix: prefix of the layer's tensors.
+    config: (config, target, num_steps, dtype) -> config.json.
+    embedding: whether the embedding is in the file. Servers take the model's own where it is not.
+    always_tables: whether d2t and t2d are in the file for the whole vocabulary too.
+    """
+
+    prefix: str
+    config: Any
+    embedding: bool
+    always_tables: bool
+
+
+PROFILES = {
+    "speculators": Profile("layers.0", speculators_config, embedding=True, always_tables=False),
+    "specforge": Profile("midlayer", specforge_config, embedding=False, always_tables=True),
+}
+
+
+def profile_named(name: str) -> Profile:
+    """The profile of this name; InputError if there is none."""
+    if name not in PROFILES:
+        raise InputError(f"profile: must be one of {', '.join(PROFILES)} for EAGLE-3, got {short(name)}")
+    return PROFILES[name]
+
+
+def weight_map(config: Eagle3Config, prefix: str, *, lm_head: bool = True) -> WeightMap:
+    """The head's tensors: native names `head.*` of `Eagle3Head` and `lm_head.weight`, and their names in files.
+
+    Args:
+        config: the head's config.
+        prefix: prefix of the layer's tensors in files.
+        lm_head: whether there is an lm_head.
+    """
+    size, block = config.decoder.hidden_size, config.decoder.blocks[0]
+    entries = [rename("head.reader.fc.weight", "fc.weight")]
+    if config.norm_before_fc:
+        entries.append(rename("head.reader.norm.weight", "input_norm.weight"))
+    if config.fc_norm:
+        names = (f"norms.{i}.weight" for i in range(len(config.boundaries)))
+        entries += [rename(f"head.reader.{name}", f"fc_{name.replace('norms', 'norm')}") for name in names]
+    norms = {
+        "embedding_norm": "input_layernorm", "hidden_norm": "hidden_norm", "mlp_norm": "post_attention_layernorm",
+    }  # fmt: skip
+    entries += [rename(f"head.{ours}.weight", f"{prefix}.{theirs}.weight") for ours, theirs in norms.items()]
+    entries += config.mixer.weight_mappings(size, "head.mixer", prefix, {})
+    entries += block.mlp.weight_mappings(size, "head.mlp", prefix, {})
+    entries.append(rename("head.norm.weight", "norm.weight"))
+    if lm_head:
+        entries.append(rename("lm_head.weight", "lm_head.weight"))
+    others = rf"^({EMBEDDING.replace('.', '[.]')}|{D2T}|{T2D}|verifier_.*|.*rotary_emb\.inv_freq)$"
+    return WeightMap(entries, ignored=[others])
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) -> Eagle3Config:
+    """The config of a head from config.json, in speculators' form or SpecForge's.
+
+    Args:
+        stored: config.json.
+        num_layers: number of layers of the model that the head belongs to.
+        hidden_size: channels of its states, where config.json does not name them.
+
+    Raises:
+        ConfigError: it is no config of an EAGLE-3 head, or a field has a bad value.
+    """
+    kind = stored.get("speculators_model_type")
+    flat = kind is None
+    if not flat and kind != "eagle3":
+        raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
+    if flat and not any("eagle3" in str(name).lower() for name in stored.get("architectures") or ()):
+        raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
+    whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
+    layer = {name: whole[name] for name in _LAYER_FIELDS if name in whole} if flat else whole
+    flags = {flag: bool(stored.get(flag, False)) for flag in FLAGS}
+    if not flat and "norm_before_residual" not in stored:
+        warnings.warn(
+            "config.json: norm_before_residual is missing; vLLM takes it for true, and so does this model",
+            ConfigWarning,
+            stacklevel=3,
+        )
+        flags["norm_before_residual"] = True
+    return Eagle3Config(
+        layer={"model_type": "llama"} | layer,
+        boundaries=_boundaries(stored, num_layers),
+        target_hidden_size=stored.get("target_hidden_size") or hidden_size,
+        draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
+        **flags,
+    )
+
+
+def _boundaries(stored: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The boundaries that config.json names, or the servers' default."""
+    if (given := stored.get(BOUNDARIES)) is not None:
+        return _ids(given)
+    nested = stored.get("eagle_config")
+    if isinstance(nested, Mapping) and (given := nested.get(BOUNDARIES)) is not None:
+        return boundaries_of(_ids(given))
+    return default_boundaries(num_layers)
+
+
+def _ids(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(is_int(each) for each in given):
+        raise ConfigError(f"{BOUNDARIES}: must be a list of whole numbers, got {short(given)}")
+    return tuple(sorted(set(given)))  # as vLLM reads them
