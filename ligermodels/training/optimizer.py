@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Adafactor, Optimizer
 
-from ligermodels.errors import InputError
 from ligermodels.training.fused_adamw import FusedAdamW
+from ligermodels.training.parameter_groups import parameter_groups
 
 
 def adamw(
@@ -37,26 +37,6 @@ def adamw(
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """
     return FusedAdamW(parameter_groups([(parameters, lr)], weight_decay), lr=lr, betas=betas, eps=eps)
-
-
-def parameter_groups(
-    rates: Iterable[tuple[Iterable[nn.Parameter], float]], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Parameter groups from pairs (parameters, learning rate): matrices with weight decay, other parameters without.
-
-    Parameters that require no gradient are left out. Raises InputError if no parameter is left.
-    """
-    groups = []
-    for parameters, lr in rates:
-        trained = [p for p in parameters if p.requires_grad]
-        groups += [
-            {"params": [p for p in trained if p.ndim >= 2], "lr": lr, "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "lr": lr, "weight_decay": 0.0},
-        ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise InputError("no parameter requires a gradient: there is nothing to train")
-    return groups
 
 
 def optimizer_named(
