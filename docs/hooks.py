@@ -78,6 +78,8 @@ def _type(annotation: Any) -> str:
 def _value(default: Any) -> str:
     if default is None or isinstance(default, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[default]
+    if isinstance(default, dict):
+        return f"`{default}`"
     if isinstance(default, tuple):
         return "`[]`" if not default else f"`{list(default)}`"
     return f"`{default}`" if isinstance(default, str | int | float) else f"`{type(default).__name__}()`"

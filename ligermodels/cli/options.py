@@ -229,9 +229,9 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
         if limit is not None
     }
     text = field.description or ""
-    if field.default not in (None, ()) and "[default" not in text:
+    if field.default not in (None, (), {}) and "[default" not in text:
         text += f"  [default: {field.default}]"
     names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
-    kind = list[str] if get_origin(kind) is tuple else kind
+    kind = list[str] if get_origin(kind) in (tuple, dict) else kind
     annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

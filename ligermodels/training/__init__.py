@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
-    from ligermodels.training.optimizer import adamw, warmup_cosine
+    from ligermodels.training.optimizer import adamw
     from ligermodels.training.recipe import TrainingRecipe
     from ligermodels.training.reports import OutputMetrics, StepMetrics
     from ligermodels.training.run import run_job
+    from ligermodels.training.schedule import lr_schedule, schedule_factor, warmup_cosine
 
 # Reading a recipe, and `--help`, must not import torch.
 _get, __dir__ = lazy_names(
@@ -40,10 +41,11 @@ _get, __dir__ = lazy_names(
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
-        "optimizer": ("adamw", "warmup_cosine"),
+        "optimizer": ("adamw",),
         "recipe": ("TrainingRecipe",),
         "reports": ("OutputMetrics", "StepMetrics"),
         "run": ("run_job",),
+        "schedule": ("lr_schedule", "schedule_factor", "warmup_cosine"),
     },
 )
 
@@ -75,8 +77,10 @@ __all__ = [
     "clip_gradients",
     "fine_tune",
     "graph_step",
+    "lr_schedule",
     "read_recipe",
     "run_job",
+    "schedule_factor",
     "train",
     "train_heads",
     "train_mtp",

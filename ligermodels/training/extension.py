@@ -1,23 +1,68 @@
-"""Extending a run: more steps on resuming than it had before."""
+"""Extending a run: more steps on resuming than it had before, or another decay of the learning rate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.errors import ConfigError
+from ligermodels.training.inputs import settings_before
+from ligermodels.training.optimizer_settings import DECAY, schedule_options
+from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.schedule import schedule_factor
 
 
-def check_longer(steps: int, steps_before: int) -> None:
-    """Raise ConfigError if `steps` is less than the steps that the run had before."""
+def check_schedule(
+    recipe: TrainingRecipe, steps: int, warmup_steps: int, start: int, checkpoint: Mapping[str, Any]
+) -> bool:
+    """Check the length and the schedule of a run, and of a run that resumes whether it may have them.
+
+    A run that resumes may become longer. It may also become shorter, and change the settings in DECAY, if the learning
+    rates of all steps that it took are those of the new schedule: in the stable phase of "wsd", or with "constant".
+
+    Args:
+        recipe: the settings.
+        steps: steps of the run.
+        warmup_steps: its steps of linear warm-up.
+        start: number of steps that were taken.
+        checkpoint: run.json of the checkpoint to resume from; empty for a new run.
+
+    Returns:
+        Whether all steps that were taken had the learning rates of this schedule.
+
+    Raises:
+        ConfigError: the decay is longer than the run, or the run may not become shorter or change its decay.
+    """
+    now = recipe.settings()
+    if recipe.decay_steps is not None and recipe.decay_steps > steps - warmup_steps:
+        raise ConfigError(
+            f"decay_steps: {recipe.decay_steps:,} is more than the {steps - warmup_steps:,} steps after the warm-up"
+        )
+    if not checkpoint:
+        return True
+    before, steps_before = settings_before(recipe, checkpoint["recipe"]), checkpoint["steps"]
+    warmup_before = checkpoint.get("warmup_steps", warmup_steps)
+    old = partial(schedule_factor, steps=steps_before, warmup_steps=warmup_before, **schedule_options(before))
+    new = partial(schedule_factor, steps=steps, warmup_steps=warmup_steps, **schedule_options(now))
+    differs = next((step for step in range(start) if old(step) != new(step)), None)
+    if differs is None and steps >= start:
+        return True
     if steps < steps_before:
         raise ConfigError(
-            f"steps: the run has {steps_before:,}, and would have {steps:,}; a run that resumes can be extended, not "
-            "shortened"
+            f"steps: the run has {steps_before:,}, and would have {steps:,}; a run that resumes can be extended, and "
+            "only before the decay of a schedule wsd be shortened"
         )
+    for name in sorted(DECAY):
+        if now[name] != before[name]:
+            raise ConfigError(
+                f"{name}: was {before[name]!r}, is {now[name]!r}: step {differs} of the {start:,} steps that were "
+                "taken would have had another learning rate; give the old value, or resume from a checkpoint before it"
+            )
+    return False
 
 
 def warmup_steps(recipe_steps: int | None, steps: int, checkpoint: Mapping[str, Any]) -> int:
@@ -42,6 +87,7 @@ def continue_schedule(
     *,
     steps: int,
     steps_before: int,
+    is_same: bool,
     say: Callable[[str], object],
 ) -> None:
     """Continue the schedule from `state`. An extended run has the learning rates of the longer run from here on.
@@ -52,17 +98,19 @@ def continue_schedule(
         state: state dict of the schedule.
         steps: steps of the run.
         steps_before: steps that it had before it was extended.
+        is_same: whether the steps taken had the learning rates of this schedule; see `check_schedule`.
         say: called with a message about the extension.
     """
     schedule.load_state_dict(dict(state))
-    if steps == steps_before:
-        return
     groups, done = optimizer.param_groups, schedule.last_epoch
     rate = groups[0]["lr"]
     for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = base * factor(done)
+    if steps == steps_before:
+        return
     say(
-        f"extended from {steps_before:,} to {steps:,} steps: from step {done + 1:,} on the learning-rate schedule is "
-        f"the schedule of {steps:,} steps (learning rate {groups[0]['lr']:.3g}, was {rate:.3g}), so the result differs "
-        f"from a single run of {steps:,} steps"
+        f"{'extended' if steps > steps_before else 'shortened'} from {steps_before:,} to {steps:,} steps: from step "
+        f"{done + 1:,} on the learning-rate schedule is the schedule of {steps:,} steps (learning rate "
+        f"{groups[0]['lr']:.3g}, was {rate:.3g}), so the result "
+        f"{'is' if is_same else 'differs from'} that of a single run of {steps:,} steps"
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+
+LORA_LEARNING_RATE = 2e-4
+"""Peak learning rate of LoRA if none is given."""
 
 
 class FineTuningRecipe(TrainingRecipe):
@@ -38,6 +41,8 @@ class FineTuningRecipe(TrainingRecipe):
         *CONDITIONS,
     )
 
+    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.  [default: 2e-5; for LoRA 2e-4]")
+
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
     )
@@ -59,6 +64,12 @@ class FineTuningRecipe(TrainingRecipe):
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _lora_learning_rate(self) -> FineTuningRecipe:
+        if self.lora_rank is not None and "learning_rate" not in self.model_fields_set:
+            self.__dict__["learning_rate"] = LORA_LEARNING_RATE  # not in model_fields_set: it is a default
+        return self
 
     @property
     def trains_configs(self) -> bool:

@@ -14,6 +14,7 @@ from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.training.base import Base
+from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 
 BY_CONTENT = {"base", "data", "chat_template"}
@@ -66,13 +67,12 @@ def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **opt
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     """`recipe` with the date and the `kept` settings of a checkpoint's settings `before`.
 
-    Raises ConfigError if the two differ in a setting that affects training, other than LENGTH."""
-    before = _current(recipe, before)
+    Raises ConfigError if the two differ in a setting that affects training, other than LENGTH and DECAY."""
+    before = settings_before(recipe, before)
     kept = {name: before[name] for name in recipe.kept}
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
-    now = {
-        name: value for name, value in recipe.settings().items() if name not in recipe.may_change | BY_CONTENT | LENGTH
-    }
+    free = recipe.may_change | BY_CONTENT | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
+    now = {name: value for name, value in recipe.settings().items() if name not in free}
     if message := changes(now, before):
         raise ConfigError(f"the run cannot resume with another recipe: {message}; use the old recipe, or start over")
     return recipe
@@ -80,13 +80,14 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
 
 def length_changes(recipe: TrainingRecipe, before: Mapping[str, Any]) -> str:
     """A message about LENGTH settings that differ from a checkpoint's settings `before`; empty if they are equal."""
-    return changes({name: getattr(recipe, name) for name in sorted(LENGTH)}, _current(recipe, before))
+    return changes({name: getattr(recipe, name) for name in sorted(LENGTH)}, settings_before(recipe, before))
 
 
-def _current(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[str, Any]:
+def settings_before(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's settings `before` under the names of this release, and its new settings at their defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return recipe.current_names(before)
+        return {**recipe.defaults(), **recipe.current_names(before)}
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

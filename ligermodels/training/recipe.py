@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
 R = TypeVar("R", bound="TrainingRecipe")
@@ -26,11 +27,7 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda settings: settings["validation_fraction"] != 0,
         "needs a validation split, and validation_fraction is 0",
     ),
-    (
-        ("beta1", "beta2", "rounding"),
-        lambda settings: settings["optimizer"] == "adamw",
-        "is a setting of AdamW, and the optimizer is another",
-    ),
+    *OPTIMIZER_CONDITIONS,
     (("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps"),
     (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
     (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
@@ -48,7 +45,7 @@ CONDITIONS: tuple[Condition, ...] = (
 """Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
 
-class TrainingRecipe(BaseModel):
+class TrainingRecipe(OptimizerSettings):
     """Settings of a run. The same recipe and data give the same run.
 
     Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
@@ -102,19 +99,6 @@ class TrainingRecipe(BaseModel):
     )
     date: str | None = Field(None, description="YYYY-MM-DD, for chat templates that write it.  [default: today]")
 
-    optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor needs less memory.")
-    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.")
-    warmup_steps: int | None = Field(
-        None, ge=0, description="Steps of linear warm-up.  [default: 40, at most a tenth of all]"
-    )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
-    weight_decay: float = Field(0.0, ge=0, description="Weight decay, for matrices only.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's beta2.")
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Clip the gradient to this norm; null in a recipe: no clipping."
-    )
-
     steps: int | None = Field(None, ge=1, description="Optimizer steps.  [default: from the epochs]")
     epochs: float = Field(1.0, gt=0, description="Epochs, if steps is not given.")
     seq_len: int = Field(
@@ -151,9 +135,6 @@ class TrainingRecipe(BaseModel):
     )
     float8_exclude: tuple[str, ...] = Field(
         (), description="Float8: patterns of layers that are not converted, such as 'mlp' or '*.blocks.0.*'."
-    )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
     )
     parallel: ParallelPlan = Field(
         ParallelPlan(), description="How the model is sharded over the processes of torchrun."
@@ -333,8 +314,9 @@ class TrainingRecipe(BaseModel):
         for name, _ in self._without_effect(new):
             if name not in settings:
                 new[name] = defaults[name]
+        given = self.model_fields_set | settings.keys()  # other settings keep defaults that depend on settings
         try:
-            return type(self)(**new)
+            return type(self)(**{name: value for name, value in new.items() if name in given})
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 

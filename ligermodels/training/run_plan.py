@@ -23,7 +23,7 @@ from ligermodels.parallel.ranks import data_share, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
-from ligermodels.training.extension import check_longer, warmup_steps
+from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
     Content,
@@ -50,6 +50,7 @@ class RunPlan:
     steps, warmup_steps: number of optimizer steps, and of steps of linear warm-up.
     start: step of the checkpoint to resume from; 0 for a new run.
     checkpoint: the content of its run.json; empty for a new run.
+    keeps_learning_rates: whether all steps up to the checkpoint had the learning rates of this plan.
     """
 
     recipe: TrainingRecipe
@@ -62,6 +63,7 @@ class RunPlan:
     warmup_steps: int
     start: int
     checkpoint: dict[str, Any]
+    keeps_learning_rates: bool = True
 
     @property
     def resumes(self) -> bool:
@@ -150,11 +152,12 @@ def plan_run(
         steps = checkpoint["steps"]
     else:
         steps = _count_steps(recipe, documents, training, validation, console)
-        check_longer(steps, checkpoint.get("steps", 0))
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
     if warmup > steps:
         console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
-    return RunPlan(recipe, base, documents, content, training, validation, steps, min(warmup, steps), start, checkpoint)
+    warmup = min(warmup, steps)
+    is_same = check_schedule(recipe, steps, warmup, start, checkpoint)
+    return RunPlan(recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same)
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:

@@ -26,10 +26,13 @@ from ligermodels.training.console import Console
 from ligermodels.training.extension import continue_schedule
 from ligermodels.training.interruption import until
 from ligermodels.training.job import Evaluation, Job, JobFactory, Prepare
-from ligermodels.training.optimizer import optimizer_named, parameter_groups, warmup_cosine
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.optimizer_settings import schedule_options
+from ligermodels.training.parameter_groups import parameter_groups
 from ligermodels.training.preparation import prepare_model
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.schedule import lr_schedule
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class RunState:
             plan.checkpoint["schedule"],
             steps=plan.steps,
             steps_before=plan.checkpoint["steps"],
+            is_same=plan.keeps_learning_rates,
             say=say,
         )
         self.batches.load_state_dict(plan.checkpoint["data"])
@@ -129,16 +133,25 @@ def build_state(
     if rank:
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
     _warn_of_lost_updates(model, recipe, console.say)
+    console.say(recipe.optimizer_summary())
     optimizer = optimizer_named(
         recipe.optimizer,
-        parameter_groups(job.learning_rates, recipe.weight_decay),
+        parameter_groups(
+            job.learning_rates,
+            recipe.weight_decay,
+            names={id(parameter): name for name, parameter in job.model.named_parameters()},
+            learning_rate_patterns=recipe.learning_rate_patterns,
+            weight_decay_patterns=recipe.weight_decay_patterns,
+        ),
         betas=(recipe.beta1, recipe.beta2),
         rounding=recipe.rounding,
         seed=recipe.seed,
     )
     if is_sharded:
         _check_parameters(job, optimizer)
-    schedule = warmup_cosine(optimizer, plan.steps, warmup_steps=plan.warmup_steps, min_lr_ratio=recipe.min_lr_ratio)
+    schedule = lr_schedule(
+        optimizer, steps=plan.steps, warmup_steps=plan.warmup_steps, **schedule_options(recipe.settings())
+    )
     state = RunState(plan, job, optimizer, schedule, plan.training_batches(), checkpoints)
     if plan.resumes:
         state.restore(console.say)

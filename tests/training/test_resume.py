@@ -27,8 +27,8 @@ from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recip
 from ligermodels.training import step as taken
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
-from ligermodels.training.optimizer import cosine_factor
 from ligermodels.training.renamed import SETTINGS
+from ligermodels.training.schedule import schedule_factor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +156,7 @@ def test_a_run_is_extended(
     assert [line for line in said if f"extended from 6 to 12 steps: from step {start + 1} on" in line]
     found = steps_of(out)
     assert found[:start] == before[:start] and [step for step, _ in found] == list(range(1, 13))
-    rates = [longer.learning_rate * cosine_factor(i, 12, 0, longer.min_lr_ratio) for i in range(12)]
+    rates = [longer.learning_rate * schedule_factor(i, "cosine", 12) for i in range(12)]
     assert [rate for _, rate in found[start:]] == pytest.approx(rates[start:]) and found[1][1] < rates[1]
     # What it is now is what it is when it is resumed again, and it is as long.
     assert train_heads(longer, out, resume=True).finished and steps_of(out) == found

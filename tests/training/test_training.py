@@ -21,7 +21,8 @@ from ligermodels.evaluation import evaluate
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
-from ligermodels.training.optimizer import optimizer_named, parameter_groups
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.parameter_groups import parameter_groups
 
 
 def small(**changes: object) -> lm.CausalLM:

@@ -1,0 +1,97 @@
+"""Settings of recipes for the optimizer and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from ligermodels.errors import ConfigError, short
+
+OptimizerName = Literal["adamw", "adafactor"]
+ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
+DecayType = Literal["linear", "cosine", "1-sqrt"]
+
+
+Patterns = dict[str, Annotated[float, Field(ge=0)]]
+"""Pattern of names -> number; see `parameter_groups`."""
+
+
+class OptimizerSettings(BaseModel):
+    """Settings of the optimizer and the learning-rate schedule, a part of `TrainingRecipe`."""
+
+    optimizer: OptimizerName = Field("adamw", description="adafactor needs less memory.")
+    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.")
+    schedule: ScheduleName = Field(
+        "cosine", description="Learning rate after the warm-up; wsd: constant, then a decay in the last steps."
+    )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Steps of linear warm-up.  [default: 40, at most a tenth of all]"
+    )
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
+    decay_steps: int | None = Field(None, ge=0, description="wsd: steps of the decay.  [default: a fifth of all steps]")
+    decay_type: DecayType = Field("linear", description="wsd: curve of the decay.")
+    num_cycles: int = Field(2, ge=1, description="cosine_with_restarts: number of cosines.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay, for matrices only.")
+    learning_rate_patterns: Patterns = Field(
+        {}, description="Other learning rates by name: PATTERN=RATE, such as decoder.embed=1e-5 or 'mlp.*=1e-4'."
+    )
+    weight_decay_patterns: Patterns = Field(
+        {}, description="Other weight decays by name: PATTERN=DECAY, such as decoder.embed=0."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's beta2.")
+    rounding: Literal["stochastic", "nearest"] = Field(
+        "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
+    )
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the gradient to this norm; null in a recipe: no clipping."
+    )
+
+    @field_validator("learning_rate_patterns", "weight_decay_patterns", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any, info: ValidationInfo) -> Any:
+        """The form of flags, a list of texts PATTERN=NUMBER, as a dict."""
+        if not isinstance(value, list | tuple):
+            return value
+        try:
+            return {pattern: float(number) for pattern, number in (str(text).split("=") for text in value)}
+        except ValueError:
+            raise ConfigError(f"{info.field_name}: must be PATTERN=NUMBER, got {short(value)}") from None
+
+    def optimizer_summary(self) -> str:
+        """A line about the optimizer, the learning rate and the schedule."""
+        patterns = "".join(f", {pattern} {rate:g}" for pattern, rate in self.learning_rate_patterns.items())
+        default = "" if "learning_rate" in self.model_fields_set else " (the default)"
+        return f"{self.optimizer}: learning rate {self.learning_rate:g}{default}{patterns}, schedule {self.schedule}"
+
+
+OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        ("beta1", "beta2", "rounding"),
+        lambda settings: settings["optimizer"] == "adamw",
+        "is a setting of AdamW, and the optimizer is another",
+    ),
+    (
+        ("min_lr_ratio",),
+        lambda settings: settings["schedule"] not in ("constant", "inverse_sqrt"),
+        "is for schedules that fall to it, and the schedule is constant or inverse_sqrt",
+    ),
+    (("decay_steps", "decay_type"), lambda settings: settings["schedule"] == "wsd", "is for the schedule wsd"),
+    (
+        ("num_cycles",),
+        lambda settings: settings["schedule"] == "cosine_with_restarts",
+        "is for the schedule cosine_with_restarts",
+    ),
+)
+"""Conditions of `OptimizerSettings`; see `recipe.Condition`."""
+
+DECAY = frozenset({"min_lr_ratio", "decay_steps", "decay_type"})
+"""Settings that may change when a run resumes, if no step taken so far had another learning rate."""
+
+
+def schedule_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `schedule_factor` among the settings of a recipe."""
+    names = ("schedule", "min_lr_ratio", "decay_steps", "decay_type", "num_cycles")
+    return {name: settings[name] for name in names}
