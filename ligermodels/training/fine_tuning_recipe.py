@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ligermodels.arguments import QuantizedFormat
-from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.objective_recipe import ObjectiveRecipe
+from ligermodels.training.recipe import Condition
 
 
-class FineTuningRecipe(TrainingRecipe):
-    """Settings of a run that trains a whole language model, or LoRA on it.
+class FineTuningRecipe(ObjectiveRecipe):
+    """Settings of a run that trains a whole language model, or LoRA on it, by an objective.
 
     Examples:
         >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", lora_rank=16)
@@ -35,7 +36,7 @@ class FineTuningRecipe(TrainingRecipe):
             "is for quantised weights; give quantize too",
         ),
         (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
-        *CONDITIONS,
+        *ObjectiveRecipe.conditions,
     )
 
     lora_rank: int | None = Field(

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ligermodels.convert.config_json import dtype_of, read_json
@@ -50,6 +51,7 @@ class RunPlan:
     steps, warmup_steps: number of optimizer steps, and of steps of linear warm-up.
     start: step of the checkpoint to resume from; 0 for a new run.
     checkpoint: the content of its run.json; empty for a new run.
+    folder: folder of the run.
     """
 
     recipe: TrainingRecipe
@@ -62,6 +64,7 @@ class RunPlan:
     warmup_steps: int
     start: int
     checkpoint: dict[str, Any]
+    folder: Path
 
     @property
     def resumes(self) -> bool:
@@ -92,9 +95,13 @@ class RunPlan:
         recipe, limit = self.recipe, None
         if recipe.validation_tokens is not None:  # whole micro-batches of one process, for any number of ranks
             size = recipe.micro_batch_size
-            sequences = max(1, recipe.validation_tokens // (recipe.seq_len * size)) * size
+            sequences = max(1, recipe.validation_tokens // (recipe.row_tokens * size)) * size
             limit = max(1, sequences // self.micro_batches[0])
         return self._share(islice(self._packed(self.validation, epochs=1), limit))
+
+    def all_batches(self) -> Iterator[Batch]:
+        """Micro-batches of this rank with the documents of both splits, once each."""
+        return self._share(self._packed(np.union1d(self.training, self.validation), epochs=1))
 
     def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
         return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
@@ -154,7 +161,9 @@ def plan_run(
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
     if warmup > steps:
         console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
-    return RunPlan(recipe, base, documents, content, training, validation, steps, min(warmup, steps), start, checkpoint)
+    return RunPlan(
+        recipe, base, documents, content, training, validation, steps, min(warmup, steps), start, checkpoint, out
+    )
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:
@@ -199,9 +208,9 @@ def _count_steps(
         if recipe.steps:
             return recipe.steps
         sequences, tokens = count(training, recipe.seed)
-    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
+    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.row_tokens / recipe.batch_tokens))
     console.say(
-        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
-        f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
+        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.row_tokens:,}; "
+        f"{steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
     )
     return steps
