@@ -99,10 +99,10 @@ class Examples(Documents):
     def _examples(self, index: int) -> list[Example]:
         records = self._records(index)
         if self._form.sequences == 2:
-            pair = tuple(self._fitted(self._encoded(record), index) for record in records)
-            return [] if None in pair else [Example(pair)]  # type: ignore[arg-type]
+            pair: tuple[Any, ...] = tuple(self._fitted(self._encoded(record), index) for record in records)
+            return [] if None in pair else [Example(pair)]
         examples = []
-        for number, (record, desirable) in enumerate(records):  # type: ignore[misc]
+        for number, (record, desirable) in enumerate(records):
             whole = self._encoded(record)
             if (fitted := self._fitted(whole, index)) is not None:
                 other = self._cut(_mismatched(whole, self._partner(index, number))) if self._mismatched else None

@@ -12,9 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.losses.preference import LOSS_TYPES, PreferenceLoss, cpo_loss, dpo_loss, orpo_loss, simpo_loss
 from ligermodels.losses.sequences import lengths, sequence_log_probs
 from ligermodels.losses.unpaired import kto_loss
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Name -> a sum, and the number of its terms."""
+from ligermodels.training.objective_evaluation import Metrics
 
 
 class Scores(NamedTuple):
@@ -39,10 +37,16 @@ class Scores(NamedTuple):
 
 
 class ItemLosses(NamedTuple):
-    """The loss of each pair or single sequence, (B,), and rewards without a gradient: of each sequence, (S,)."""
+    """The losses of a batch.
+
+    losses: of each pair or single sequence, (B,).
+    rewards: of each sequence, (S,), without a gradient; None: there are none.
+    metrics: further metrics: scalars, or of each item (B,).
+    """
 
     losses: Tensor
-    rewards: Tensor
+    rewards: Tensor | None = None
+    metrics: Mapping[str, Any] = {}
 
 
 class PreferenceObjective(NamedTuple):
@@ -88,7 +92,7 @@ def _options_of(loss_type: str) -> set[str]:
 
 
 def _orpo(scores: Scores, settings: Mapping[str, Any]) -> ItemLosses:
-    nll = {"nll_mask": scores.nll_mask, "num_nll_tokens": scores.num_nll_tokens}
+    nll: dict[str, Any] = {"nll_mask": scores.nll_mask, "num_nll_tokens": scores.num_nll_tokens}
     return _of_pairs(orpo_loss(scores.log_probs, scores.mask, reduction="none", **nll, **settings))
 
 
@@ -130,19 +134,21 @@ PREFERENCE = {
 """Objectives on preference data by name."""
 
 
-def metrics_of(scores: Scores, rewards: Tensor, counted: Tensor, *, averages: bool) -> Metrics:
+def metrics_of(scores: Scores, result: ItemLosses, counted: Tensor, *, averages: bool) -> Metrics:
     """Metrics by TRL's names: rewards and log-probabilities of chosen and rejected sequences; of pairs also how often
     the chosen has the higher reward, and by how much.
 
     Args:
         scores: log-probabilities of the sequences.
-        rewards: of the sequences, (S,).
+        result: losses and rewards.
         counted: bool (S,), sequences that count.
         averages: whether log-probabilities are averaged over tokens.
     """
     with torch.no_grad():
         sums = sequence_log_probs(scores.log_probs, scores.mask)
-        values = {"rewards": rewards, "logps": sums / lengths(scores.mask) if averages else sums}
+        values = {"logps": sums / lengths(scores.mask) if averages else sums}
+        if result.rewards is not None:
+            values["rewards"] = result.rewards
         if scores.desirable is None:
             sides = counted.chunk(2)
             split = {name: value.chunk(2) for name, value in values.items()}
@@ -154,12 +160,15 @@ def metrics_of(scores: Scores, rewards: Tensor, counted: Tensor, *, averages: bo
             for name, pair in split.items()
             for side, value, mask in zip(("chosen", "rejected"), pair, sides, strict=True)
         }
-        if scores.desirable is None:
+        if scores.desirable is None and "rewards" in split:
             chosen, rejected = split["rewards"]
             metrics["rewards/accuracies"] = _mean((chosen > rejected).to(chosen.dtype), sides[0])
             metrics["rewards/margins"] = _mean(chosen - rejected, sides[0])
         if scores.kl is not None:
             metrics["kl"] = scores.kl.clamp(min=0), torch.ones_like(scores.kl)
+        items = counted[: len(result.losses)]
+        for name, value in result.metrics.items():
+            metrics[name] = _mean(torch.as_tensor(value, device=items.device).detach().to(sums.dtype), items)
     return metrics
 
 

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.data.batches import Batch, count_targets, on_device
-from ligermodels.errors import InputError
-from ligermodels.evaluation import NO_BATCH
-from ligermodels.generation.generate import evaluating
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.packing import document_of
 from ligermodels.layers.targets import shift_labels
 from ligermodels.losses.sequences import sequence_log_probs
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
-from ligermodels.training.objective_losses import ItemLosses, Metrics, PreferenceObjective, Scores, metrics_of
-
-
-@dataclass(frozen=True)
-class PreferenceOutput:
-    """The output of a pass.
-
-    loss: the losses of this batch, summed and divided by the number of items in the whole batch.
-    metrics: name -> a sum, and the number of its terms.
-    aux_loss: load-balancing loss of a mixture of experts, or None.
-    """
-
-    loss: Tensor
-    metrics: Metrics
-    aux_loss: Tensor | None = None
+from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores, metrics_of
 
 
 class PreferenceModel(nn.Module):
@@ -75,7 +57,7 @@ class PreferenceModel(nn.Module):
         kl_cu_seqlens: Tensor | None = None,
         kl_ref_log_probs: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
-    ) -> PreferenceOutput:
+    ) -> ObjectiveOutput:
         """The loss of a batch: see `ExampleBatches` for its tensors.
 
         Args:
@@ -104,7 +86,7 @@ class PreferenceModel(nn.Module):
         if kl_input_ids is not None:
             with torch.no_grad():
                 other = self.model.log_probs(kl_input_ids, kl_labels, cu_seqlens=kl_cu_seqlens).log_probs
-            kl = self._kl(_sums(other, kl_cu_seqlens) - kl_ref_log_probs, items)
+            kl = self._kl(_sums(other, kl_cu_seqlens) - cast(Tensor, kl_ref_log_probs), items)
         # The likelihood's divisor of this micro-batch, whose losses count by the fraction of its items.
         share = num_tokens * len(items) / num_items
         dtype = log_probs.dtype
@@ -112,13 +94,10 @@ class PreferenceModel(nn.Module):
             log_probs, nll_mask & completion_mask, nll_mask, share.to(dtype),
             None if ref_log_probs is None else ref_log_probs.to(dtype), desirable, kl,
         )  # fmt: skip
-        losses, rewards = self.objective.losses(scores, self.settings)
-        loss = torch.where(items, losses, 0.0).sum() / num_items
-        weight = self.model.config.router_aux_loss_coef
-        if weight and out.aux_loss is not None:
-            loss = loss + weight * (items.sum() / num_items) * out.aux_loss
-        metrics = metrics_of(scores, rewards, counted, averages=self.objective.averages)
-        return PreferenceOutput(loss, metrics, out.aux_loss)
+        result = self.objective.losses(scores, self.settings)
+        loss = torch.where(items, result.losses, 0.0).sum() / num_items
+        metrics = metrics_of(scores, result, counted, averages=self.objective.averages)
+        return ObjectiveOutput.of(self.model, loss, items.sum() / num_items, out.aux_loss, metrics)
 
     def num_targets(
         self,
@@ -146,11 +125,12 @@ class PreferenceModel(nn.Module):
         return (total[0] / total[1].clamp(min=1)).float()
 
 
-def _by_sequence(log_probs: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (S, T) of the `targets` of a row (1, n), and a mask of those that have a label."""
+def _by_sequence(log_probs: Any, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (S, T) of the `targets` of a row (1, n), 0 without a label, and a mask of those with a label."""
     index = targets.clamp(min=0)
-    has_label = labels.flatten()[index + 1] != IGNORE_INDEX  # not of a batch that stands in for none
-    return log_probs.flatten()[index], (targets >= 0) & has_label
+    # A batch that stands in for none has no labels.
+    mask = (targets >= 0) & (labels.flatten()[index + 1] != IGNORE_INDEX)
+    return torch.where(mask, log_probs.flatten()[index], 0.0), mask
 
 
 def _num_labels(labels: Tensor, cu_seqlens: Any) -> Tensor:
@@ -160,52 +140,10 @@ def _num_labels(labels: Tensor, cu_seqlens: Any) -> Tensor:
     return counts.index_add_(0, document_of(cu_seqlens, labels.numel()), present.long())
 
 
-def _sums(log_probs: Tensor, cu_seqlens: Any) -> Tensor:
+def _sums(log_probs: Any, cu_seqlens: Any) -> Tensor:
     """Log-probabilities of a row, summed over each sequence, (S,)."""
     sums = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float64, device=log_probs.device)
     return sums.index_add_(0, document_of(cu_seqlens, log_probs.numel()), log_probs.flatten().double())
-
-
-@dataclass(frozen=True)
-class PreferenceEvaluation:
-    """The loss of an objective on the validation split, a mean over pairs or sequences, and its metrics."""
-
-    loss: float
-    values: Mapping[str, float]
-
-    def metrics(self) -> dict[str, float]:
-        return {"loss": self.loss, **self.values}
-
-
-@torch.no_grad()
-def evaluate_preferences(model: PreferenceModel, batches: Callable[[], Iterable[Batch]]) -> PreferenceEvaluation:
-    """Evaluate an objective. If FSDP2 shards the model, each rank gives its own batches, as many as every other rank.
-
-    Args:
-        model: the model with its objective.
-        batches: returns the batches; it is called twice.
-
-    Raises:
-        InputError: there is no batch.
-    """
-    device = model.model.device
-    with evaluating(model.model):
-        ranks = DataRanks.of(model)
-        counts = [count_targets(model, [batch]) for batch in batches()]
-        if not counts:
-            raise InputError(NO_BATCH)
-        num_items = ranks.sum(torch.stack(counts).sum(0).to(device)).clamp(min=1)
-        loss, totals = torch.zeros((), dtype=torch.float64, device=device), dict[str, Tensor]()
-        for batch in batches():
-            out = model(**on_device(batch, device), num_items_in_batch=num_items)
-            loss += out.loss.double()
-            for name, (value, count) in out.metrics.items():
-                totals[name] = totals.get(name, 0) + torch.stack([value.double(), count.double()])
-    sums = ranks.sum(torch.stack([torch.stack([loss, loss]), *totals.values()])).tolist()
-    values = {name: total / count for name, (total, count) in zip(totals, sums[1:], strict=True) if count}
-    if "rewards/margins" not in values and {"rewards/chosen", "rewards/rejected"} <= values.keys():
-        values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
-    return PreferenceEvaluation(sums[0][0], values)
 
 
 @torch.no_grad()

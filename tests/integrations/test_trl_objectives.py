@@ -22,8 +22,9 @@ import ligermodels as lm
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.examples import ExampleBatches, Examples
 from ligermodels.training import FineTuningRecipe, fine_tune
+from ligermodels.training.objective_evaluation import evaluate_objective
 from ligermodels.training.objective_losses import PREFERENCE
-from ligermodels.training.preference import PreferenceModel, completion_log_probs, evaluate_preferences
+from ligermodels.training.preference import PreferenceModel, completion_log_probs
 
 METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 
@@ -140,7 +141,7 @@ def test_kto(loss_type: str, folder: Path, tmp_path: Path) -> None:
     (batch,) = batches
     if loss_type != "kto":
         batch = type(batch)({name: tensor for name, tensor in batch.items() if not name.startswith("kl_")})
-    found = evaluate_preferences(ours, lambda: [batch]).metrics()
+    found = evaluate_objective(ours, lambda: [batch]).metrics()
     model.save_pretrained(tmp_path / "policy")
     sizes = {"max_length": 32, "per_device_eval_batch_size": 16, "per_device_train_batch_size": 16}
     arguments = KTOConfig(str(tmp_path / "trl"), **{**QUIET, **sizes}, loss_type=loss_type, **settings)
@@ -178,12 +179,12 @@ def test_objectives_without_a_reference(objective: str, folder: Path, tmp_path: 
     ours = PreferenceModel(model, PREFERENCE[objective], settings, pairs=True)
     parts = list(batches)
     assert len(parts) > 1
-    found = evaluate_preferences(ours, lambda: parts).metrics()
+    found = evaluate_objective(ours, lambda: parts).metrics()
 
     encode = tiny.tokenizer().encode
     batch: dict[str, torch.Tensor] = {}
     for side in ("chosen", "rejected"):
-        ids = [encode(row["prompt"] + row[side]) + [2] for row in data]
+        ids = [[*encode(row["prompt"] + row[side]), 2] for row in data]
         sizes = [len(encode(row["prompt"])) for row in data]
         width = 16
         rows = torch.tensor([row + [0] * (width - len(row)) for row in ids])
