@@ -56,8 +56,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     """Raise CheckpointError if `out` is the base, the tokenizer or the heads that the run of `recipe` reads: the result
     would replace them, and a resumed run reads them again."""
-    heads = recipe.settings().get("start_from")
-    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), ("start_from", heads)):
+    settings = recipe.settings()
+    others = [(name, settings.get(name)) for name in ("start_from", "teacher")]
+    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), *others):
         if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 

@@ -92,7 +92,8 @@ class PreferenceModel(nn.Module):
         dtype = log_probs.dtype
         scores = Scores(
             log_probs, nll_mask & completion_mask, nll_mask, share.to(dtype),
-            None if ref_log_probs is None else ref_log_probs.to(dtype), desirable, kl,
+            None if ref_log_probs is None else ref_log_probs.to(dtype), desirable,
+            None if kl is None else kl.to(dtype),
         )  # fmt: skip
         result = self.objective.losses(scores, self.settings)
         loss = torch.where(items, result.losses, 0.0).sum() / num_items
@@ -122,11 +123,11 @@ class PreferenceModel(nn.Module):
         """The mean log-ratio of the mismatched sequences (B,) of all ranks whose items (B,) count."""
         total = torch.stack([torch.where(items, log_ratios, 0.0).sum(), items.sum().to(log_ratios.dtype)])
         total = DataRanks.of(self.model).sum(total)
-        return (total[0] / total[1].clamp(min=1)).float()
+        return total[0] / total[1].clamp(min=1)
 
 
 def _by_sequence(log_probs: Any, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (S, T) of the `targets` of a row (1, n), 0 without a label, and a mask of those with a label."""
+    """Log-probabilities (S, T) of the `targets` of a row (1, n), 0 without a label; and a mask, false there."""
     index = targets.clamp(min=0)
     # A batch that stands in for none has no labels.
     mask = (targets >= 0) & (labels.flatten()[index + 1] != IGNORE_INDEX)
