@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ligermodels.parallel.apply import parallelize
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
-    from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.eagle3 import Eagle3Model
+    from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.mtp import MTPModel
     from ligermodels.speculative.output import MedusaOutput, MultiHeadOutput

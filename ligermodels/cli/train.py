@@ -53,4 +53,4 @@ def train(
         )
     runs.show_end(outcome, out)
     if (evaluation := outcome.evaluation) is not None:
-        say(f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}")
+        say(f"validation {', '.join(f'{name} {value:.4f}' for name, value in evaluation.metrics().items())}")

@@ -210,12 +210,16 @@ class Documents:
         """
         content, is_line, starts, ends = self.corpus.read(index)
         record, unused = read_record(content) if is_line else (Completion("", content.decode()), [])
-        if new := [name for name in unused if name not in self._unused]:
-            self._unused.update(new)
-            self.notes.say(f"{self.name(index)}: has fields that are not used: {', '.join(new)}")
+        self._note_unused(index, unused)
         if isinstance(record, Completion) and not record.completion:
             raise NothingToLearn("the text is empty")
         return record, is_line, starts, ends
+
+    def _note_unused(self, index: int, names: Iterable[str]) -> None:
+        """Report fields that are not used, once each."""
+        if new := [name for name in names if name not in self._unused]:
+            self._unused.update(new)
+            self.notes.say(f"{self.name(index)}: has fields that are not used: {', '.join(new)}")
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:

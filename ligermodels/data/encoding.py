@@ -28,6 +28,20 @@ class Tokens(NamedTuple):
     splits: bool = True
 
 
+class Example(NamedTuple):
+    """Sequences, each a prompt with a completion, that an objective compares.
+
+    sequences: the chosen and the rejected sequence of a pair; or a single sequence.
+    desirable: label of a single sequence; None for pairs.
+    mismatched: the prompt of a single sequence with the completion of another record, for KTO's estimate of the KL
+        divergence; or None.
+    """
+
+    sequences: tuple[Tokens, ...]
+    desirable: bool | None = None
+    mismatched: Tokens | None = None
+
+
 class TextPiece(NamedTuple):
     """A piece of a text; `starts` and `ends` say whether it is the first and the last piece."""
 

@@ -106,6 +106,10 @@ class PackedBatches:
             pieces += self._row()
         if not pieces:
             raise StopIteration
+        return self._batch(pieces)
+
+    def _batch(self, pieces: list[Piece]) -> Batch:
+        """The batch with these pieces."""
         sources = dict.fromkeys(piece.document for piece in pieces)
         ids, labels = (np.concatenate(parts)[None] for parts in zip(*((p.ids, p.labels) for p in pieces), strict=True))
         bounds = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)

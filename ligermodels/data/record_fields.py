@@ -38,7 +38,10 @@ TEXT = Format(("text",), (FINISH,))
 
 FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, ALPACA, TEXT)
 
-_PREFERENCE = "is a field of preference data (DPO, KTO), which is not trained on; remove the field or the record"
+_PREFERENCE = (
+    "is a field of preference data: train on it by another objective, such as --objective dpo (pairs) or kto (labels), "
+    "or remove the field or the record"
+)
 _LOSS = 'selects what is trained on, and is not supported: give "weight": 0 in each turn that is not trained on'
 _MEDIA = "is not text, and models are trained on text only; remove the field or the record"
 

@@ -144,7 +144,19 @@ def parse_line(line: bytes) -> str | Record:
 
 def read_record(line: bytes) -> tuple[Record, list[str]]:
     """The record in a line of JSON, as in `parse_line`, and the names of the line's fields that are not used."""
-    record = _without_nulls(_parsed(line))
+    return record_of(fields_of(line))
+
+
+def fields_of(line: bytes) -> dict[str, Any]:
+    """The fields of a line of JSON, without null values; {} for a line that is no object.
+
+    Raises ValueError for an invalid line.
+    """
+    return _without_nulls(_parsed(line))
+
+
+def record_of(record: Mapping[str, Any]) -> tuple[Record, list[str]]:
+    """The record with these fields, as in `parse_line`, and the names of the fields that are not used."""
     form = format_of(record)
     parsed = _READ[form](record)
     if isinstance(parsed, Completion) and (wrong := [name for name in OF_CHATS if record.get(name)]):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ligermodels.data.encoding import Example
 from ligermodels.layers import IGNORE_INDEX
 
 ROWS_AHEAD = 16
@@ -24,6 +25,7 @@ class Piece(NamedTuple):
     ids: token ids, int32.
     labels: the ids, -100 for tokens that are not trained on, int32.
     splits: whether the piece may be split over rows.
+    example: the sequences that the tokens consist of, for objectives on whole completions; None for a document.
     """
 
     document: int
@@ -31,6 +33,7 @@ class Piece(NamedTuple):
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     splits: bool
+    example: Example | None = None
 
     @property
     def has_target(self) -> bool:

@@ -5,8 +5,6 @@ layout), and mask, bool (2B, T): the tokens of the completions. r is the log-rat
 pi_ref(y|x), summed over its tokens. Computed in float32, float64 for float64.
 """
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.losses.loss_types import CPO_LOSS_TYPES, LOSS_TYPES, SCORES, Pairs, logistic
 from ligermodels.losses.sequences import (
     check_choice,
     check_finite,
@@ -28,8 +27,6 @@ from ligermodels.losses.sequences import (
 )
 from ligermodels.ops.runtime.tensors import check_tensor
 
-MAX_EXPONENT = 80.0  # exp of it is finite in float32
-
 
 class PreferenceLoss(NamedTuple):
     """The loss, () or with reduction "none" (B,), and the implicit rewards of both sequences, (B,), without a
@@ -38,132 +35,6 @@ class PreferenceLoss(NamedTuple):
     loss: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
-
-
-class _Pairs(NamedTuple):
-    """The inputs of a loss type for B pairs, each (B,); `average_...`: log-ratios divided by their number of tokens."""
-
-    chosen: Tensor  # log-ratios
-    rejected: Tensor
-    score_margin: Tensor  # f'(exp(r)) of chosen less rejected, for reverse KL the difference of log-ratios
-    average_score_margin: Tensor
-    policy_margin: Tensor  # of log-probabilities
-    reference_margin: Tensor
-    nll: Tensor  # of the chosen
-    beta: float
-    label_smoothing: float
-    discopop_tau: float
-
-
-def _logistic(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(margin), expected over labels that are wrong with probability label_smoothing."""
-    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-
-
-def _sigmoid(p: _Pairs) -> Tensor:
-    return _logistic(p.beta * p.score_margin, p.label_smoothing)
-
-
-def _sigmoid_norm(p: _Pairs) -> Tensor:
-    return _logistic(p.beta * p.average_score_margin, p.label_smoothing)
-
-
-def _hinge(p: _Pairs) -> Tensor:
-    return torch.relu(1 - p.beta * p.score_margin)
-
-
-def _ipo(p: _Pairs) -> Tensor:
-    return (p.average_score_margin - 1 / (2 * p.beta)).square()
-
-
-def _robust(p: _Pairs) -> Tensor:
-    margin, flipped = p.beta * p.score_margin, p.label_smoothing
-    return (flipped * F.logsigmoid(-margin) - (1 - flipped) * F.logsigmoid(margin)) / (1 - 2 * flipped)
-
-
-def _exo_pair(p: _Pairs) -> Tensor:
-    log_q, log_q_flipped = F.logsigmoid(p.beta * p.score_margin), F.logsigmoid(-p.beta * p.score_margin)
-    of_chosen = log_q.exp() * (log_q - math.log1p(-p.label_smoothing))
-    return of_chosen + log_q_flipped.exp() * (log_q_flipped - math.log(p.label_smoothing))
-
-
-def _nca_pair(p: _Pairs) -> Tensor:
-    chosen, rejected = p.beta * p.chosen, p.beta * p.rejected
-    return -F.logsigmoid(chosen) - (F.logsigmoid(-chosen) + F.logsigmoid(-rejected)) / 2
-
-
-def _bco_pair(p: _Pairs) -> Tensor:
-    return -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)
-
-
-def _sppo_hard(p: _Pairs) -> Tensor:
-    return (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square()
-
-
-def _aot(p: _Pairs) -> Tensor:
-    return _logistic(p.beta * (p.policy_margin.sort().values - p.reference_margin.sort().values), p.label_smoothing)
-
-
-def _aot_unpaired(p: _Pairs) -> Tensor:
-    return _logistic(p.beta * (p.chosen.sort().values - p.rejected.sort().values), p.label_smoothing)
-
-
-def _apo_zero(p: _Pairs) -> Tensor:
-    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
-
-
-def _apo_down(p: _Pairs) -> Tensor:
-    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))
-
-
-def _discopop(p: _Pairs) -> Tensor:
-    margin = p.beta * p.score_margin
-    share = torch.sigmoid(margin / p.discopop_tau)
-    return (1 - share) * -F.logsigmoid(margin) + share * torch.exp((-margin).clamp(max=MAX_EXPONENT))
-
-
-def _sft(p: _Pairs) -> Tensor:
-    return p.nll
-
-
-class _LossType(NamedTuple):
-    losses: Callable[[_Pairs], Tensor]
-    options: tuple[str, ...] = ()
-
-
-LABELS, DIVERGENCE = ("label_smoothing",), ("f_divergence_type",)
-LOSS_TYPES = {
-    "sigmoid": _LossType(_sigmoid, LABELS + DIVERGENCE),
-    "sigmoid_norm": _LossType(_sigmoid_norm, LABELS + DIVERGENCE),
-    "hinge": _LossType(_hinge, DIVERGENCE),
-    "ipo": _LossType(_ipo, DIVERGENCE),
-    "robust": _LossType(_robust, LABELS + DIVERGENCE),
-    "exo_pair": _LossType(_exo_pair, LABELS + DIVERGENCE),
-    "nca_pair": _LossType(_nca_pair),
-    "bco_pair": _LossType(_bco_pair),
-    "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(_aot, LABELS),
-    "aot_unpaired": _LossType(_aot_unpaired, LABELS),
-    "apo_zero": _LossType(_apo_zero),
-    "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(_discopop, ("discopop_tau", *DIVERGENCE)),
-    "sft": _LossType(_sft),
-}
-CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
-
-
-def _alpha_score(r: Tensor, alpha: float) -> Tensor:
-    """(1 - exp(r)^-alpha) / alpha, with the exponent clamped against overflow."""
-    return -torch.expm1((-alpha * r).clamp(max=MAX_EXPONENT)) / alpha
-
-
-SCORES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": lambda r, alpha: r,
-    "forward_kl": lambda r, alpha: _alpha_score(r, 1.0),
-    "js_divergence": lambda r, alpha: math.log(2) + F.logsigmoid(r),
-    "alpha_divergence": _alpha_score,
-}
-"""f'(exp(r)) of each f-divergence, up to a constant that cancels between chosen and rejected."""
 
 
 def dpo_loss(
@@ -177,6 +48,7 @@ def dpo_loss(
     discopop_tau: float | None = None,
     f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float | None = None,
+    num_nll_tokens: Tensor | float | None = None,
     reduction: str = "mean",
 ) -> PreferenceLoss:
     """Direct preference optimisation and its relatives, under TRL's names.
@@ -212,6 +84,8 @@ def dpo_loss(
             log-ratios become f'(exp(r)), https://arxiv.org/abs/2309.16240; for the types that use only their
             difference.
         f_alpha_divergence_coef: alpha in f'(u) = (1 - u^-alpha) / alpha, in (0, 1). Default: 0.5.
+        num_nll_tokens: divisor of the chosen's summed negative log-likelihood, in place of its number of tokens in
+            these pairs; for a batch in several parts, times the fraction of the batch's pairs in this part.
         reduction: "mean" (default), or "none": the loss of each pair, (B,); for "aot..." of each sorted value.
 
     Returns:
@@ -253,9 +127,9 @@ def dpo_loss(
     scores = SCORES[f_divergence_type](ratios, alpha)
     score, average = scores.chunk(2), (scores / lengths(mask)).chunk(2)
     chosen, rejected = ratios.chunk(2)
-    pairs = _Pairs(
+    pairs = Pairs(
         chosen, rejected, score[0] - score[1], average[0] - average[1], policy_chosen - policy_rejected,
-        ref_chosen - ref_rejected, _nll(log_probs, mask), beta, smoothing,
+        ref_chosen - ref_rejected, _nll(log_probs, mask, num_nll_tokens), beta, smoothing,
         0.05 if discopop_tau is None else discopop_tau,
     )  # fmt: skip
     rewards = (beta * scores.detach()).chunk(2)
@@ -270,6 +144,7 @@ def cpo_loss(
     loss_type: str = "sigmoid",
     label_smoothing: float | None = None,
     cpo_alpha: float = 1.0,
+    num_nll_tokens: Tensor | float | None = None,
     reduction: str = "mean",
 ) -> PreferenceLoss:
     """Contrastive preference optimisation (https://arxiv.org/abs/2401.08417).
@@ -284,6 +159,8 @@ def cpo_loss(
         loss_type: "sigmoid" (default), "hinge" or "ipo", see `dpo_loss`.
         label_smoothing: in [0, 0.5), the probability that the labels of a pair are swapped. Default: 0.
         cpo_alpha: weight of the negative log-likelihood. Default: 1.
+        num_nll_tokens: divisor of the chosen's summed negative log-likelihood, in place of its number of tokens in
+            these pairs; for a batch in several parts, times the fraction of the batch's pairs in this part.
         reduction: "mean" (default), or "none": the loss of each pair, (B,).
 
     Returns:
@@ -299,7 +176,8 @@ def cpo_loss(
         log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
     )  # fmt: skip
-    return found._replace(loss=reduced("cpo_loss", found.loss + cpo_alpha * _nll(log_probs, mask), reduction))
+    losses = found.loss + cpo_alpha * _nll(log_probs, mask, num_nll_tokens)
+    return found._replace(loss=reduced("cpo_loss", losses, reduction))
 
 
 def simpo_loss(
@@ -332,12 +210,18 @@ def simpo_loss(
     chosen, rejected = _average_pairs("simpo_loss", log_probs, mask, beta)
     check_finite("simpo_loss", simpo_gamma=simpo_gamma)
     margin = beta * (chosen - rejected) - simpo_gamma
-    losses = _logistic(margin, _checked_label_smoothing("simpo_loss", label_smoothing))
+    losses = logistic(margin, _checked_label_smoothing("simpo_loss", label_smoothing))
     return PreferenceLoss(reduced("simpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
 
 
 def orpo_loss(
-    log_probs: Tensor, mask: Tensor, *, beta: float = 0.1, nll_mask: Tensor | None = None, reduction: str = "mean"
+    log_probs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.1,
+    nll_mask: Tensor | None = None,
+    num_nll_tokens: Tensor | float | None = None,
+    reduction: str = "mean",
 ) -> PreferenceLoss:
     """ORPO (https://arxiv.org/abs/2403.07691): likelihood and odds ratio in one loss, without a reference.
 
@@ -350,6 +234,8 @@ def orpo_loss(
         beta: positive weight of the odds ratio. Default: 0.1.
         nll_mask: bool (2B, T), the tokens of the likelihood; the paper and TRL also count the prompt. Rows of rejected
             sequences have no effect. Default: `mask`.
+        num_nll_tokens: divisor of the chosen's summed negative log-likelihood, in place of its number of tokens in
+            these pairs; for a batch in several parts, times the fraction of the batch's pairs in this part.
         reduction: "mean" (default), or "none": the loss of each pair, (B,).
 
     Returns:
@@ -361,7 +247,7 @@ def orpo_loss(
     chosen, rejected = _average_pairs("orpo_loss", log_probs, mask, beta)
     if nll_mask is not None:
         check_tensor("orpo_loss", "nll_mask", nll_mask, mask.shape, mask.device, torch.bool)
-    nll = _nll(log_probs, mask if nll_mask is None else nll_mask)
+    nll = _nll(log_probs, mask if nll_mask is None else nll_mask, num_nll_tokens)
     losses = nll - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return PreferenceLoss(reduced("orpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
 
@@ -380,10 +266,16 @@ def _average_pairs(loss: str, log_probs: Tensor, mask: Tensor, beta: float) -> t
     return sequence_log_probs(log_probs, mask, average=True).chunk(2)
 
 
-def _nll(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """(B,); the mean is the negative log-likelihood of the chosen sequences, averaged over all their tokens."""
+def _nll(log_probs: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:
+    """(B,); the mean is the negative log-likelihood of the chosen sequences, averaged over all their tokens.
+
+    Args:
+        log_probs: (2B, T).
+        mask: bool (2B, T).
+        num_tokens: divisor in place of the number of tokens.
+    """
     (chosen, _), (mask, _) = log_probs.chunk(2), mask.chunk(2)
-    return -masked(chosen, mask).sum(1) * len(chosen) / mask.sum().clamp(min=1)
+    return -masked(chosen, mask).sum(1) * len(chosen) / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
 def _check_even(loss: str, log_probs: Tensor) -> None:

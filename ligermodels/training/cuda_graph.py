@@ -258,6 +258,9 @@ def refusal(step: EagerStep, parts: Parts) -> str:
         return f"{type(step.optimizer).__name__} does not support it; FusedAdamW does"
     if step.optimizer.steps_in_backward:
         return "the optimizer steps in the backward pass"
+    for reason in (getattr(module, "unrecordable", None) for module in modules):
+        if reason:
+            return str(reason)
     for name in ("attention_mask", "position_ids"):
         if any(name in part for part in parts):
             return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"

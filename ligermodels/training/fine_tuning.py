@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
 from ligermodels.adapt.quantize import quantize
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
-from ligermodels.evaluation import evaluate, perplexity
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
@@ -23,7 +21,7 @@ from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
 from ligermodels.training.job import Job
-from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.objectives import check_objective, objective_of
 from ligermodels.training.run import run_job
 
 
@@ -49,7 +47,7 @@ def fine_tune(
         console: where messages and progress go; None: nowhere.
 
     Returns:
-        The last step and the final evaluation, a `LossEvaluation`.
+        The last step and the final evaluation, a `LossEvaluation`, or another with the metrics of the objective.
 
     Raises:
         ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`.
@@ -60,6 +58,7 @@ def fine_tune(
         >>> outcome.evaluation.perplexity  # on the validation split
     """
     FineTuningRecipe.check_kind(recipe)
+    check_objective(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
     return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, console=console, **options)
 
@@ -110,21 +109,6 @@ def export_adapter(
     return step
 
 
-@dataclass(frozen=True)
-class LossEvaluation:
-    """The mean loss per target on the validation split, in nats."""
-
-    loss: float
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite if that is beyond a float."""
-        return perplexity(self.loss)
-
-    def metrics(self) -> dict[str, float]:
-        return {"loss": self.loss, "perplexity": self.perplexity}
-
-
 def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
     """Quantise the weights and add LoRA to the model, if the recipe does."""
     if recipe.quantize is not None:
@@ -142,7 +126,7 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
 
 
 def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. The loss is the model's: cross entropy, and the auxiliary loss of a router.
+    """The `Job` of a recipe; the loss is that of its objective.
 
     Args:
         recipe: the settings.
@@ -162,15 +146,13 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         else:
             model.save_pretrained(folder, overwrite=True)
 
+    objective = objective_of(recipe, model)
     return Job(
         model=model,
-        trainable=model,
+        trainable=objective.trainable,
         learning_rates=[(model.parameters(), recipe.learning_rate)],
-        output_metrics=_output_metrics,
-        evaluate=lambda batches: LossEvaluation(evaluate(model, batches())),
+        output_metrics=objective.output_metrics,
+        evaluate=objective.evaluate,
         export=save,
+        before_training=objective.before_training,
     )
-
-
-def _output_metrics(out: Any) -> OutputMetrics:
-    return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
-from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.objective_recipe import ObjectiveRecipe
+from ligermodels.training.recipe import Condition
 
 LORA_LEARNING_RATE = 2e-4
 """Peak learning rate of LoRA if none is given."""
 
 
-class FineTuningRecipe(TrainingRecipe):
-    """Settings of a run that trains a whole language model, or LoRA on it.
+class FineTuningRecipe(ObjectiveRecipe):
+    """Settings of a run that trains a whole language model, or LoRA on it, by an objective.
 
     Examples:
         >>> recipe = FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl", lora_rank=16)
@@ -38,7 +39,7 @@ class FineTuningRecipe(TrainingRecipe):
             "is for quantised weights; give quantize too",
         ),
         (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
-        *CONDITIONS,
+        *ObjectiveRecipe.conditions,
     )
 
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.  [default: 2e-5; for LoRA 2e-4]")

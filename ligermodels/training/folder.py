@@ -28,6 +28,7 @@ CONTENT = "content.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+REFERENCE = "reference.npz"
 """Files of a run before its export. CONTENT is written first and marks the folder of a run."""
 LOCK = ".run.lock"
 """Locked as long as a run is alive."""
@@ -55,8 +56,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     """Raise CheckpointError if `out` is the base, the tokenizer or the heads that the run of `recipe` reads: the result
     would replace them, and a resumed run reads them again."""
-    heads = recipe.settings().get("start_from")
-    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), ("start_from", heads)):
+    settings = recipe.settings()
+    others = [(name, settings.get(name)) for name in ("start_from", "teacher")]
+    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), *others):
         if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 
@@ -101,8 +103,8 @@ def _require_resumable(folder: Path) -> None:
     checkpoints.newest()  # raises for checkpoints under other names
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     names_of_files = {name for name in names if not (name.startswith(".") and name.endswith((".partial", ".lock")))}
-    interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD}
-    if not interrupted and not names <= {_partial(CONTENT), LOCK}:
+    interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD, REFERENCE}
+    if not interrupted and not names <= {_partial(CONTENT), LOCK, REFERENCE, _partial(REFERENCE)}:
         if {CONTENT, RECIPE} <= names and _keeps_no_checkpoint(folder / RECIPE):
             raise CheckpointError(
                 f"{folder}: a finished run, whose recipe has checkpoint_every: null, so that there is no checkpoint to "

@@ -14,6 +14,7 @@ from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.training.base import Base
+from ligermodels.training.data_source import data_source
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 
@@ -38,7 +39,8 @@ def documents_of(
         say: called with a message about each unusable line.
         piece: bytes of the pieces that long texts are cut into; None for the default.
     """
-    return Documents.of_checkpoint(
+    source = data_source(recipe)
+    return source.documents.of_checkpoint(
         base.tokenizer,
         recipe.data,
         config=base.config,
@@ -48,6 +50,7 @@ def documents_of(
         on_bad_line=say,
         packing_strategy=recipe.packing_strategy,
         piece=piece,
+        **source.options,
     )
 
 
@@ -60,8 +63,9 @@ def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **opt
         indices: the documents to use.
         options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
     """
-    strategy = recipe.excess_length_strategy
-    return PackedBatches(documents, indices, seq_len=recipe.seq_len, excess_length_strategy=strategy, **options)
+    source = data_source(recipe)
+    options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}
+    return source.batches(documents, indices, seq_len=recipe.row_tokens, **options)
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:

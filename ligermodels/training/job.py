@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -14,6 +14,10 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.reports import OutputMetrics, Value
 from ligermodels.training.step import Trainable
+
+if TYPE_CHECKING:
+    from ligermodels.training.console import Console
+    from ligermodels.training.run_plan import RunPlan
 
 R = TypeVar("R", bound=TrainingRecipe, contravariant=True)
 
@@ -38,6 +42,7 @@ class Job:
     export: writes the result of the training to a folder.
     loss_options: further arguments of the loss, by step and number of steps.
     output_metrics: metrics to log, from an output of `trainable`.
+    before_training: called when the model is loaded and sharded, before a checkpoint is: it has the base's parameters.
     """
 
     model: nn.Module
@@ -47,6 +52,7 @@ class Job:
     export: Callable[[Path], object]
     loss_options: Callable[[int, int], Mapping[str, Any]] = lambda step, steps: {}
     output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
+    before_training: Callable[[RunPlan, Console], object] = lambda plan, console: None
 
 
 class JobFactory(Protocol[R]):

@@ -66,7 +66,9 @@ class Metrics:
             values = {"loss": one.loss, **one.losses, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate}
             self.write(one.step, values)
         memory = {} if report.peak_memory is None else {"peak_memory": report.peak_memory}
-        self.write(report.step, {"tokens_per_second": report.tokens_per_second, **memory, **report.ratios})
+        self.write(
+            report.step, {"tokens_per_second": report.tokens_per_second, **memory, **report.ratios, **report.means}
+        )
 
     def write_evaluation(self, step: int, values: Mapping[str, Value]) -> None:
         """Write metrics of the validation split."""
@@ -95,6 +97,8 @@ def progress_note(state: StepMetrics) -> str:
     for name, value in state.each[-1].losses.items():
         if not isinstance(value, list):
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+    if (margin := state.means.get("rewards/margins")) is not None:
+        parts.append(f"rewards/margins {margin:.3f}")
     for name, value in state.ratios.items():
         shares = value if isinstance(value, list) else [value]
         parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")

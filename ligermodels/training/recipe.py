@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.training.data_form import DataForm
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
@@ -237,10 +238,11 @@ class TrainingRecipe(OptimizerSettings):
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
         micro = self.micro_batch_tokens or self.batch_tokens
-        if micro % self.seq_len or self.batch_tokens % micro:
+        if micro % self.row_tokens or self.batch_tokens % micro:
+            row = f"seq_len ({self.seq_len})"
             raise ConfigError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
-                f"of seq_len ({self.seq_len})"
+                f"of {row if self.row_tokens == self.seq_len else f'twice {row}, for the two sequences of a pair'}"
             )
         if self.parallel.activation_checkpointing is not None:
             raise ConfigError(
@@ -255,8 +257,18 @@ class TrainingRecipe(OptimizerSettings):
         return False
 
     @property
+    def data_form(self) -> DataForm:
+        """What records are."""
+        return DataForm()
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row of a batch."""
+        return self.seq_len * self.data_form.row_sequences
+
+    @property
     def micro_batch_size(self) -> int:
-        """Sequences per forward pass of a single process."""
+        """Rows per forward pass of a single process."""
         return self.micro_batches()[0]
 
     @property
@@ -265,18 +277,18 @@ class TrainingRecipe(OptimizerSettings):
         return self.micro_batches()[1]
 
     def micro_batches(self, ranks: int = 1) -> tuple[int, int]:
-        """Sequences per forward pass, and forward passes per optimizer step, of each of `ranks` data-parallel ranks.
+        """Rows per forward pass, and forward passes per optimizer step, of each of `ranks` data-parallel ranks.
 
         Raises ConfigError if the ranks cannot divide the batch.
         """
-        sequences = self.batch_tokens // self.seq_len
-        micro = sequences // ranks if self.micro_batch_tokens is None else self.micro_batch_tokens // self.seq_len
+        sequences = self.batch_tokens // self.row_tokens
+        micro = sequences // ranks if self.micro_batch_tokens is None else self.micro_batch_tokens // self.row_tokens
         if micro and sequences % (micro * ranks) == 0:
             return micro, sequences // (micro * ranks)
         if sequences % ranks:
             raise ConfigError(
                 f"batch_tokens ({self.batch_tokens}) is {sequences} sequences, which {ranks} ranks cannot divide; make "
-                f"it a multiple of {ranks * self.seq_len}"
+                f"it a multiple of {ranks * self.row_tokens}"
             )
         raise ConfigError(
             f"micro_batch_tokens ({self.micro_batch_tokens}) times {ranks} ranks must divide batch_tokens "

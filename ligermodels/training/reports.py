@@ -28,21 +28,19 @@ class OutputMetrics:
     """Metrics of a model's output to log beside its loss, by name; scalars or vectors.
 
     losses: summed over the micro-batches of a step.
-    ratios: (numerator, denominator); both are summed over the steps of a report, then divided.
+    ratios: (numerator, denominator); both are summed over the steps of a report, then divided. For shares.
+    means: the same, for other means.
     """
 
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     ratios: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def sum(cls, metrics: Sequence[OutputMetrics]) -> OutputMetrics:
         """The sums of losses, numerators and denominators over several outputs with the same names."""
         losses = {name: _sum(one.losses[name] for one in metrics) for name in metrics[0].losses}
-        ratios = {
-            name: (_sum(one.ratios[name][0] for one in metrics), _sum(one.ratios[name][1] for one in metrics))
-            for name in metrics[0].ratios
-        }
-        return cls(losses, ratios)
+        return cls(losses, _sums([one.ratios for one in metrics]), _sums([one.means for one in metrics]))
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class StepMetrics:
     tokens_per_second: tokens of the report per second, of all ranks together.
     each: metrics of each step of the report.
     ratios: `OutputMetrics.ratios`, divided.
+    means: `OutputMetrics.means`, divided.
     peak_memory: bytes allocated on the GPU, or by the process on a CPU, at most; None where it is unknown.
     targets: number of targets since step 1.
     """
@@ -90,6 +89,7 @@ class StepMetrics:
     ratios: Mapping[str, Value]
     peak_memory: int | None
     targets: int
+    means: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,16 +140,13 @@ class StepLog:
         Raises:
             TrainingError: a loss or a gradient is not finite, or there was no target in the first steps.
         """
-        pending, ranks = self._pending, self._ranks
+        pending = self._pending
         self._targets += int(torch.stack([step.num_targets.sum() for step in pending]).sum())
         if not self._targets and pending[-1].step >= min(self._steps, PATIENCE):
             raise _no_target(pending)
         steps = self._metrics_of_steps()
         seconds = time.perf_counter() - self._start_time
-        totals = OutputMetrics.sum([step.outputs for step in pending]).ratios
-        ratios = {
-            name: (ranks.sum(hits) / ranks.sum(counts).clamp(min=1)).tolist() for name, (hits, counts) in totals.items()
-        }
+        totals = OutputMetrics.sum([step.outputs for step in pending])
         return StepMetrics(
             steps[-1].step,
             self._steps,
@@ -158,10 +155,16 @@ class StepLog:
             steps[-1].learning_rate,
             sum(step.tokens for step in steps) / seconds,
             tuple(steps),
-            ratios,
+            self._divided(totals.ratios),
             _peak_memory(self._device),
             self._targets,
+            self._divided(totals.means),
         )
+
+    def _divided(self, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Value]:
+        """The sums over all ranks, each divided by the number of its terms; none without terms."""
+        sums = {name: (self._ranks.sum(total), self._ranks.sum(count)) for name, (total, count) in totals.items()}
+        return {name: (total / count.clamp(min=1)).tolist() for name, (total, count) in sums.items() if count.any()}
 
     def _metrics_of_steps(self) -> list[Step]:
         tensors = (tensor for s in self._pending for tensor in (*s.losses, s.grad_norm, *s.outputs.losses.values()))
@@ -186,6 +189,11 @@ class StepLog:
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]).sum(0)
+
+
+def _sums(pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The sums of the numerators and of the denominators under each name."""
+    return {name: (_sum(p[name][0] for p in pairs), _sum(p[name][1] for p in pairs)) for name in pairs[0]}
 
 
 def _flat(values: Mapping[str, Value]) -> list[float]:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ligermodels.convert.config_json import dtype_of, read_json
@@ -51,6 +52,7 @@ class RunPlan:
     start: step of the checkpoint to resume from; 0 for a new run.
     checkpoint: the content of its run.json; empty for a new run.
     keeps_learning_rates: whether all steps up to the checkpoint had the learning rates of this plan.
+    folder: folder of the run.
     """
 
     recipe: TrainingRecipe
@@ -63,7 +65,8 @@ class RunPlan:
     warmup_steps: int
     start: int
     checkpoint: dict[str, Any]
-    keeps_learning_rates: bool = True
+    keeps_learning_rates: bool
+    folder: Path
 
     @property
     def resumes(self) -> bool:
@@ -94,9 +97,13 @@ class RunPlan:
         recipe, limit = self.recipe, None
         if recipe.validation_tokens is not None:  # whole micro-batches of one process, for any number of ranks
             size = recipe.micro_batch_size
-            sequences = max(1, recipe.validation_tokens // (recipe.seq_len * size)) * size
+            sequences = max(1, recipe.validation_tokens // (recipe.row_tokens * size)) * size
             limit = max(1, sequences // self.micro_batches[0])
         return self._share(islice(self._packed(self.validation, epochs=1), limit))
+
+    def all_batches(self) -> Iterator[Batch]:
+        """Micro-batches of this rank with the documents of both splits, once each."""
+        return self._share(self._packed(np.union1d(self.training, self.validation), epochs=1))
 
     def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
         return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
@@ -157,7 +164,9 @@ def plan_run(
         console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
     warmup = min(warmup, steps)
     is_same = check_schedule(recipe, steps, warmup, start, checkpoint)
-    return RunPlan(recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same)
+    return RunPlan(
+        recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out
+    )
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:
@@ -202,9 +211,9 @@ def _count_steps(
         if recipe.steps:
             return recipe.steps
         sequences, tokens = count(training, recipe.seed)
-    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
+    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.row_tokens / recipe.batch_tokens))
     console.say(
-        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
-        f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
+        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.row_tokens:,}; "
+        f"{steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
     )
     return steps

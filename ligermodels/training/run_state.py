@@ -129,6 +129,7 @@ def build_state(
         _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
         parallelize(job.model, recipe.parallel)
+    job.before_training(plan, console)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
     if rank:
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout

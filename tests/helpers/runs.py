@@ -46,6 +46,28 @@ def make_data(path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:30]) + "{}\n" + json.dumps(lines[30]))
 
 
+def make_pairs(path: Path, count: int = 24) -> None:
+    """Pairs of chats, of texts, and with the prompt in both sides."""
+    draw, words = random.Random(1), TEXT.split(" ")
+
+    def say() -> str:
+        return " ".join(draw.choices(words[3:], k=draw.randint(1, 6)))
+
+    lines: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt, chosen, rejected = say(), say(), say()
+        user = {"role": "user", "content": prompt}
+        turns = {side: [{"role": "assistant", "content": text}] for side, text in (("a", chosen), ("b", rejected))}
+        lines.append(
+            [
+                {"prompt": prompt, "chosen": f" {chosen}.", "rejected": f" {rejected}!"},
+                {"prompt": [user], "chosen": turns["a"], "rejected": turns["b"]},
+                {"chosen": [user, *turns["a"]], "rejected": [user, *turns["b"]]},
+            ][i % 3]
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def recipe_for(base: Path, data: Path, **changes: Any) -> MedusaRecipe:
     settings = {
         "base": str(base),

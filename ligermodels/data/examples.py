@@ -1,0 +1,257 @@
+"""Preference data as tokens, and batches of it: whole pairs, or single sequences with a label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ligermodels.data.batches import Batch
+from ligermodels.data.documents import AT_ONCE, EMPTY, Documents
+from ligermodels.data.encoding import Example, Tokens
+from ligermodels.data.packing import ExcessLengthStrategy, PackedBatches
+from ligermodels.data.pairs import Labelled, read_labelled, read_pair
+from ligermodels.data.records import Completion, Record, fields_of
+from ligermodels.data.rows import Piece
+from ligermodels.errors import InputError
+from ligermodels.layers import IGNORE_INDEX
+
+REFERENCES = 4
+"""Reference log-probabilities per record at most: of a pair's two sequences; or of two completions with a label, each
+with its mismatched sequence."""
+PARTNERS = 64
+"""Records that are tried for a mismatched completion."""
+
+
+class Form(NamedTuple):
+    """A form of preference data.
+
+    sequences: number of sequences of an example.
+    read: fields of a record -> its sequences, with labels where they have some; and names of unused fields.
+    """
+
+    sequences: int
+    read: Callable[[Any], tuple[Sequence[Record | Labelled], list[str]]]
+
+
+FORMS = {"pairs": Form(2, read_pair), "unpaired": Form(1, read_labelled)}
+
+
+class Examples(Documents):
+    """Preference data of a corpus as tokens, read on demand.
+
+    Options are those of `Documents`, and:
+
+    Args:
+        form: "pairs" or "unpaired".
+        seq_len: most tokens of a sequence.
+        excess_length_strategy: for a longer sequence: "truncate" keeps its first tokens, as TRL's "keep_start", "drop"
+            leaves the example out, "raise" is an error.
+        mismatched: whether single sequences come with a mismatched one: the prompt with the completion of the record
+            before it.
+    """
+
+    reference: NDArray[np.float64] | None = None
+    """Reference log-probabilities, (records, REFERENCES), NaN where there is no sequence; None if they are not used."""
+
+    def __init__(
+        self,
+        *args: Any,
+        form: str,
+        seq_len: int,
+        excess_length_strategy: ExcessLengthStrategy = "truncate",
+        mismatched: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._form, self._seq_len, self._excess = FORMS[form], seq_len, excess_length_strategy
+        self._mismatched = mismatched
+
+    def has_chats(self) -> bool:
+        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
+        for lines in self.corpus.files_of_lines():
+            for index in lines[:AT_ONCE]:
+                with suppress(ValueError):
+                    record = self._records(index)[0]
+                    if not isinstance(record.record if isinstance(record, Labelled) else record, Completion):
+                        return True
+                    break
+        return False
+
+    def read_examples(self, indices: Iterable[int]) -> list[list[Example]]:
+        """The examples of these records; none of unusable records, and of those without tokens to train on.
+
+        Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
+        """
+        examples: list[list[Example]] = []
+        for index in map(int, indices):
+            examples.append([])
+            with self._skipping(index):
+                examples[-1] = self._examples(index)
+        return examples
+
+    def _examples(self, index: int) -> list[Example]:
+        records = self._records(index)
+        if self._form.sequences == 2:
+            pair: tuple[Any, ...] = tuple(self._fitted(self._encoded(record), index) for record in records)
+            return [] if None in pair else [Example(pair)]
+        examples = []
+        for number, (record, desirable) in enumerate(records):
+            whole = self._encoded(record)
+            if (fitted := self._fitted(whole, index)) is not None:
+                other = self._cut(_mismatched(whole, self._partner(index, number))) if self._mismatched else None
+                examples.append(Example((fitted,), desirable, other))
+        return examples
+
+    def _records(self, index: int) -> Sequence[Any]:
+        content, is_line, _, _ = self.corpus.read(index)
+        if not is_line:
+            raise ValueError("is a text, and the objective is for preference data: give records, such as .jsonl")
+        records, unused = self._form.read(fields_of(content))
+        self._note_unused(index, unused)
+        return records
+
+    def _encoded(self, record: Record) -> Tokens:
+        if isinstance(record, Completion):
+            return Tokens(*self.encoder.completion(record), splits=False)
+        return Tokens(*self.encoder.chat(*record), splits=False)
+
+    def _partner(self, index: int, number: int) -> Tokens:
+        """Sequence `number` of the usable record before this one, or its last; the last record is before the first."""
+        for before in range(1, min(len(self), PARTNERS)):
+            with suppress(ValueError):
+                records = self._records((index - before) % len(self))
+                return self._encoded(records[min(number, len(records) - 1)].record)
+        raise InputError("data: has no second usable record, whose completion KTO's estimate of the KL needs")
+
+    def _fitted(self, tokens: Tokens, index: int) -> Tokens | None:
+        """The sequence with at most `seq_len` tokens; None if it is left out."""
+        if len(tokens.ids) > self._seq_len:
+            problem = f"more than seq_len ({self._seq_len:,}) tokens"
+            size, done = len(tokens.ids), "truncated" if self._excess == "truncate" else "left out"
+            if self._excess == "raise":
+                raise InputError(f"{self.name(index)}: has {size:,} tokens, {problem}, and strategy 'raise'")
+            lost = size - self._seq_len if self._excess == "truncate" else size
+            self.notes.add(f"have {problem}: {done}", index, lambda: self._message(index, size, problem, done), lost)
+            if self._excess == "drop":
+                return None
+            tokens = self._cut(tokens)
+        if _first_target(tokens.labels) == len(tokens.labels):
+            why = "nothing to learn: a completion has no token within seq_len"
+            self.notes.add(EMPTY, index, lambda: f"{self.name(index)}: {why}")
+            return None
+        return tokens
+
+    def _message(self, index: int, size: int, problem: str, done: str) -> str:
+        return f"{self.name(index)}: has {size:,} tokens, {problem}: {done}"
+
+    def _cut(self, tokens: Tokens) -> Tokens:
+        return tokens._replace(ids=tokens.ids[: self._seq_len], labels=tokens.labels[: self._seq_len])
+
+
+class ExampleBatches(PackedBatches):
+    """Batches of whole examples, packed into one row without padding; resumable, as `PackedBatches`.
+
+    The tensors of a batch with S sequences of n tokens in all, for pairs the chosen sequences and then the rejected
+    ones:
+
+    input_ids, labels: int64 (1, n). Labels are -100 where no log-probability is needed.
+    cu_seqlens: int32 (S + 1,), bounds of the sequences.
+    targets: int64 (S, T), for each label of a sequence the position in the row of the token before it; -1 is padding.
+    completion_mask: bool (S, T), which of them belong to the completion.
+    examples: int64 (B, 2), index of each example's record, and number of the example in it.
+    ref_log_probs: float64 (S,), log-probabilities of the completions by the reference, if there is one.
+    desirable: bool (S,), the labels of single sequences.
+    kl_...: input_ids, labels, cu_seqlens and ref_log_probs of the mismatched sequences.
+
+    Args:
+        documents: the examples.
+        args: further arguments of `PackedBatches`.
+        prompt_targets: also label the prompts of the chosen sequences, for objectives whose likelihood counts them.
+        options: further options of `PackedBatches`; `seq_len` is the length of a row, which must hold any example.
+    """
+
+    def __init__(self, documents: Examples, *args: Any, prompt_targets: bool = False, **options: Any) -> None:
+        super().__init__(documents, *args, **options)
+        self._prompt_targets, self._examples = prompt_targets, documents
+
+    def _read(self, indices: Iterable[int]) -> Iterator[Piece]:
+        indices = list(map(int, indices))
+        for index, examples in zip(indices, self._examples.read_examples(indices), strict=True):
+            for number, example in enumerate(examples):
+                ids, labels = (
+                    np.concatenate([np.asarray(getattr(tokens, name), np.int32) for tokens in example.sequences])
+                    for name in ("ids", "labels")
+                )
+                yield Piece(index, number, ids, labels, False, example)
+
+    def _batch(self, pieces: list[Piece]) -> Batch:
+        examples = [piece.example for piece in pieces if piece.example is not None]
+        rows = list(chain.from_iterable(zip(*(example.sequences for example in examples), strict=True)))
+        labelled = len(examples) if self._prompt_targets else 0
+        tensors = _packed(rows, labelled)
+        tensors["examples"] = torch.tensor([[piece.document, piece.start] for piece in pieces])
+        if examples[0].desirable is not None:
+            tensors["desirable"] = torch.tensor([bool(example.desirable) for example in examples])
+        others = [example.mismatched for example in examples if example.mismatched is not None]
+        if others:
+            packed = _packed(others)
+            tensors |= {f"kl_{name}": packed[name] for name in ("input_ids", "labels", "cu_seqlens")}
+        if self._examples.reference is not None:
+            tensors |= self._reference(tensors["examples"], with_kl=bool(others))
+        sources = dict.fromkeys(piece.document for piece in pieces)
+        return Batch(tensors, where=lambda: ", ".join(map(self._documents.name, sources)))
+
+    def _reference(self, examples: Tensor, *, with_kl: bool) -> dict[str, Tensor]:
+        values = torch.from_numpy(self._examples.reference)[reference_cells(examples)]
+        if with_kl:
+            return {"ref_log_probs": values[:, 0], "kl_ref_log_probs": values[:, 1]}
+        is_pair = self._examples._form.sequences == 2
+        return {"ref_log_probs": values.T.flatten() if is_pair else values[:, 0]}
+
+
+def reference_cells(examples: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices into `Examples.reference` of the two values of each example.
+
+    Args:
+        examples: int64 (B, 2), as in a batch.
+    """
+    return examples[:, :1], 2 * examples[:, 1:] + torch.arange(2)
+
+
+def _packed(rows: Sequence[Tokens], with_prompts: int = 0) -> dict[str, Tensor]:
+    """Sequences in one row, and their targets; the prompts of the first `with_prompts` are labelled too."""
+    ids = np.concatenate([np.asarray(row.ids, np.int64) for row in rows])
+    completion = np.concatenate([np.asarray(row.labels, np.int64) for row in rows])
+    bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
+    labels = np.where(np.arange(len(ids)) < bounds[with_prompts], ids, completion)
+    labels[bounds[:-1]] = IGNORE_INDEX  # the first token of a sequence is predicted from nothing
+    places = [start + np.flatnonzero(labels[start:end] != IGNORE_INDEX) for start, end in pairwise(bounds)]
+    targets = np.full((len(rows), max(map(len, places))), -1)
+    for row, place in zip(targets, places, strict=True):
+        row[: len(place)] = place - 1
+    mask = (targets >= 0) & (completion[targets + 1] != IGNORE_INDEX)
+    return {
+        "input_ids": torch.from_numpy(ids[None]),
+        "labels": torch.from_numpy(labels[None]),
+        "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+        "targets": torch.from_numpy(targets),
+        "completion_mask": torch.from_numpy(mask),
+    }
+
+
+def _first_target(labels: Sequence[int]) -> int:
+    """Position of the first label, after the first token, that is trained on; the length if there is none."""
+    return next((i for i, label in enumerate(labels) if i and label != IGNORE_INDEX), len(labels))
+
+
+def _mismatched(one: Tokens, other: Tokens) -> Tokens:
+    """The prompt of `one` with the completion of `other`."""
+    (a, b), ids = (_first_target(tokens.labels) for tokens in (one, other)), other.ids
+    return Tokens([*one.ids[:a], *ids[b:]], [*[IGNORE_INDEX] * a, *other.labels[b:]], splits=False)

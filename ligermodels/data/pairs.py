@@ -1,0 +1,212 @@
+"""Preference data: records of pairs (chosen and rejected), and of completions with a label."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused
+from ligermodels.data.records import Record, record_of
+
+SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
+"""Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
+
+QUESTIONS = ("question", "instruction", "input")
+"""Fields with the text of a user's turn: Orca's, Alpaca's (with `input`), and distilabel's."""
+
+TURNS = ("messages", "conversations")
+"""Fields with turns: OpenAI's and ShareGPT's."""
+
+LABELS = ("label", "kto_tag")
+"""Fields that say whether a completion is desirable: TRL's, and LLaMA-Factory's."""
+
+_SHARED = {"prompt", *TURNS, *OF_CHATS, FINISH}
+_PAIR = {*_SHARED, *QUESTIONS, *(name for names in SIDES.values() for name in names)}
+_LABELLED = {*_SHARED, *LABELS, "completion"}
+
+
+class Labelled(NamedTuple):
+    """A prompt with its completion, and whether the completion is desirable."""
+
+    record: Record
+    desirable: bool
+
+
+def read_pair(fields: Mapping[str, Any]) -> tuple[tuple[Record, Record], list[str]]:
+    """The chosen and the rejected sequence of a record.
+
+    Args:
+        fields: the fields of the record: `chosen` and `rejected`, as texts, turns or lists of turns, with `prompt` (a
+            text, or turns), or with the prompt in both: of texts their common beginning, of lists of turns their common
+            first turns, as TRL extracts it. Also `question` or `instruction` with `input`, and `messages` or
+            `conversations` in place of `prompt`; with `rejected_response`, the last turn of `messages` is chosen.
+
+    Returns:
+        The two sequences, of which only the completions are trained on; and the names of fields that are not used.
+
+    Raises:
+        ValueError: a field is missing, or of a wrong type; the message names it.
+        NothingToLearn: (a ValueError) a completion is empty.
+
+    Examples:
+        >>> read_pair({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"})[0][0]
+        Completion(prompt='2 + 2 =', completion=' 4', is_finished=True)
+    """
+    unused = _unused(fields, _PAIR)
+    prompt, chosen, rejected = _sides(dict(fields))
+    if chosen == rejected:
+        raise ValueError('"chosen" and "rejected" are equal, so there is no preference; remove the record')
+    return (_completion(fields, prompt, chosen), _completion(fields, prompt, rejected)), unused
+
+
+def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]:
+    """The completions of a record with their labels.
+
+    Args:
+        fields: the fields of the record: `prompt`, `completion` and `label` (true or false), as TRL's; or `messages` or
+            `conversations` with `label` or `kto_tag`, whose last turn is the completion; or a pair, as in `read_pair`,
+            whose chosen completion is desirable and whose rejected one is not.
+
+    Returns:
+        The completions, one, or two of a pair; and the names of fields that are not used.
+
+    Raises:
+        ValueError: a field is missing, or of a wrong type; the message names it.
+        NothingToLearn: (a ValueError) the completion is empty.
+
+    Examples:
+        >>> read_labelled({"prompt": "2 + 2 =", "completion": " 4", "label": True})[0][0].desirable
+        True
+    """
+    if _first(fields, SIDES["rejected"]) is not None:
+        pair, unused = read_pair(fields)
+        return [Labelled(record, is_chosen) for record, is_chosen in zip(pair, (True, False), strict=True)], unused
+    unused = _unused(fields, _LABELLED)
+    name = _first(fields, LABELS)
+    if name is None or not (isinstance(fields[name], bool) or fields[name] in (0, 1)):
+        problem = f'"{LABELS[0]}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
+        raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
+    if (turns := _first(fields, TURNS)) is not None:
+        *prompt, completion = _turns(fields, turns)
+        record = _completion(fields, prompt, [completion])
+    else:
+        missing = [each for each in ("prompt", "completion") if each not in fields]
+        if missing:
+            raise ValueError(f'has no "{missing[0]}"; give "prompt", "completion" and "label"')
+        record = _completion(fields, fields["prompt"], fields["completion"])
+    return [Labelled(record, bool(fields[name]))], unused
+
+
+def _sides(fields: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected completion: three texts, or three lists of turns."""
+    rejected_name, turns_name = _first(fields, SIDES["rejected"]), _first(fields, TURNS)
+    if rejected_name in SIDES["rejected"][1:] and "chosen" not in fields and turns_name:
+        turns = _turns(fields, turns_name)  # ms-swift's
+        fields = {**fields, turns_name: turns[:-1], "chosen": turns[-1:]}
+    missing = [side for side in SIDES if _first(fields, SIDES[side]) is None]
+    if missing or rejected_name is None:
+        known = 'the objective is for pairs: give "prompt", "chosen" and "rejected"'
+        raise ValueError(f'has no "{missing[0]}"; {known}; its fields are: {", ".join(fields) or "none"}')
+    chosen, rejected = _as_turns(fields["chosen"]), _as_turns(fields[rejected_name])
+    prompt = _prompt({name: value for name, value in fields.items() if value != chosen or name not in TURNS})
+    if isinstance(prompt, str) and any(fields.get(name) for name in OF_CHATS):
+        prompt = _user(prompt)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is None:
+            return _common_text(chosen, rejected)
+        return (prompt, chosen, rejected) if isinstance(prompt, str) else (prompt, _answer(chosen), _answer(rejected))
+    chosen, rejected = _answer(chosen), _answer(rejected)
+    count = _common_turns(chosen, rejected)
+    if prompt is None:
+        if not count:
+            raise ValueError('"chosen" and "rejected" begin with different turns, and there is no "prompt"')
+        return chosen[:count], chosen[count:], rejected[count:]
+    if isinstance(prompt, str):
+        shared = [_text_of(turn) for turn in chosen[:count]]
+        if prompt in shared:  # The hub's UltraFeedback repeats the prompt as a text.
+            return chosen[:count], chosen[count:], rejected[count:]
+        prompt = _user(prompt)
+    count = len(prompt) if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt else 0
+    return prompt, chosen[count:], rejected[count:]
+
+
+def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
+    """The prompt of a pair as a text or as turns; None if the record has none of its own."""
+    given = {name: fields[name] for name in ("prompt", *TURNS, *QUESTIONS) if fields.get(name) not in (None, *EMPTY)}
+    more = given.pop("input", None) if "instruction" in given else None
+    if len(given) > 1:
+        raise ValueError(f"the record has several prompts: remove all but one of {', '.join(map(repr, given))}")
+    if not given:
+        return None
+    (name, prompt), *_ = given.items()
+    if name in TURNS:
+        return _turns(fields, name)
+    if name in QUESTIONS:
+        if not isinstance(prompt, str) or not isinstance(more, str | None):
+            raise ValueError(f'"{name}" and "input" must be texts')
+        return _user("\n".join(filter(None, (prompt, more))))
+    if not isinstance(prompt, str | list):
+        raise ValueError('"prompt" must be a text, or a list of turns')
+    return prompt
+
+
+def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Record:
+    """The record of a prompt and a completion, with the other fields of a chat."""
+    if isinstance(prompt, list) and isinstance(completion, str):
+        completion = _answer(completion)
+    others = {name: value for name, value in fields.items() if name in (*OF_CHATS, FINISH)}
+    return record_of({**others, "prompt": prompt, "completion": completion})[0]
+
+
+def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The common beginning, without a space at its end, and what follows it; as TRL's `extract_prompt`."""
+    count = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    count = min(len(chosen), len(rejected)) if count is None else count
+    if chosen[:count].endswith(" "):
+        count -= 1
+    return chosen[:count], chosen[count:], rejected[count:]
+
+
+def _common_turns(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Number of first turns that both have; each side keeps a last turn."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(max(0, most)) if chosen[i] != rejected[i]), max(0, most))
+
+
+def _as_turns(side: Any) -> Any:
+    """A side of a pair: a text, or a list of turns; a single turn becomes a list."""
+    if isinstance(side, Mapping):
+        return [side]
+    if not isinstance(side, str | list):
+        raise ValueError('"chosen" and "rejected" must be texts, turns or lists of turns')
+    return side
+
+
+def _user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def _answer(side: Any) -> list[Any]:
+    return [{"role": "assistant", "content": side}] if isinstance(side, str) else side
+
+
+def _turns(fields: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(fields[name], list) or not fields[name]:
+        raise ValueError(f'"{name}" must be a list of turns')
+    return fields[name]
+
+
+def _text_of(turn: Any) -> Any:
+    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first of the `names` that is a field."""
+    return next((name for name in names if name in fields), None)
+
+
+def _unused(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Fields that are neither `known` nor empty. Raises ValueError for one that is refused."""
+    others = {name: value for name, value in fields.items() if name not in known and value not in EMPTY}
+    check_refused({name: value for name, value in others.items() if name not in LABELS}, REFUSED)
+    return list(others)

@@ -1,0 +1,177 @@
+"""Losses of users, by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.layers.targets import shift_labels
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores
+
+CustomLoss = Callable[[Mapping[str, Any]], Any]
+"""Fields by name -> the result of the loss."""
+
+TOKEN_FIELDS = ("log_probs", "mask", "input_ids", "labels", "cu_seqlens")
+"""Fields of a batch of texts and chats: log-probabilities of the next tokens of a row (1, n), a mask of those that are
+trained on, and the batch."""
+
+
+class TokenLossModel(nn.Module):
+    """A model whose forward computes a user's loss of texts and chats.
+
+    Args:
+        model: the model.
+        path: MODULE:FUNCTION.
+    """
+
+    unrecordable: ClassVar[str] = "a loss of your own may do what a graph cannot record"
+
+    def __init__(self, model: CausalLM, path: str) -> None:
+        super().__init__()
+        self.model, self.path, self._loss = model, path, load_loss(path, TOKEN_FIELDS)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        """The losses of the tokens with a target, summed.
+
+        Args:
+            input_ids: (1, n).
+            labels: (1, n).
+            cu_seqlens: bounds of the documents.
+            num_items_in_batch: divides the sum. Default: the number of targets.
+        """
+        out = self.model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens)
+        mask = shift_labels(labels, 1, cu_seqlens) != IGNORE_INDEX
+        fields = dict(zip(TOKEN_FIELDS, (out.log_probs, mask, input_ids, labels, cu_seqlens), strict=True))
+        losses, metrics = item_losses(self.path, self._loss(fields), mask.shape)
+        count = mask.sum()
+        num_items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        values = {name: torch.as_tensor(value, device=mask.device).detach().float() for name, value in metrics.items()}
+        means = {name: (torch.where(mask, value, 0.0).sum(), count.float()) for name, value in values.items()}
+        loss = torch.where(mask, losses, 0.0).sum() / num_items
+        return ObjectiveOutput.of(self.model, loss, count / num_items, out.aux_loss, means)
+
+    def num_targets(
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Number of targets of a batch; see `CausalLM.num_targets`."""
+        return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
+
+
+def with_loss(objective: PreferenceObjective, path: str, settings: Collection[str]) -> PreferenceObjective:
+    """An objective on the same data, with a user's loss.
+
+    Args:
+        objective: the objective; its reference is computed too.
+        path: MODULE:FUNCTION.
+        settings: names of the settings of the objective.
+
+    Raises:
+        ConfigError: there is no such function, or it has a parameter that is no field.
+    """
+    function = load_loss(path, (*Scores._fields, *settings))
+
+    def losses(scores: Scores, given: Mapping[str, Any]) -> ItemLosses:
+        count = len(scores.log_probs) if scores.desirable is not None else len(scores.log_probs) // 2
+        found, metrics = item_losses(path, function({**scores._asdict(), **given}), torch.Size((count,)))
+        return ItemLosses(found, metrics=metrics)
+
+    return objective._replace(losses=losses)
+
+
+def load_loss(path: str, fields: Collection[str]) -> CustomLoss:
+    """A function that calls the loss at `path` with the fields that it asks for.
+
+    Args:
+        path: MODULE:FUNCTION; a module that is installed, or in the current folder.
+        fields: names of the fields that there are.
+
+    Returns:
+        A function (fields by name) -> the result of the loss.
+
+    Raises:
+        ConfigError: there is no such module or function, or it has a parameter that is no field and has no default.
+    """
+    function = _imported(path)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"loss: {path} has no signature; give a Python function") from None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for name, parameter in named.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY or (name not in fields and parameter.default is parameter.empty):
+            raise ConfigError(f"loss: {path} has a parameter {name!r}; it is called by name with {', '.join(fields)}")
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def call(values: Mapping[str, Any]) -> Any:
+        chosen = {name: value for name, value in values.items() if takes_all or name in named}
+        return function(**chosen)
+
+    return call
+
+
+def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict[str, Any]]:
+    """The losses in the result of a loss, and its metrics.
+
+    Args:
+        path: MODULE:FUNCTION, for messages.
+        result: a tensor of `shape`; or a scalar, the mean over them; or one of these and a dict of metrics.
+        shape: shape of the items.
+
+    Raises:
+        InputError: another type or shape, or a loss without a gradient.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or not isinstance(metrics, Mapping):
+        raise InputError(f"loss: {path} must return a tensor, or a tensor and a dict; got {type(result).__name__}")
+    if loss.shape not in (shape, torch.Size()):
+        raise InputError(
+            f"loss: {path} must return a loss for each item, {tuple(shape)}, or their mean, (); got shape "
+            f"{tuple(loss.shape)}"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise InputError(f"loss: {path} returns a loss without a gradient; compute it from log_probs")
+    return loss.expand(shape), dict(metrics)
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"loss: must be MODULE:FUNCTION, such as my_losses:margin_loss; got {path!r}")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        where = "" if error.name != module_name else f", neither installed nor in {folder}"
+        raise ConfigError(f"loss: {path}: there is no module {error.name!r}{where}") from error
+    except Exception as error:  # the module is the user's
+        raise ConfigError(f"loss: {path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    function = getattr(module, name, None)
+    if not callable(function):
+        problem = "is not a function" if hasattr(module, name) else "does not exist"
+        raise ConfigError(f"loss: {path}: {name} {problem} in {module.__file__ or module_name}")
+    return function

@@ -1,0 +1,128 @@
+"""A model trained on the predictions of a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.convert import hub
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import ConfigError
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.layers.sharding import call_gathered
+from ligermodels.losses.distillation import generalized_jsd_loss
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.inputs import ModelInputs
+from ligermodels.models.passes import Decoded, decode
+from ligermodels.pretrained import from_pretrained
+from ligermodels.training.objective_evaluation import ObjectiveOutput
+
+
+class DistillationModel(nn.Module):
+    """A model whose forward computes `generalized_jsd_loss` from a teacher's predictions, without logits in memory.
+
+    Args:
+        model: the student.
+        teacher: the teacher, with the same tokens; it gets no gradient, and is not registered as a submodule.
+        options: `beta` and `temperature` of `generalized_jsd_loss`.
+    """
+
+    def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+        self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple: not registered as a submodule
+        self._vocab_size = min(model.config.vocab_size, teacher.config.vocab_size)
+
+    @property
+    def teacher(self) -> CausalLM:
+        """The teacher."""
+        return self._teacher[0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        """The divergence, summed over the tokens with a target.
+
+        Args:
+            input_ids: (B, T).
+            labels: (B, T), -100 where the teacher's prediction is not learned.
+            cu_seqlens: bounds of packed documents.
+            num_items_in_batch: divides the sum. Default: the number of targets.
+        """
+        if num_items_in_batch is None:
+            num_items_in_batch = self.num_targets(labels, cu_seqlens=cu_seqlens).clamp(min=1)
+        inputs = ModelInputs(input_ids, None, labels, None, None, cu_seqlens)
+        with torch.no_grad():
+            taught = decode(self.teacher, inputs, every_token=False)
+        total, count, aux_loss = call_gathered(self.model, self._divergence, inputs, taught)
+        return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, aux_loss)
+
+    def _divergence(self, inputs: ModelInputs, taught: Decoded) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The summed divergence, the number of its tokens, and the load-balancing loss."""
+        decoded = decode(self.model, inputs, every_token=False)
+        targets: Any = decoded.targets
+        needed, values = targets.wait_for_needed(), targets.values[0]
+        counts = targets.wait_for_counts()
+        mask = (values if needed is None else needed.take(values)) != IGNORE_INDEX
+        num_tokens = None if counts is None else counts[0]
+        head = self.model.head
+        total = call_gathered(head, self._head_divergence, decoded.hidden, taught.hidden, mask, num_tokens)
+        return total, mask.sum(), decoded.aux_loss
+
+    def _head_divergence(self, hidden: Tensor, taught: Tensor, mask: Tensor, num_tokens: int | None) -> Tensor:
+        head, other, size = self.model.head, self.teacher.head, self._vocab_size
+        return generalized_jsd_loss(
+            hidden, head.weight[:size], taught, other.weight[:size], mask, reduction="sum", num_tokens=num_tokens,
+            bias=None if head.bias is None else head.bias[:size],
+            teacher_bias=None if other.bias is None else other.bias[:size],
+            softcap=head.config.softcap, logit_scale=head.config.logit_scale, teacher_softcap=other.config.softcap,
+            teacher_logit_scale=other.config.logit_scale, **self.options,
+        )  # fmt: skip
+
+    def num_targets(
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Number of targets of a batch; see `CausalLM.num_targets`."""
+        return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
+
+
+def load_teacher(name: str, tokenizer: Path, model: CausalLM) -> CausalLM:
+    """Load the teacher of `model`, on its device and in its dtype.
+
+    Args:
+        name: a checkpoint folder, or a hub id.
+        tokenizer: folder of the student's tokenizer.
+        model: the student.
+
+    Raises:
+        ConfigError: the teacher has other tokens.
+        CheckpointError, HubError: it cannot be loaded.
+    """
+    folder = hub.resolve(name)
+    _check_tokens(folder, tokenizer, model)
+    return from_pretrained(folder, dtype=model.dtype, device=model.device)
+
+
+def _check_tokens(teacher: Path, student: Path, model: CausalLM) -> None:
+    """Raise ConfigError unless each token of the student has the same id in the teacher's tokenizer."""
+    if not (teacher / "tokenizer.json").is_file():
+        return  # the sizes of the vocabularies decide
+    known = Tokenizer(teacher).backend.get_vocab()
+    for token, index in Tokenizer(student).backend.get_vocab().items():
+        if known.get(token) != index:
+            place = "is missing" if token not in known else f"has id {known[token]}"
+            raise ConfigError(
+                f"teacher: token {token!r} has id {index} in the student's tokenizer and {place} in {teacher}; "
+                "distillation needs a teacher with the same tokens"
+            )

@@ -1,0 +1,104 @@
+"""The output of a model with an objective, and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
+from ligermodels.errors import InputError
+from ligermodels.evaluation import NO_BATCH
+from ligermodels.generation.generate import evaluating
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.ranks import DataRanks
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+"""Name -> a sum, and the number of its terms."""
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """The output of a pass.
+
+    loss: the losses of this batch, summed and divided by the number of items in the whole batch; in training mode with
+        the share of the load-balancing loss.
+    metrics: metrics to log.
+    aux_loss: load-balancing loss of a mixture of experts, or None.
+    """
+
+    loss: Tensor
+    metrics: Metrics = field(default_factory=dict)
+    aux_loss: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, model: CausalLM, loss: Tensor, share: Tensor, aux_loss: Tensor | None, metrics: Metrics | None = None
+    ) -> ObjectiveOutput:
+        """The output of `model`.
+
+        Args:
+            model: the model.
+            loss: the loss of the objective.
+            share: this batch's fraction of the items of the whole batch.
+            aux_loss: the load-balancing loss, or None.
+            metrics: metrics to log.
+        """
+        weight = model.config.router_aux_loss_coef
+        if weight and aux_loss is not None and model.training:
+            loss = loss + weight * share * aux_loss
+        return cls(loss, metrics or {}, aux_loss)
+
+
+class ObjectiveModel(CountsTargets, Protocol):
+    """A model with an objective, which returns an `ObjectiveOutput`."""
+
+    model: CausalLM
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ObjectiveOutput: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+@dataclass(frozen=True)
+class ObjectiveEvaluation:
+    """The loss of an objective on the validation split, a mean over its items, and its metrics."""
+
+    loss: float
+    values: Mapping[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss, **self.values}
+
+
+@torch.no_grad()
+def evaluate_objective(model: ObjectiveModel, batches: Callable[[], Iterable[Batch]]) -> ObjectiveEvaluation:
+    """Evaluate an objective. If FSDP2 shards the model, each rank gives its own batches, as many as every other rank.
+
+    Args:
+        model: the model with its objective.
+        batches: returns the batches; it is called twice.
+
+    Raises:
+        InputError: there is no batch.
+    """
+    device, ranks = model.model.device, DataRanks.of(model)
+    with evaluating(model.model):
+        counts = [count_targets(model, [batch]) for batch in batches()]
+        if not counts:
+            raise InputError(NO_BATCH)
+        num_items = ranks.sum(torch.stack(counts).sum(0).to(device)).clamp(min=1)
+        loss, totals = torch.zeros((), dtype=torch.float64, device=device), dict[str, Tensor]()
+        for batch in batches():
+            out = model(**on_device(batch, device), num_items_in_batch=num_items)
+            loss += out.loss.double()
+            for name, (value, count) in out.metrics.items():
+                totals[name] = totals.get(name, 0) + torch.stack([value.double(), count.double()])
+    sums = ranks.sum(torch.stack([torch.stack([loss, loss]), *totals.values()])).tolist()
+    values = {name: total / count for name, (total, count) in zip(totals, sums[1:], strict=True) if count}
+    if "rewards/margins" not in values and {"rewards/chosen", "rewards/rejected"} <= values.keys():
+        values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
+    return ObjectiveEvaluation(sums[0][0], values)

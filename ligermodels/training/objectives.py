@@ -1,0 +1,132 @@
+"""Objectives of `train`: what is called for the loss, how it is evaluated, and what precedes training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ligermodels.data.batches import Batch
+from ligermodels.errors import ConfigError
+from ligermodels.evaluation import evaluate, perplexity
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.base import Base
+from ligermodels.training.console import Console
+from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, load_loss, with_loss
+from ligermodels.training.distillation import DistillationModel, load_teacher
+from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
+from ligermodels.training.job import Evaluation
+from ligermodels.training.objective_evaluation import evaluate_objective
+from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjective
+from ligermodels.training.objective_recipe import OBJECTIVES as SETTINGS_OF
+from ligermodels.training.preference import PreferenceModel, check_settings
+from ligermodels.training.reference import add_reference
+from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.step import Trainable
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The parts of a `Job` that an objective decides; see there."""
+
+    trainable: Trainable
+    evaluate: Callable[[Callable[[], Iterable[Batch]]], Evaluation]
+    output_metrics: Callable[[Any], OutputMetrics]
+    before_training: Callable[[RunPlan, Console], object] = lambda plan, console: None
+
+
+@dataclass(frozen=True)
+class LossEvaluation:
+    """The mean loss per target on the validation split, in nats."""
+
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite if that is beyond a float."""
+        return perplexity(self.loss)
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss, "perplexity": self.perplexity}
+
+
+def objective_of(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
+    """The objective of a recipe, for `model`.
+
+    Raises:
+        InputError: a setting of the objective is out of range, or has no effect.
+    """
+    return OBJECTIVES[recipe.objective](recipe, model)
+
+
+def check_objective(recipe: FineTuningRecipe) -> None:
+    """Check the settings of an objective, before its model is loaded.
+
+    Raises:
+        InputError: a setting is out of range, or has no effect.
+        ConfigError: there is no such loss, or the objective does not support a setting of the run.
+    """
+    if recipe.objective == "distill":
+        for name in ("tensor", "context"):
+            if getattr(recipe.parallel, name) > 1:
+                raise ConfigError(f"parallel.{name}: is not supported with the objective distill; use shard")
+    elif recipe.objective in PREFERENCE:
+        objective, form = _preference_objective(recipe), recipe.data_form
+        if recipe.loss is None:
+            check_settings(objective, recipe.objective_options, pairs=form.name == "pairs", kl=form.mismatched)
+    elif recipe.loss is not None:
+        load_loss(recipe.loss, TOKEN_FIELDS)
+
+
+def _preference_objective(recipe: FineTuningRecipe) -> PreferenceObjective:
+    """The objective on preference data, with the user's loss if there is one."""
+    objective = PREFERENCE[recipe.objective]
+    return (
+        objective if recipe.loss is None else with_loss(objective, recipe.loss, SETTINGS_OF[recipe.objective].settings)
+    )
+
+
+def _sft(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
+    """Cross entropy of the next token, and the auxiliary loss of a router; or the user's loss of each token."""
+    if recipe.loss is not None:
+        return _of_model(TokenLossModel(model, recipe.loss))
+    return Objective(model, lambda batches: LossEvaluation(evaluate(model, batches())), _aux_loss)
+
+
+def _preference(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
+    objective = _preference_objective(recipe)
+    trainable = PreferenceModel(model, objective, recipe.objective_options, pairs=recipe.data_form.name == "pairs")
+
+    def before_training(plan: RunPlan, console: Console) -> None:
+        if objective.uses_reference:
+            add_reference(plan, model, console)
+
+    return replace(_of_model(trainable), before_training=before_training)
+
+
+def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
+    options = recipe.objective_options
+    teacher = load_teacher(options.pop("teacher"), Base.find(recipe).tokenizer, model)
+    return _of_model(DistillationModel(model, teacher, **options))
+
+
+def _of_model(trainable: Any) -> Objective:
+    """The objective of a model that returns an `ObjectiveOutput`."""
+    return Objective(
+        trainable,
+        evaluate=lambda batches: evaluate_objective(trainable, batches),
+        output_metrics=lambda out: replace(_aux_loss(out), means=out.metrics),
+    )
+
+
+OBJECTIVES: dict[str, Callable[[FineTuningRecipe, CausalLM], Objective]] = {
+    "sft": _sft,
+    "distill": _distill,
+    **dict.fromkeys(PREFERENCE, _preference),
+}
+"""Objective -> function that makes it."""
+
+
+def _aux_loss(out: Any) -> OutputMetrics:
+    return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})
