@@ -91,13 +91,28 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 def progress_note(state: StepMetrics) -> str:
     """The text beside the progress bar."""
-    parts = [f"loss {state.loss:.4f}", f"{state.tokens_per_second:,.0f} tokens/s"]
+    parts = [
+        f"loss {state.loss:.4f} (mean of {state.report_targets:,} targets)",
+        f"{state.tokens_per_second:,.0f} tokens/s",
+    ]
     for name, value in state.each[-1].losses.items():
         if not isinstance(value, list):
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
     for name, value in state.ratios.items():
-        shares = value if isinstance(value, list) else [value]
-        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")
+        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in _listed(value))}")
     if state.peak_memory is not None:
-        parts.append(f"{state.peak_memory / 2**30:.1f} GiB")
+        parts.append(f"peak memory {state.peak_memory / 2**30:.1f} GiB")
     return ", ".join(parts)
+
+
+def evaluation_note(step: int, values: Mapping[str, Value]) -> str:
+    """The line about metrics of the validation split: "step 100: validation loss 2.0794, perplexity 8.0000"."""
+    shown = (
+        f"{name.replace('_', ' ')} {' '.join(f'{number:.4f}' for number in _listed(value))}"
+        for name, value in values.items()
+    )
+    return f"step {step:,}: validation {', '.join(shown)}"
+
+
+def _listed(value: Value) -> list[float]:
+    return value if isinstance(value, list) else [value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -110,7 +111,8 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
         with console.progress("training") as update, stop_signals(console.say) as arrived:
             stop = AgreedStop(arrived)
             save = SaveCheckpoint(state, recipe.checkpoint_every or plan.steps)
-            validate = Validate(metrics, recipe.evaluate_every or plan.steps, lambda: state.evaluate(stop.should_stop))
+            evaluate = partial(state.evaluate, stop.should_stop)
+            validate = Validate(metrics, recipe.evaluate_every or plan.steps, evaluate, console.say)
             # The checkpoint comes before the evaluation, so that a failed evaluation loses nothing.
             callbacks = [Report(metrics, update), save, *([validate] if plan.has_validation else []), stop]
             if (

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ligermodels.training.callback import Callback
 from ligermodels.training.interruption import Interrupted
 from ligermodels.training.job import Evaluation
-from ligermodels.training.metrics import Metrics, progress_note
+from ligermodels.training.metrics import Metrics, evaluation_note, progress_note
 from ligermodels.training.reports import StepMetrics
 from ligermodels.training.run_state import RunState
 
@@ -38,14 +38,18 @@ class SaveCheckpoint(Callback):
 
 
 class Validate(Callback):
-    """Evaluates every `every` steps and writes metrics.jsonl. A signal abandons the evaluation."""
+    """Evaluates every `every` steps, writes metrics.jsonl and prints the metrics. A signal abandons the evaluation."""
 
-    def __init__(self, metrics: Metrics, every: int, evaluate: Callable[[], Evaluation]) -> None:
-        self.every, self._metrics, self._evaluate = every, metrics, evaluate
+    def __init__(
+        self, metrics: Metrics, every: int, evaluate: Callable[[], Evaluation], say: Callable[[str], object]
+    ) -> None:
+        self.every, self._metrics, self._evaluate, self._say = every, metrics, evaluate, say
         self.evaluations: dict[int, Evaluation] = {}
         """Step -> its evaluation."""
 
     def on_step_end(self, step: int) -> None:
         with suppress(Interrupted):
             self.evaluations[step] = self._evaluate()
-            self._metrics.write_evaluation(step, self.evaluations[step].metrics())
+            values = self.evaluations[step].metrics()
+            self._metrics.write_evaluation(step, values)
+            self._say(evaluation_note(step, values))

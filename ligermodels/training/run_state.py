@@ -21,6 +21,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import DATA, data_share, world_size
+from ligermodels.training.announcement import trained_parameters
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.extension import continue_schedule
@@ -121,6 +122,7 @@ def build_state(
         console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
     model.activation_checkpointing = recipe.activation_checkpointing
     job = make_job(recipe, model, resuming=plan.resumes)
+    console.say(trained_parameters(job.model))
     if any(parameter.requires_grad for parameter in model.parameters()):
         _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
