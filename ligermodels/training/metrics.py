@@ -20,7 +20,7 @@ VALIDATION = "validation_"
 class Metrics:
     """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. The same for TensorBoard.
 
-    `evaluated` says whether it holds an evaluation of step `after`.
+    `evaluation` holds the metrics of the evaluation of step `after`, by name; empty if there was none.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True) -> None:
@@ -31,16 +31,17 @@ class Metrics:
             writes: whether this rank writes; only one of several ranks does.
         """
         self._board: Any = None
-        self.evaluated = False
+        self.evaluation: dict[str, Value] = {}
         self._file: TextIO | None = None
         if not writes:
             return
         path = Path(folder) / METRICS
         lines = path.read_bytes().splitlines(keepends=True) if after and path.is_file() else []
         entries = [(line, _entry(line)) for line in lines]
-        self.evaluated = any(
-            entry["step"] == after and any(key.startswith(VALIDATION) for key in entry) for _, entry in entries
-        )
+        for _, entry in entries:
+            if entry["step"] == after:
+                found = {key.removeprefix(VALIDATION): entry[key] for key in entry if key.startswith(VALIDATION)}
+                self.evaluation = found or self.evaluation
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
         if find_spec("tensorboard") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,8 +51,14 @@ class RunState:
     batches: Prefetcher
     checkpoints: Checkpoints
 
-    def save(self, step: int, targets: int) -> None:
-        """Start to write a checkpoint of `step`. `targets`: number of targets since step 1."""
+    def save(self, step: int, targets: int, values: Mapping[str, Any]) -> None:
+        """Start to write a checkpoint.
+
+        Args:
+            step: number of the step.
+            targets: number of targets since step 1.
+            values: further values for run.json, of JSON types.
+        """
         run = {
             "steps": self.plan.steps,
             "warmup_steps": self.plan.warmup_steps,
@@ -61,12 +67,16 @@ class RunState:
             "content": self.plan.content,
             "schedule": self.schedule.state_dict(),
             "data": self.batches.state_dict(),
+            "kept": sorted(self.checkpoints.kept),
+            **values,
         }
         self.checkpoints.save(step, self.job.model, self.optimizer, run)
 
     def restore(self, say: Callable[[str], object]) -> None:
         """Load the checkpoint that the plan resumes from."""
         plan = self.plan
+        if plan.recipe.load_best_model_at_end:
+            self.checkpoints.kept = set(plan.checkpoint.get("kept", ()))
         self.checkpoints.load(plan.start, self.job.model, self.optimizer)
         continue_schedule(
             self.schedule,
