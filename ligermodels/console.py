@@ -112,14 +112,15 @@ def _finite(value: Any) -> Any:
 def progress(title: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
     """A progress bar on standard error; call the yielded function to move it.
 
-    Without a terminal it prints a line for each note; in a notebook it rewrites one line in place.
+    Without a terminal it prints a line for each note, and every LINE_SECONDS seconds; in a notebook it rewrites one
+    line in place.
     """
     screen = console(stderr=True)
     if screen.is_jupyter:
         yield _notebook_line(title, in_bytes)
         return
     if not screen.is_terminal:
-        yield lambda done, total, note="": say(f"{title}: {done} of {total}, {note}") if note else None
+        yield _plain_lines(title, in_bytes)
         return
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     # A title that is too long is folded, so that the amount and the time are always complete.
@@ -139,6 +140,26 @@ class _Bar(Progress):
         yield from (Text(task.fields["note"], overflow="fold") for task in self.tasks if task.fields["note"])
 
 
+LINE_SECONDS = 10.0
+"""Seconds between two lines of progress without a note, where there is no terminal."""
+
+
+def _plain_lines(title: str, in_bytes: bool) -> ProgressUpdate:
+    last = time.monotonic()
+
+    def update(done: int, total: int, note: str = "") -> None:
+        nonlocal last
+        if note or time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            say(f"{title}: {_amounts(done, total, in_bytes)}{note and ', '}{note}")
+
+    return update
+
+
+def _amounts(done: int, total: int, in_bytes: bool) -> str:
+    return " of ".join(readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total))
+
+
 def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:
     """Notebooks show all printed lines, one below the other, but can replace a displayed object."""
     from IPython.display import display  # type: ignore[import-not-found, unused-ignore]  # installed in a notebook
@@ -150,9 +171,8 @@ def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:
         if done < total and time.monotonic() - last < 0.1:  # each update is a message to the browser
             return
         last = time.monotonic()
-        amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
         bar = "█" * (20 * done // max(total, 1))
-        text = f"{title} {bar:░<20} {' of '.join(amounts)}{note and ', '}{note}"
+        text = f"{title} {bar:░<20} {_amounts(done, total, in_bytes)}{note and ', '}{note}"
         shown.update({"text/plain": text}, raw=True)
 
     return update

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ligermodels.training.callback import Callback
+    from ligermodels.training.callback import Callback, Event
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
     from ligermodels.training.cuda_graph import GraphStep, graph_step
+    from ligermodels.training.early_stopping import EarlyStopping
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 _get, __dir__ = lazy_names(
     __name__,
     {
-        "callback": ("Callback",),
+        "callback": ("Callback", "Event"),
         "clipping": ("clip_gradients",),
         "console": ("Console", "Outcome"),
+        "early_stopping": ("EarlyStopping",),
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
@@ -63,6 +65,8 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Callback",
     "Console",
+    "EarlyStopping",
+    "Event",
     "FineTuningRecipe",
     "FusedAdamW",
     "GraphStep",

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written atomically in another thread. The newest checkpoints are kept."""
+"""Checkpoints of a run, written atomically in another thread. The newest checkpoints are kept, and the best."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIMIZER = "optimizer."
 
 
 class Checkpoints:
-    """The checkpoints in `folder`; the newest `keep` checkpoints are kept.
+    """The checkpoints in `folder`; the newest `keep` checkpoints, and those in `kept`, are not removed.
 
     Each checkpoint is a folder of torch.distributed.checkpoint with a run.json. A folder with its final name, step-N,
     is complete even after a crash (see `written_whole`). Checksums are verified before a checkpoint is read.
@@ -58,6 +58,12 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._group: Ranks | None = None
         self._damaged: set[int] = set()
+        self.kept: set[int] = set()
+        """Steps of checkpoints that are kept beside the newest ones."""
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`, whether it exists or not."""
+        return self._folder / f"step-{step}"
 
     @property
     def _ranks(self) -> Ranks:
@@ -82,7 +88,7 @@ class Checkpoints:
         """
         errors: list[str] = []
         for step in reversed(self.steps()):
-            path = self._folder / f"step-{step}"
+            path = self.path(step)
             try:
                 _verify(path)
                 about = _read_json(path / RUN)
@@ -130,7 +136,8 @@ class Checkpoints:
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
         tensors |= {name: get() for name, (get, _) in _random_states(ranks).items()}
         about = {**run, "step": step, "parameter_groups": optimizer.state_dict()["param_groups"]}
-        self._pending = self._writer.submit(self._write, ranks, step, tensors, json.dumps(about, indent=1))
+        text = json.dumps(about, indent=1)
+        self._pending = self._writer.submit(self._write, ranks, step, tensors, text, {*self.kept})
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Raises CheckpointError when it could not be written."""
@@ -141,8 +148,13 @@ class Checkpoints:
             except (OSError, CheckpointException) as error:
                 raise CheckpointError(f"{self._folder}: the checkpoint cannot be written: {_reason(error)}") from error
 
-    def _write(self, ranks: Ranks, step: int, tensors: dict[str, Tensor], about: str) -> None:
-        target, temporary = self._folder / f"step-{step}", Path()
+    def is_written(self) -> bool:
+        """Whether the last checkpoint is on disk. Waits for nothing; `wait` raises the error of a failed write."""
+        pending = self._pending
+        return pending is None or (pending.done() and pending.exception() is None)
+
+    def _write(self, ranks: Ranks, step: int, tensors: dict[str, Tensor], about: str, kept: set[int]) -> None:
+        target, temporary = self.path(step), Path()
         with ExitStack() as opened:
             with ranks.step(str(target)):
                 if ranks.writes:
@@ -174,7 +186,7 @@ class Checkpoints:
                     (temporary / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
                 opened.close()  # the folder gets its final name
                 if ranks.writes:
-                    self._remove_old()
+                    self._remove_old(kept)
 
     def _remove_leftovers(self) -> None:
         """Remove files of processes that were killed. No other live process writes here, see `folder.alone_in`."""
@@ -186,15 +198,15 @@ class Checkpoints:
     def _put_damaged_aside(self) -> None:
         """Rename damaged checkpoints: they would count as the newest, and complete checkpoints would be removed."""
         for step in self._damaged:
-            path, aside = self._folder / f"step-{step}", self._folder / f"damaged-step-{step}"
+            path, aside = self.path(step), self._folder / f"damaged-step-{step}"
             shutil.rmtree(aside, ignore_errors=True)
             if path.exists():
                 path.rename(aside)
         self._damaged.clear()
 
-    def _remove_old(self) -> None:
-        for old in self.steps()[: -self._keep]:
-            self._remove(self._folder / f"step-{old}")
+    def _remove_old(self, kept: set[int]) -> None:
+        for old in set(self.steps()[: -self._keep]) - kept:
+            self._remove(self.path(old))
 
     def _remove(self, target: Path) -> None:
         """Rename a checkpoint, then remove it, so that it never looks complete while files are missing."""
@@ -211,7 +223,7 @@ class Checkpoints:
 
     def about(self, step: int) -> dict[str, Any]:
         """The content of run.json: the values given to `save`. Raises CheckpointError if it cannot be read."""
-        path = self._folder / f"step-{step}"
+        path = self.path(step)
         _verify(path, [RUN])
         return _read_json(path / RUN)
 
@@ -221,7 +233,7 @@ class Checkpoints:
         Raises CheckpointError if it cannot be read or is damaged, or if these are not the parameters of `model` that
         require gradients. The model may be on the meta device.
         """
-        path = self._folder / f"step-{step}"
+        path = self.path(step)
         _verify(path)
         return _parameters(path, _read_tensors(path, MODEL), dict(_trained(model)))
 
@@ -236,7 +248,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint cannot be read, is damaged, or belongs to another model or optimizer.
         """
-        path, ranks = self._folder / f"step-{step}", self._ranks
+        path, ranks = self.path(step), self._ranks
         with ranks.step(str(path), ""):
             if ranks.writes:
                 _verify(path)
@@ -265,7 +277,7 @@ class Checkpoints:
         with ranks.step(str(path), ""):
             if ranks.writes:
                 self._put_damaged_aside()
-                self._remove_old()  # the process that wrote this checkpoint may have been killed before this
+                self._remove_old(self.kept)  # the process that wrote this checkpoint may have been killed before this
 
 
 def _random_states(ranks: Ranks) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:

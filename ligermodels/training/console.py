@@ -28,16 +28,22 @@ class Outcome:
     """The result of a run.
 
     step, steps: the last step taken, and the number of steps of the run.
-    evaluation: the final evaluation; None without a validation split, or if the run was stopped.
+    evaluation: the evaluation of the model that was written; None without a validation split, or if a signal ended the
+        run.
     stopped: whether a signal ended the run, even after the last step.
+    stopped_early: whether a callback, such as early stopping, ended the run before the last step. The result is
+        written.
+    best_step: the step of the best checkpoint, if that is what was written; otherwise None.
     """
 
     step: int
     steps: int
     evaluation: Any = None
     stopped: bool = False
+    stopped_early: bool = False
+    best_step: int | None = None
 
     @property
     def finished(self) -> bool:
         """Whether the run is complete and the result written."""
-        return self.step == self.steps and not self.stopped
+        return (self.step == self.steps or self.stopped_early) and not self.stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
+from ligermodels.training.callback import Callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -34,6 +36,7 @@ def fine_tune(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train a language model by `recipe`. If its base is a config without weights, training starts from random weights.
 
@@ -45,6 +48,7 @@ def fine_tune(
         resume: continue from the newest checkpoint in `out`, if there is one.
         overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
+        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
 
     Returns:
         The last step and the final evaluation, a `LossEvaluation`, or another with the metrics of the objective.
@@ -60,7 +64,8 @@ def fine_tune(
     FineTuningRecipe.check_kind(recipe)
     check_objective(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, console=console, **options)
+    options |= {"console": console, "callbacks": callbacks}
+    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, **options)
 
 
 def export_adapter(

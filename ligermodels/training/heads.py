@@ -18,8 +18,10 @@ class HeadsEvaluation:
     kl: KLToReference | None = None
 
     def metrics(self) -> dict[str, Value]:
-        """Accuracies by head, the KL in nats per token, the perplexity and its relative change."""
-        values: dict[str, Value] = {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
+        """The mean loss of the heads and their accuracies, the KL in nats per token, the perplexity and its relative
+        change."""
+        values: dict[str, Value] = {"loss": float(self.scores.losses.mean())}
+        values |= {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
         if self.kl is not None:
             values |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
             values["perplexity_change"] = self.kl.perplexity_change

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.data.batches import Batch, count_targets
 from ligermodels.errors import InputError
-from ligermodels.training.callback import Callback, Hook, callbacks_of, is_due
+from ligermodels.training.callback import Callback, Event, Hook, callbacks_of, is_due
 from ligermodels.training.context_length import ContextLengthCheck
 from ligermodels.training.cuda_graph import CudaGraph, make_step
 from ligermodels.training.renamed import renamed_arguments
@@ -56,7 +58,7 @@ def train(
         accumulation_steps: micro-batches per step.
         on_step: called with each report, as `Callback.on_report`.
         report_every: steps between reports. Only a report waits for the GPU.
-        callbacks: called with reports and after steps, in this order. The model is set to training mode again
+        callbacks: called after steps and with reports, in this order. The model is set to training mode again
             afterwards.
         start: number of the last step of an earlier run; 0 for a new run.
         targets: `StepMetrics.targets` of the earlier run; 0 for a new run.
@@ -105,6 +107,7 @@ def train(
         if schedule is not None:
             schedule.step()
         log.add(PendingStep(step, learning_rate, parts, num_targets, *result))
+        _on_step(callbacks, Event(step, steps, model), learning_rate, result)
 
         is_last = step == steps or _should_stop(callbacks)
         due = [callback for callback in callbacks if is_due(step, callback.every, steps)]
@@ -116,6 +119,14 @@ def train(
         if is_last:
             return step
     return start
+
+
+def _on_step(callbacks: Iterable[Callback], event: Event, learning_rate: float, result: StepResult) -> None:
+    losses = result.losses
+    loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    event = replace(event, metrics={"loss": loss, "grad_norm": result.grad_norm, "learning_rate": learning_rate})
+    for callback in callbacks:
+        callback.on_step(event)
 
 
 def _call(callbacks: Iterable[Callback], due: Iterable[Callback], report: StepMetrics) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ligermodels.data.batches import Batch
@@ -13,6 +13,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.heads import HeadsEvaluation, head_metrics
 from ligermodels.training.job import Job
@@ -29,6 +30,7 @@ def train_heads(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train Medusa heads by `recipe`: in stage 1 on the frozen model, in stage 2 together with the model.
 
@@ -40,6 +42,7 @@ def train_heads(
         resume: continue from the newest checkpoint in `out`, if there is one.
         overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
+        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
 
     Returns:
         The last step and the final evaluation, a `HeadsEvaluation`.
@@ -55,7 +58,8 @@ def train_heads(
     """
     MedusaRecipe.check_kind(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    return run_job(medusa_job, recipe, out, console=console, **options)
+    options |= {"console": console, "callbacks": callbacks}
+    return run_job(medusa_job, recipe, out, **options)
 
 
 def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:

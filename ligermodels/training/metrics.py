@@ -20,7 +20,7 @@ VALIDATION = "validation_"
 class Metrics:
     """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. The same for TensorBoard.
 
-    `evaluated` says whether it holds an evaluation of step `after`.
+    `evaluation` holds the metrics of the evaluation of step `after`, by name; empty if there was none.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True) -> None:
@@ -31,16 +31,17 @@ class Metrics:
             writes: whether this rank writes; only one of several ranks does.
         """
         self._board: Any = None
-        self.evaluated = False
+        self.evaluation: dict[str, Value] = {}
         self._file: TextIO | None = None
         if not writes:
             return
         path = Path(folder) / METRICS
         lines = path.read_bytes().splitlines(keepends=True) if after and path.is_file() else []
         entries = [(line, _entry(line)) for line in lines]
-        self.evaluated = any(
-            entry["step"] == after and any(key.startswith(VALIDATION) for key in entry) for _, entry in entries
-        )
+        for _, entry in entries:
+            if entry["step"] == after:
+                found = {key.removeprefix(VALIDATION): entry[key] for key in entry if key.startswith(VALIDATION)}
+                self.evaluation = found or self.evaluation
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
         if find_spec("tensorboard") is not None:
@@ -93,15 +94,30 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 def progress_note(state: StepMetrics) -> str:
     """The text beside the progress bar."""
-    parts = [f"loss {state.loss:.4f}", f"{state.tokens_per_second:,.0f} tokens/s"]
+    parts = [
+        f"loss {state.loss:.4f} (mean of {state.report_targets:,} targets)",
+        f"{state.tokens_per_second:,.0f} tokens/s",
+    ]
     for name, value in state.each[-1].losses.items():
         if not isinstance(value, list):
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
     if (margin := state.means.get("rewards/margins")) is not None:
         parts.append(f"rewards/margins {margin:.3f}")
     for name, value in state.ratios.items():
-        shares = value if isinstance(value, list) else [value]
-        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in shares)}")
+        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in _listed(value))}")
     if state.peak_memory is not None:
-        parts.append(f"{state.peak_memory / 2**30:.1f} GiB")
+        parts.append(f"peak memory {state.peak_memory / 2**30:.1f} GiB")
     return ", ".join(parts)
+
+
+def evaluation_note(step: int, values: Mapping[str, Value]) -> str:
+    """The line about metrics of the validation split: "step 100: validation loss 2.0794, perplexity 8.0000"."""
+    shown = (
+        f"{name.replace('_', ' ')} {' '.join(f'{number:.4f}' for number in _listed(value))}"
+        for name, value in values.items()
+    )
+    return f"step {step:,}: validation {', '.join(shown)}"
+
+
+def _listed(value: Value) -> list[float]:
+    return value if isinstance(value, list) else [value]

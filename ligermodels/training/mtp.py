@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import holds_head, stored_layers
+from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.heads import HeadsEvaluation, head_metrics
 from ligermodels.training.job import Job
@@ -29,6 +31,7 @@ def train_mtp(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train a head of multi-token prediction by `recipe`, on a frozen model.
 
@@ -40,6 +43,7 @@ def train_mtp(
         resume: continue from the newest checkpoint in `out`, if there is one.
         overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
         console: where messages and progress go; None: nowhere.
+        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
 
     Returns:
         The last step and the final evaluation, a `HeadsEvaluation`.
@@ -55,7 +59,8 @@ def train_mtp(
     """
     MTPRecipe.check_kind(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    return run_job(mtp_job, recipe, out, console=console, **options)
+    options |= {"console": console, "callbacks": callbacks}
+    return run_job(mtp_job, recipe, out, **options)
 
 
 def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:

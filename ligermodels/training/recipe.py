@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.training import monitoring_settings as monitoring
 from ligermodels.training.data_form import DataForm
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
@@ -42,6 +43,7 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
     ),
+    *monitoring.CONDITIONS,
 )
 """Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
@@ -77,6 +79,7 @@ class TrainingRecipe(OptimizerSettings):
             "parallel",
             "tokenizer",
         }
+        | monitoring.MAY_CHANGE
     )
     """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path
     of the tokenizer may change, its content may not."""
@@ -148,6 +151,10 @@ class TrainingRecipe(OptimizerSettings):
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
+    callback: monitoring.ImportPaths = ()
+    early_stopping_patience: monitoring.Patience = None
+    early_stopping_threshold: monitoring.Threshold = 0.0
+    load_best_model_at_end: monitoring.LoadBest = False
 
     @field_validator("*", mode="before")
     @classmethod

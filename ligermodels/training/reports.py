@@ -52,6 +52,7 @@ class Step:
     grad_norm: norm of the gradient before clipping.
     learning_rate: learning rate of the first parameter group.
     tokens: number of tokens.
+    targets: number of targets, the sum over the heads of a model with several.
     losses: `OutputMetrics.losses`.
     """
 
@@ -60,6 +61,7 @@ class Step:
     grad_norm: float
     learning_rate: float
     tokens: int
+    targets: int
     losses: Mapping[str, Value]
 
 
@@ -68,7 +70,7 @@ class StepMetrics:
     """A report on the steps since the last report.
 
     step, steps: number of the last step, and the number of steps in all.
-    loss: mean over the steps of the report.
+    loss: mean over the targets of the report (all steps since the last one).
     grad_norm: norm of the gradient of the last step, before clipping.
     learning_rate: learning rate of the last step.
     tokens_per_second: tokens of the report per second, of all ranks together.
@@ -77,6 +79,7 @@ class StepMetrics:
     means: `OutputMetrics.means`, divided.
     peak_memory: bytes allocated on the GPU, or by the process on a CPU, at most; None where it is unknown.
     targets: number of targets since step 1.
+    report_targets: number of targets of the report.
     """
 
     step: int
@@ -89,6 +92,7 @@ class StepMetrics:
     ratios: Mapping[str, Value]
     peak_memory: int | None
     targets: int
+    report_targets: int
     means: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -141,16 +145,18 @@ class StepLog:
             TrainingError: a loss or a gradient is not finite, or there was no target in the first steps.
         """
         pending = self._pending
-        self._targets += int(torch.stack([step.num_targets.sum() for step in pending]).sum())
+        counts: list[int] = torch.stack([step.num_targets.sum() for step in pending]).tolist()
+        report_targets = sum(counts)
+        self._targets += report_targets
         if not self._targets and pending[-1].step >= min(self._steps, PATIENCE):
             raise _no_target(pending)
-        steps = self._metrics_of_steps()
+        steps = self._metrics_of_steps(counts)
         seconds = time.perf_counter() - self._start_time
         totals = OutputMetrics.sum([step.outputs for step in pending])
         return StepMetrics(
             steps[-1].step,
             self._steps,
-            math.fsum(step.loss for step in steps) / len(steps),
+            math.fsum(step.loss * step.targets for step in steps) / max(1, report_targets),
             steps[-1].grad_norm,
             steps[-1].learning_rate,
             sum(step.tokens for step in steps) / seconds,
@@ -158,6 +164,7 @@ class StepLog:
             self._divided(totals.ratios),
             _peak_memory(self._device),
             self._targets,
+            report_targets,
             self._divided(totals.means),
         )
 
@@ -166,7 +173,8 @@ class StepLog:
         sums = {name: (self._ranks.sum(total), self._ranks.sum(count)) for name, (total, count) in totals.items()}
         return {name: (total / count.clamp(min=1)).tolist() for name, (total, count) in sums.items() if count.any()}
 
-    def _metrics_of_steps(self) -> list[Step]:
+    def _metrics_of_steps(self, counts: Sequence[int]) -> list[Step]:
+        """Metrics of the pending steps, which have `counts` targets."""
         tensors = (tensor for s in self._pending for tensor in (*s.losses, s.grad_norm, *s.outputs.losses.values()))
         numbers: Iterator[Any] = iter(_to_host(list(tensors)))
         local = []  # of each step: the losses of its micro-batches, the gradient norm, and the logged losses
@@ -180,10 +188,12 @@ class StepLog:
         if self._ranks.size > 1:
             rows = self._ranks.sum(torch.tensor(rows, dtype=torch.float64, device=self._device)).tolist()
         metrics = []
-        for step, (losses, norm, logged), (loss, tokens, *others) in zip(self._pending, local, rows, strict=True):
+        for step, count, (losses, norm, logged), (loss, tokens, *others) in zip(
+            self._pending, counts, local, rows, strict=True
+        ):
             _check_finite(step, losses, loss, norm)
             shaped = _shaped_like(logged, others)
-            metrics.append(Step(step.step, loss, norm, step.learning_rate, int(tokens), shaped))
+            metrics.append(Step(step.step, loss, norm, step.learning_rate, int(tokens), count, shaped))
         return metrics
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, LigerModelsError, TrainingError
 from ligermodels.parallel.ranks import join
-from ligermodels.training.callback import is_due
+from ligermodels.training.callback import Callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
@@ -22,9 +22,10 @@ from ligermodels.training.job import JobFactory, Prepare
 from ligermodels.training.loop import train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.recipe import R, TrainingRecipe
-from ligermodels.training.run_callbacks import Report, SaveCheckpoint, Validate
+from ligermodels.training.run_callbacks import RunCallbacks, SaveCheckpoint
 from ligermodels.training.run_plan import plan_run
 from ligermodels.training.run_state import RunState, build_state
+from ligermodels.training.user_callbacks import callbacks_at, check_callbacks
 
 
 def run_job(
@@ -38,6 +39,7 @@ def run_job(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train by `recipe` and write the result to `out`, with recipe.yaml, metrics.jsonl, checkpoints/ and content.json
     (fingerprints of the files that were read).
@@ -70,6 +72,7 @@ def run_job(
         overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error. With
             `resume` it has no effect on a run that has a checkpoint.
         console: where messages and progress go; None: nowhere.
+        callbacks: called after steps, evaluations and checkpoints, before the callbacks that the recipe names.
 
     Returns:
         The last step and the final evaluation.
@@ -78,7 +81,7 @@ def run_job(
         ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
             the base; or it differs from the recipe of the checkpoint.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not the data that the run
-            started with.
+            started with; or `callbacks` are no callbacks.
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
             base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
@@ -86,6 +89,8 @@ def run_job(
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
     """
     TrainingRecipe.check_kind(recipe)
+    check_callbacks(callbacks)
+    callbacks = [*callbacks, *callbacks_at(recipe.callback)]
     folder, console = folder_to_write(out), console or Console()
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
@@ -94,34 +99,28 @@ def run_job(
         state = build_state(
             plan, job, checkpoints, prepare_base=prepare_base, device=device, attention=attention, console=console
         )
-        outcome, is_ctrl_c = _train(state, folder, ranks, console)
+        outcome, is_ctrl_c = _train(state, folder, ranks, console, callbacks)
         ranks.gather(None)  # no rank leaves while another rank needs it
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
     return outcome
 
 
-def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tuple[Outcome, bool]:
-    """Train to the last step, or to a signal, and export. Returns the outcome, and whether Ctrl-C stopped the run."""
+def _train(
+    state: RunState, folder: Path, ranks: Ranks, console: Console, user_callbacks: Sequence[Callback]
+) -> tuple[Outcome, bool]:
+    """Train to the last step, to a signal, or until a callback stops, and export. Returns the outcome, and whether
+    Ctrl-C stopped the run."""
     plan, recipe = state.plan, state.plan.recipe
     ranks.from_first(str(folder), lambda: prepare(folder, recipe, plan.content, start_over=not plan.resumes))
     metrics = Metrics(folder, after=plan.start, writes=ranks.writes)
     try:
         with console.progress("training") as update, stop_signals(console.say) as arrived:
             stop = AgreedStop(arrived)
-            save = SaveCheckpoint(state, recipe.checkpoint_every or plan.steps)
-            validate = Validate(metrics, recipe.evaluate_every or plan.steps, lambda: state.evaluate(stop.should_stop))
-            # The checkpoint comes before the evaluation, so that a failed evaluation loses nothing.
-            callbacks = [Report(metrics, update), save, *([validate] if plan.has_validation else []), stop]
-            if (
-                plan.start
-                and plan.has_validation
-                and is_due(plan.start, validate.every, plan.steps)
-                and not ranks.from_first(str(folder), lambda: metrics.evaluated)
-            ):
-                validate.on_step_end(plan.start)  # the run had been stopped before this evaluation was complete
+            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks)
+            callbacks.resume(ranks)
             step = plan.start
-            if not stop.should_stop():
+            if not callbacks.should_stop():
                 step = train(
                     state.job.trainable,
                     state.batches,
@@ -131,7 +130,7 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     max_grad_norm=recipe.max_grad_norm,
                     accumulation_steps=plan.micro_batches[1],
                     report_every=recipe.report_every or max(1, min(10, plan.steps // 50)),
-                    callbacks=callbacks,
+                    callbacks=callbacks.all,
                     start=plan.start,
                     targets=plan.targets,
                     loss_options=lambda step: state.job.loss_options(step, plan.steps),
@@ -139,8 +138,13 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
                     cuda_graph=recipe.cuda_graph,
                 )
             plan.documents.notes.say_totals()
-            _complete_checkpoint(step, save, state, folder, ranks, console)
+            _complete_checkpoint(step, callbacks.save, state, folder, ranks, console)
             is_stopped = stop.should_stop()
+            if not is_stopped:
+                callbacks.evaluate_last(step)
+        if is_stopped:
+            return Outcome(step, plan.steps, stopped=True), arrived.is_ctrl_c
+        return _finish(step, callbacks, state, folder, ranks, console), False
     except BaseException:
         with suppress(CheckpointError):  # of the checkpoint in progress; the first error counts
             state.checkpoints.wait()
@@ -148,15 +152,30 @@ def _train(state: RunState, folder: Path, ranks: Ranks, console: Console) -> tup
     finally:
         state.batches.close()
         metrics.close()
-    if is_stopped:
-        return Outcome(step, plan.steps, stopped=True), arrived.is_ctrl_c
+
+
+def _finish(
+    step: int, callbacks: RunCallbacks, state: RunState, folder: Path, ranks: Ranks, console: Console
+) -> Outcome:
+    """Write the result of a run that ended at `step`: its model, or the best one if the recipe says so."""
+    plan, is_early = state.plan, step < state.plan.steps
+    if is_early:
+        console.say(f"stopped early, after step {step:,} of {plan.steps:,}")
+    best = callbacks.best.best.step if plan.recipe.load_best_model_at_end else None
+    if best is not None and best not in ranks.from_first(str(folder), state.checkpoints.steps):
+        console.say(f"the checkpoint of step {best:,}, which has the lowest validation loss, is missing")
+        best = None
+    if best is not None:
+        console.say(f"the result is the model of step {best:,}, which has the lowest validation loss")
+        if best != step:
+            state.checkpoints.load(best, state.job.model, state.optimizer)
     state.job.export(folder)
-    if recipe.checkpoint_every is None:
+    if plan.recipe.checkpoint_every is None:
         state.checkpoints.remove()
     evaluation = None
     if plan.has_validation:  # a run that resumed after its last step has no evaluation yet
-        evaluation = validate.evaluations.get(step) or state.evaluate()
-    return Outcome(step, plan.steps, evaluation), False
+        evaluation = callbacks.validate.evaluations.get(step if best is None else best) or state.evaluate()
+    return Outcome(step, plan.steps, evaluation, stopped_early=is_early, best_step=best)
 
 
 def _complete_checkpoint(
@@ -164,10 +183,10 @@ def _complete_checkpoint(
 ) -> None:
     """Wait for the checkpoint in progress, and write the checkpoint of `step` unless it exists."""
     try:
-        state.checkpoints.wait()
+        save.complete()
         if step not in ranks.from_first(str(folder), state.checkpoints.steps):
             save.on_step_end(step)
-            state.checkpoints.wait()
+            save.complete()
     except CheckpointError as error:
         if step < state.plan.steps:
             raise

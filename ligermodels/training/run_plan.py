@@ -21,6 +21,7 @@ from ligermodels.data.documents import Documents
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.ranks import data_share, world_size
+from ligermodels.training.announcement import Count, data_messages
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
@@ -155,10 +156,13 @@ def plan_run(
     if checkpoint:
         require_same_content(content, checkpoint["content"])
     training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    counts = dict[str, Count]()
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
-        steps = _count_steps(recipe, documents, training, validation, console)
+        steps, counts = _count_steps(recipe, documents, training, validation, console)
+    for message in data_messages(recipe, steps, len(training), len(validation), counts):
+        console.say(message)
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
     if warmup > steps:
         console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
@@ -191,29 +195,27 @@ def _require_same_data(documents: Documents, ranks: Ranks) -> None:
 
 def _count_steps(
     recipe: TrainingRecipe, documents: Documents, training: Indices, validation: Indices, console: Console
-) -> int:
-    """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
+) -> tuple[int, dict[str, Count]]:
+    """Steps of the recipe, and counts of the splits that were read, "training" and "validation". The validation split
+    is read in any case, so that errors in it show now."""
+    counts = dict[str, Count]()
 
-    def count(indices: Indices, seed: int | None) -> tuple[int, int]:
+    def count(indices: Indices, seed: int | None) -> Count:
         """Number of sequences and of tokens in an epoch."""
         batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
         for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
             tokens += batch["labels"].numel()
             update(batches.documents_read, batches.num_documents)
-        return sequences, tokens
+        return Count(sequences, tokens)
 
     with console.progress("reading text") as update:
         try:
             if len(validation):
-                count(validation, None)
+                counts["validation"] = count(validation, None)
         except InputError as error:
             raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
-            return recipe.steps
-        sequences, tokens = count(training, recipe.seed)
-    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.row_tokens / recipe.batch_tokens))
-    console.say(
-        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.row_tokens:,}; "
-        f"{steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
-    )
-    return steps
+            return recipe.steps, counts
+        counts["training"] = count(training, recipe.seed)
+    sequences = counts["training"].sequences
+    return max(1, math.ceil(recipe.epochs * sequences * recipe.row_tokens / recipe.batch_tokens)), counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import DATA, data_share, world_size
+from ligermodels.training.announcement import trained_parameters
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.extension import continue_schedule
@@ -53,8 +54,14 @@ class RunState:
     batches: Prefetcher
     checkpoints: Checkpoints
 
-    def save(self, step: int, targets: int) -> None:
-        """Start to write a checkpoint of `step`. `targets`: number of targets since step 1."""
+    def save(self, step: int, targets: int, values: Mapping[str, Any]) -> None:
+        """Start to write a checkpoint.
+
+        Args:
+            step: number of the step.
+            targets: number of targets since step 1.
+            values: further values for run.json, of JSON types.
+        """
         run = {
             "steps": self.plan.steps,
             "warmup_steps": self.plan.warmup_steps,
@@ -63,12 +70,16 @@ class RunState:
             "content": self.plan.content,
             "schedule": self.schedule.state_dict(),
             "data": self.batches.state_dict(),
+            "kept": sorted(self.checkpoints.kept),
+            **values,
         }
         self.checkpoints.save(step, self.job.model, self.optimizer, run)
 
     def restore(self, say: Callable[[str], object]) -> None:
         """Load the checkpoint that the plan resumes from."""
         plan = self.plan
+        if plan.recipe.load_best_model_at_end:
+            self.checkpoints.kept = set(plan.checkpoint.get("kept", ()))
         self.checkpoints.load(plan.start, self.job.model, self.optimizer)
         continue_schedule(
             self.schedule,
@@ -125,6 +136,7 @@ def build_state(
         console.say(f"{recipe.base}: a config without weights: training {count:,} random parameters")
     model.activation_checkpointing = recipe.activation_checkpointing
     job = make_job(recipe, model, resuming=plan.resumes)
+    console.say(trained_parameters(job.model))
     if any(parameter.requires_grad for parameter in model.parameters()):
         _end_with_turns(model, plan.documents, console.say)
     if is_sharded:

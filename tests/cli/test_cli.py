@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -572,3 +573,16 @@ def test_text_of_tokens_that_split_characters(checkpoint: Path) -> None:
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces) and "" in pieces
     cut = tokenizer.continuation(ids, tokenizer.encode("汉")[1:-1])
     assert cut.endswith("\N{REPLACEMENT CHARACTER}")  # It ends within a character, and that shows.
+
+
+def test_progress_off_a_terminal_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each note, and one every LINE_SECONDS without a note; no carriage return."""
+    screen, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress("reading") as update:
+        for done, seconds in ((1, 0), (1000, 9), (2000, 11), (2500, 15), (3000, 22)):
+            now[0] = float(seconds)
+            update(done, 4000)
+        update(4000, 4000, "loss 1")
+    assert screen.getvalue() == "reading: 2,000 of 4,000\nreading: 3,000 of 4,000\nreading: 4,000 of 4,000, loss 1\n"

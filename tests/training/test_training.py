@@ -322,7 +322,9 @@ def test_each_step_is_told_with_the_heads_accuracies() -> None:
         assert [one.tokens for one in metrics.each] == [
             sum(part["input_ids"].numel() for part in parts[i : i + 2]) for i in range(0, len(parts), 2)
         ]
-        assert metrics.loss == pytest.approx(sum(one.loss for one in metrics.each) / len(metrics.each))
+        assert metrics.report_targets == sum(one.targets for one in metrics.each) == int(scores.counts.sum())
+        mean = sum(one.loss * one.targets for one in metrics.each) / metrics.report_targets
+        assert metrics.loss == pytest.approx(mean)
         assert metrics.grad_norm == metrics.each[-1].grad_norm > 0
         for one, first in zip(metrics.each, range(start, end, 2), strict=True):
             alone = evaluate_heads(medusa, parts[first - start : first - start + 2])

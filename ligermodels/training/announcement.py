@@ -1,0 +1,51 @@
+"""Messages at the start of a run: its data and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from ligermodels.layers.quantized import QuantizedCompute
+from ligermodels.training.recipe import TrainingRecipe
+
+
+class Count(NamedTuple):
+    """Number of packed sequences, and of tokens in them."""
+
+    sequences: int
+    tokens: int
+
+
+def data_messages(
+    recipe: TrainingRecipe, steps: int, num_training: int, num_validation: int, counts: Mapping[str, Count]
+) -> Iterator[str]:
+    """Lines about the training and the validation split.
+
+    Args:
+        recipe: the settings.
+        steps: number of optimizer steps.
+        num_training: documents of the training split.
+        num_validation: documents of the validation split.
+        counts: "training" and "validation" -> sequences and tokens of the splits that have been tokenised.
+    """
+    sizes = {"training": num_training, "validation": num_validation}
+    sequences = f"sequences of {recipe.row_tokens:,} tokens"
+    for split, documents in sizes.items():
+        count = counts.get(split)
+        packed = "" if count is None else f", {count.tokens:,} tokens in {count.sequences:,} {sequences}"
+        taken = f"; {steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
+        ending = {"training": taken if count else f"{taken} of {recipe.row_tokens:,} tokens", "validation": ""}[split]
+        yield f"{split}: {documents:,} documents{packed}{ending}"
+
+
+def trained_parameters(model: nn.Module) -> str:
+    """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)". A weight that is
+    quantised counts the elements that it had before."""
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedCompute)]
+    codes = {id(parameter) for module in quantized for parameter in module.parameters()}
+    total = sum(module.in_features * module.out_features for module in quantized)
+    total += sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in codes)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"training {trained:,} of {total:,} parameters ({trained / max(1, total):.2%})"

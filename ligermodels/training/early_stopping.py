@@ -1,0 +1,85 @@
+"""Early stopping, and the checkpoint with the lowest validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ligermodels.errors import InputError
+from ligermodels.training.callback import Callback, Event
+
+
+class Best:
+    """The lowest validation loss so far, and its step; None before the first evaluation. NaN is never the lowest."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.step: int | None = None
+
+    def improves(self, event: Event, by: float = 0.0) -> bool:
+        """Whether the loss is lower than before by more than `by`. Keeps the loss if it is lower at all."""
+        if "loss" not in event.metrics:
+            raise InputError(
+                f"early_stopping_patience, load_best_model_at_end: compare the metric 'loss' of evaluations, and there "
+                f"are only {', '.join(event.metrics) or 'none'}"
+            )
+        loss, best = event.metrics["loss"], self.loss
+        if best is None or loss < best:
+            self.loss, self.step = (loss, event.step) if loss == loss else (None, None)
+        return self.loss is not None if best is None else best - loss > by
+
+
+class EarlyStopping(Callback):
+    """Ends training after `patience` evaluations in a row without a lower validation loss.
+
+    Args:
+        patience: number of evaluations.
+        threshold: a loss that is not lower than the best by more than this is no improvement.
+
+    Examples:
+        >>> fine_tune(recipe.changed({"evaluate_every": 100}), "out/", callbacks=[EarlyStopping(3)])
+    """
+
+    def __init__(self, patience: int, threshold: float = 0.0) -> None:
+        self.patience, self.threshold = patience, threshold
+        self._best, self._count = Best(), 0
+
+    def on_evaluate(self, event: Event) -> None:
+        """Count evaluations without an improvement."""
+        self._count = 0 if self._best.improves(event, self.threshold) else self._count + 1
+
+    def should_stop(self) -> bool:
+        """Whether there were `patience` evaluations without an improvement."""
+        return self._count >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best loss, its step, and the number of evaluations since the last improvement."""
+        return {**vars(self._best), "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state back. The patience is that of this object, which may have changed."""
+        self._best.loss, self._best.step, self._count = state["loss"], state["step"], state["count"]
+
+
+class BestCheckpoint(Callback):
+    """Keeps the checkpoint with the lowest validation loss.
+
+    Args:
+        keep: called with the step of each new best evaluation; it writes the checkpoint, and keeps it.
+    """
+
+    def __init__(self, keep: Callable[[int], object]) -> None:
+        self.best, self._keep = Best(), keep
+
+    def on_evaluate(self, event: Event) -> None:
+        """Keep the checkpoint of this step if its loss is the lowest."""
+        if self.best.improves(event):
+            self._keep(event.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best loss and its step."""
+        return dict(vars(self.best))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state back."""
+        self.best.loss, self.best.step = state["loss"], state["step"]

@@ -1,0 +1,88 @@
+"""Callbacks that users give: as objects or by import path; and their states in checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ligermodels.errors import ConfigError, InputError, short
+from ligermodels.training.callback import Callback
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Raise InputError unless all are instances of `Callback`."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            hint = "; give an instance of the class" if isinstance(callback, type) else ""
+            raise InputError(f"callbacks: must be instances of Callback, got {short(callback)}{hint}")
+
+
+def imported(path: str, setting: str) -> Any:
+    """The object at an import path such as "package.module:Class". Modules in the current folder are found too.
+
+    Args:
+        path: the import path.
+        setting: name of the setting that holds it, for messages.
+
+    Raises:
+        ConfigError: another form, a module that cannot be imported, or no such name in it.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{setting}: must be module:name, got {path!r}")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as for `python -m`
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{setting}: {path}: cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{setting}: {path}: module {module_name} has no {name}")
+    return getattr(module, name)
+
+
+def callbacks_at(paths: Iterable[str]) -> list[Callback]:
+    """Instances of the classes at import paths, made without arguments. Raises ConfigError for anything else."""
+    callbacks = []
+    for path in paths:
+        kind = imported(path, "callback")
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise ConfigError(f"callback: {path}: is not a subclass of ligermodels.training.Callback")
+        try:
+            callbacks.append(kind())
+        except TypeError as error:
+            raise ConfigError(f"callback: {path}: must be made without arguments: {error}") from error
+    return callbacks
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
+    """Name of the class -> `state_dict`, of callbacks that have a state. Raises InputError unless it is JSON types."""
+    states = {name: state for name, callback in _named(callbacks).items() if (state := callback.state_dict())}
+    for name, state in states.items():
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"callbacks: the state_dict of {name} must hold JSON types: {error}") from None
+    return states
+
+
+def restore_states(callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Give callbacks their states back. Returns the names of callbacks in `states` that the run does not have now."""
+    named = _named(callbacks)
+    for name in named.keys() & states.keys():
+        named[name].load_state_dict(states[name])
+    return sorted(states.keys() - named.keys())
+
+
+def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by the names of their classes; the second of a class gets "#2"."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        number = 1 + sum(type(other) is type(callback) for other in named.values())
+        named[name if number == 1 else f"{name}#{number}"] = callback
+    return named
