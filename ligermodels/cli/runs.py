@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli import options
+from ligermodels.cli import launch, options
 from ligermodels.console import is_first_rank, progress, say
+from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import R, TrainingRecipe
-from ligermodels.training.recipe_file import recipe_text, shipped_recipes
+from ligermodels.training.recipe_file import recipe_settings, recipe_text, shipped_recipes
 
 if TYPE_CHECKING:
     from ligermodels.training import Console, Outcome
@@ -25,17 +26,19 @@ Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume",
-        help="Continue from the newest checkpoint in the output folder, if any; with more --steps, extend the run.",
+        "--resume", help="Continue the run in the output folder, with its settings; with more --steps, extend it."
     ),
 ]
 
-STOPPED, INTERRUPTED = 128 + 15, 128 + 2
-"""Exit codes of a run that SIGTERM or Ctrl-C stopped."""
-
 
 def recipe_of(
-    recipe_class: type[R], file: str | None, base: str | None, settings: Mapping[str, Any], assignments: Sequence[str]
+    recipe_class: type[R],
+    file: str | None,
+    base: str | None,
+    settings: Mapping[str, Any],
+    assignments: Sequence[str],
+    *,
+    resumed: Path | None = None,
 ) -> R:
     """The recipe of a command.
 
@@ -45,24 +48,53 @@ def recipe_of(
         base: the base model; None for the base in the recipe.
         settings: settings from flags.
         assignments: settings from --set, as KEY=VALUE; they take precedence over flags.
+        resumed: folder of the run to resume, whose settings take the place of the defaults; None for a new run.
 
     Raises:
-        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong.
+        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong; or `resumed` is a run of
+            another command.
     """
-    recipe = (recipe_class.read(file) if file else recipe_class()).changed(settings, "the command line")
+    recipe = recipe_class() if resumed is None else _recipe_of_run(recipe_class, resumed)
+    if file:
+        recipe = recipe.changed(recipe_settings(file, recipe_class.kind), file)
+    recipe = recipe.changed(settings, "the command line")
     recipe = recipe.changed_by(assignments, "--set")
     return recipe.changed({"base": base}) if base else recipe
 
 
-def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> Path:
-    """Returns `out`. Raises typer.BadParameter if the recipe has no base (argument `base_name`) or no data, or `out` is
-    None."""
-    if not recipe.base:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint=base_name)
-    if not recipe.data:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
+def _recipe_of_run(recipe_class: type[R], folder: Path) -> R:
+    """The recipe in the folder of a run; the defaults if there is no run in it."""
+    from ligermodels.training.folder import RECIPE
+
+    if not (file := folder / RECIPE).is_file():
+        return recipe_class()
+    settings = recipe_class.current_names(recipe_settings(file, recipe_class.kind), str(file))
+    if unknown := settings.keys() - recipe_class.model_fields:
+        raise ConfigError(
+            f"{file}: has settings of another command, such as {min(unknown)}; resume the run with the command that "
+            "started it"
+        )
+    return recipe_class.read(file)
+
+
+def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str, *, resume: bool) -> Path:
+    """The output folder of a run.
+
+    Args:
+        recipe: the settings.
+        out: the output folder, if given.
+        base_name: name of the argument for the base model.
+        resume: whether the run resumes.
+
+    Raises:
+        typer.BadParameter: the recipe has no base or no data, or `out` is None.
+    """
     if out is None:
         raise typer.BadParameter("give a folder for the result", param_hint="--out")
+    for value, name in ((recipe.base, base_name), (recipe.data, "--data")):
+        if not value:
+            run = f"; there is no run in {out} to take it from" if resume else ""
+            raise typer.BadParameter(f"give it, or a recipe that names it{run}", param_hint=name)
     return out
 
 
@@ -84,6 +116,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def train_heads(
+    ctx: typer.Context,
     recipe_class: type[R],
     train: str,
     base: str | None,
@@ -94,12 +127,14 @@ def train_heads(
     *,
     resume: bool,
     overwrite: bool,
+    gpus: int | None,
     device: str | None,
     attention: str,
 ) -> None:
     """Train heads and print their scores.
 
     Args:
+        ctx: context of the command.
         recipe_class: class of the recipe.
         train: name of the function in `ligermodels.training` that trains.
         base: the base model; None for the base in the recipe.
@@ -109,16 +144,19 @@ def train_heads(
         out: the output folder.
         resume: continue from the newest checkpoint in `out`.
         overwrite: replace the content of `out`.
+        gpus: number of processes, see `launch`; None for this process.
         device: device of the model; None for a GPU if there is one.
         attention: attention backend, or "auto".
     """
-    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [])
-    out = require_given(chosen, out, "BASE")
-    device = options.device_named(device)
+    resumed = out if resume else None
+    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [], resumed=resumed)
+    out = require_given(chosen, out, "BASE", resume=resume)
     require_usable(out, resume=resume, overwrite=overwrite)
     start: str | None = chosen.settings().get("start_from")
     if start is not None and not resume:
         options.require_heads(start)
+    launch.launch(ctx, gpus, device)
+    device = options.device_named(device)
 
     from ligermodels import training
     from ligermodels.cli.evaluation import show_scores
@@ -137,7 +175,7 @@ def train_heads(
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """Turn Ctrl-C into a message about --resume and the exit code INTERRUPTED."""
+    """Turn Ctrl-C into a message about --resume and the exit code `launch.INTERRUPTED`."""
     from ligermodels.training.folder import has_checkpoints
 
     try:
@@ -146,7 +184,7 @@ def resumable(out: Path) -> Iterator[None]:
         if is_first_rank():
             how = "--resume continues" if has_checkpoints(out) else "there is no checkpoint yet"
             say(f"{str(error) or 'interrupted'}; {how}")
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(launch.INTERRUPTED) from None
 
 
 def console() -> Console:
@@ -157,12 +195,12 @@ def console() -> Console:
 
 
 def show_end(outcome: Outcome, out: Path) -> None:
-    """Print where the result is. Exits with STOPPED if the run has not finished; all ranks but the first exit too."""
+    """Print where the result is. Exit with `launch.STOPPED` if the run has not finished; all ranks but 0 exit too."""
     if is_first_rank():
         stopped = f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues"
         say(f"wrote {out}" if outcome.finished else stopped)
     if not outcome.finished:
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(launch.STOPPED)
     if not is_first_rank():
         raise typer.Exit
 

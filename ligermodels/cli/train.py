@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli import options, runs
+from ligermodels.cli import launch, options, runs
 from ligermodels.console import say
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
 
 @options.with_recipe_flags(FineTuningRecipe)
 def train(
+    ctx: typer.Context,
     base: Annotated[
         str | None,
         typer.Argument(
@@ -28,6 +29,7 @@ def train(
     assignments: runs.Assignments = None,
     out: runs.Out = None,
     resume: runs.Resume = False,
+    gpus: launch.Gpus = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
     overwrite: options.Overwrite = False,
@@ -37,13 +39,15 @@ def train(
 
     --set takes precedence over flags, flags over the recipe, and the recipe over the defaults. At the end the model is
     evaluated on the validation split and written as a Hugging Face checkpoint. On SIGTERM and Ctrl-C the run finishes
-    the step and saves a checkpoint. A run that was stopped or killed continues with --resume; with more --steps it is
-    extended.
+    the step and saves a checkpoint. --resume --out FOLDER continues a run that was stopped or killed, with the
+    settings in its folder; with more --steps it is extended.
     """
-    chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [])
-    out = runs.require_given(chosen, out, "MODEL")
-    device = options.device_named(device)
+    resumed = out if resume else None
+    chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [], resumed=resumed)
+    out = runs.require_given(chosen, out, "MODEL", resume=resume)
     runs.require_usable(out, resume=resume, overwrite=overwrite)
+    launch.launch(ctx, gpus, device)
+    device = options.device_named(device)
 
     from ligermodels.training import fine_tune
 

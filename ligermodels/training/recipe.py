@@ -156,7 +156,7 @@ class TrainingRecipe(BaseModel):
         "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
     )
     parallel: ParallelPlan = Field(
-        ParallelPlan(), description="How the model is sharded over the processes of torchrun."
+        ParallelPlan(), description="How the model is sharded over the processes of --gpus or torchrun."
     )
     seed: int = Field(0, description="Seed of the split, the order of the data, and rounding.")
 
