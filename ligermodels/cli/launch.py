@@ -147,7 +147,7 @@ def _forwarding_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[Ca
         for process in processes:
             process.send_signal(number if num_interrupts < 2 else signal.SIGKILL)
 
-    before = dict[int, Any]()
+    before = dict[signal.Signals, Any]()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, or for a job in the background
             before[number] = signal.signal(number, forward)

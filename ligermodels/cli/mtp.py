@@ -29,6 +29,7 @@ def train(
     assignments: runs.Assignments = None,
     out: runs.Out = None,
     resume: runs.Resume = False,
+    dry_run: runs.DryRun = False,
     gpus: launch.Gpus = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
@@ -41,10 +42,10 @@ def train(
     validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume --out FOLDER
     continues a run that was stopped or killed, with the settings in its folder; with more --steps it is extended.
     """
-    run: dict[str, Any] = {
-        "resume": resume, "overwrite": overwrite, "device": device, "attention": attention, "gpus": gpus,
-    }  # fmt: skip
-    runs.train_heads(ctx, MTPRecipe, "train_mtp", base, recipe, settings, assignments, out, **run)
+    runs.train_heads(
+        ctx, MTPRecipe, "train_mtp", base, recipe, settings, assignments, out,
+        resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
+    )  # fmt: skip
 
 
 def export(

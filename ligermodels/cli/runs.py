@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ligermodels.cli import launch, options
+from ligermodels.cli.dry_run import show_dry_run
 from ligermodels.console import is_first_rank, progress, say
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -27,6 +28,13 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume", help="Continue the run in the output folder, with its settings; with more --steps, extend it."
+    ),
+]
+
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Train and write nothing: read the data, and print counts, steps, memory and the first batch."
     ),
 ]
 
@@ -77,25 +85,13 @@ def _recipe_of_run(recipe_class: type[R], folder: Path) -> R:
     return recipe_class.read(file)
 
 
-def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str, *, resume: bool) -> Path:
-    """The output folder of a run.
-
-    Args:
-        recipe: the settings.
-        out: the output folder, if given.
-        base_name: name of the argument for the base model.
-        resume: whether the run resumes.
-
-    Raises:
-        typer.BadParameter: the recipe has no base or no data, or `out` is None.
-    """
-    if out is None:
-        raise typer.BadParameter("give a folder for the result", param_hint="--out")
+def require_given(recipe: TrainingRecipe, resumed: Path | None, base_name: str) -> None:
+    """Raise typer.BadParameter if the recipe has no base (argument `base_name`) or no data; `resumed` is the folder of
+    the run to resume."""
     for value, name in ((recipe.base, base_name), (recipe.data, "--data")):
         if not value:
-            run = f"; there is no run in {out} to take it from" if resume else ""
+            run = "" if resumed is None else f"; there is no run in {resumed} to take it from"
             raise typer.BadParameter(f"give it, or a recipe that names it{run}", param_hint=name)
-    return out
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -115,10 +111,11 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
     folder.require_usable(out, resume=resume, overwrite=overwrite)
 
 
-def train_heads(
+def run(
     ctx: typer.Context,
     recipe_class: type[R],
     train: str,
+    base_name: str,
     base: str | None,
     recipe: str | None,
     settings: Mapping[str, Any] | None,
@@ -127,16 +124,18 @@ def train_heads(
     *,
     resume: bool,
     overwrite: bool,
+    dry_run: bool,
     gpus: int | None,
     device: str | None,
     attention: str,
-) -> None:
-    """Train heads and print their scores.
+) -> Outcome:
+    """Train, in this process or in several, and print where the result is.
 
     Args:
         ctx: context of the command.
         recipe_class: class of the recipe.
         train: name of the function in `ligermodels.training` that trains.
+        base_name: name of the argument for the base model.
         base: the base model; None for the base in the recipe.
         recipe: a YAML file or the name of a shipped recipe; None for the defaults.
         settings: settings from flags.
@@ -144,13 +143,23 @@ def train_heads(
         out: the output folder.
         resume: continue from the newest checkpoint in `out`.
         overwrite: replace the content of `out`.
+        dry_run: describe the run instead.
         gpus: number of processes, see `launch`; None for this process.
         device: device of the model; None for a GPU if there is one.
         attention: attention backend, or "auto".
+
+    Raises:
+        typer.Exit: the run was stopped, was described, or has run in other processes.
     """
     resumed = out if resume else None
     chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [], resumed=resumed)
-    out = require_given(chosen, out, "BASE", resume=resume)
+    require_given(chosen, resumed, base_name)
+    where: dict[str, Any] = {"attention": attention, "resume": resume, "overwrite": overwrite}
+    if dry_run:
+        show_dry_run(chosen, out, gpus=gpus or 1, device=options.device_named(device), console=console(), **where)
+        raise typer.Exit
+    if out is None:
+        raise typer.BadParameter("give a folder for the result", param_hint="--out")
     require_usable(out, resume=resume, overwrite=overwrite)
     start: str | None = chosen.settings().get("start_from")
     if start is not None and not resume:
@@ -159,18 +168,23 @@ def train_heads(
     device = options.device_named(device)
 
     from ligermodels import training
+
+    with resumable(out):
+        outcome: Outcome = getattr(training, train)(chosen, out, device=device, console=console(), **where)
+    show_end(outcome, out)
+    return outcome
+
+
+def train_heads(ctx: typer.Context, recipe_class: type[R], train: str, *arguments: Any, **options: Any) -> None:
+    """Train heads and print their scores; the arguments are those of `run`, without `base_name`."""
+    outcome = run(ctx, recipe_class, train, "BASE", *arguments, **options)
+    if (evaluation := outcome.evaluation) is None:
+        return
     from ligermodels.cli.evaluation import show_scores
 
-    run = getattr(training, train)
-    with resumable(out):
-        outcome = run(
-            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=console()
-        )
-    show_end(outcome, out)
-    if (evaluation := outcome.evaluation) is not None:
-        show_scores(evaluation.scores)
-        if (kl := evaluation.kl) is not None:
-            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+    show_scores(evaluation.scores)
+    if (kl := evaluation.kl) is not None:
+        say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
 
 
 @contextmanager

@@ -29,6 +29,7 @@ def train(
     assignments: runs.Assignments = None,
     out: runs.Out = None,
     resume: runs.Resume = False,
+    dry_run: runs.DryRun = False,
     gpus: launch.Gpus = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
@@ -42,19 +43,9 @@ def train(
     the step and saves a checkpoint. --resume --out FOLDER continues a run that was stopped or killed, with the
     settings in its folder; with more --steps it is extended.
     """
-    resumed = out if resume else None
-    chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [], resumed=resumed)
-    out = runs.require_given(chosen, out, "MODEL", resume=resume)
-    runs.require_usable(out, resume=resume, overwrite=overwrite)
-    launch.launch(ctx, gpus, device)
-    device = options.device_named(device)
-
-    from ligermodels.training import fine_tune
-
-    with runs.resumable(out):
-        outcome = fine_tune(
-            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=runs.console()
-        )
-    runs.show_end(outcome, out)
+    outcome = runs.run(
+        ctx, FineTuningRecipe, "fine_tune", "MODEL", base, recipe, settings, assignments, out,
+        resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
+    )  # fmt: skip
     if (evaluation := outcome.evaluation) is not None:
         say(f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}")

@@ -57,7 +57,7 @@ def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     would replace them, and a resumed run reads them again."""
     heads = recipe.settings().get("start_from")
     for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), ("start_from", heads)):
-        if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
+        if folder is not None and os.path.isdir(folder) and out.exists() and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 
 
