@@ -1,4 +1,4 @@
-"""`--dry-run` of the commands that train: prints what a run would do."""
+"""`--dry-run` of the commands that train: prints the plan of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CHARACTERS = 4000
 
 
 def show_dry_run(recipe: TrainingRecipe, out: Path | None, *, gpus: int, **options: Any) -> None:
-    """Print what a run would do.
+    """Print the plan of a run.
 
     Args:
         recipe: the settings.

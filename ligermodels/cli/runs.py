@@ -56,7 +56,7 @@ def recipe_of(
         base: the base model; None for the base in the recipe.
         settings: settings from flags.
         assignments: settings from --set, as KEY=VALUE; they take precedence over flags.
-        resumed: folder of the run to resume, whose settings take the place of the defaults; None for a new run.
+        resumed: folder of the run to resume; its settings take the place of the defaults. None for a new run.
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown, or a value is wrong; or `resumed` is a run of
@@ -176,7 +176,7 @@ def run(
 
 
 def train_heads(ctx: typer.Context, recipe_class: type[R], train: str, *arguments: Any, **options: Any) -> None:
-    """Train heads and print their scores; the arguments are those of `run`, without `base_name`."""
+    """Train heads and print their scores. Takes the arguments of `run`, except `base_name`."""
     outcome = run(ctx, recipe_class, train, "BASE", *arguments, **options)
     if (evaluation := outcome.evaluation) is None:
         return

@@ -1,4 +1,4 @@
-"""What a run would do, without its weights: data, steps, memory, backends and the first batch. Nothing is written."""
+"""The plan of a run, without its weights: data, steps, memory, backends, first batch. Nothing is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would do.
+    """The plan of a run, from `dry_run`.
 
     plan: recipe, documents, steps, and the checkpoint to resume from.
     gpus: number of ranks.
@@ -120,7 +120,7 @@ def dry_run(
         attention: attention backend, or "auto".
         gpus: number of ranks.
         resume: whether the run would resume from the newest checkpoint in `out`.
-        overwrite: whether the run may replace what is in `out`.
+        overwrite: whether the run may replace the content of `out`.
         console: where messages and progress go; None: nowhere.
 
     Raises:
