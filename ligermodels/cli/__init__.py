@@ -15,7 +15,21 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train, verify
+from ligermodels.cli import (
+    chat,
+    checkpoint,
+    demo,
+    describe,
+    generation,
+    launch,
+    lora,
+    medusa,
+    mtp,
+    plan,
+    runs,
+    train,
+    verify,
+)
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -26,9 +40,12 @@ CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 class Commands(TyperGroup):
     """Runs a command. An error that a user can cause is one line on standard error and an exit code, no traceback."""
 
-    def make_context(self, *args: Any, **extra: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        arguments = list(args)  # parsing empties `args`
         with _one_line_errors():
-            return super().make_context(*args, **extra)
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[launch.ARGUMENTS] = arguments
+        return context
 
     def invoke(self, ctx: Any) -> Any:
         """Exit codes: 0 fine, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
@@ -47,9 +64,14 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             if ctx.params["debug"]:
                 raise
-            say("interrupted")
+            if launch.is_first_to("interrupted"):
+                say("interrupted")
             raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):
+            raise
         except Exception as error:
+            if not launch.is_first_to("error"):  # the first one is the cause, or the same on all ranks
+                raise typer.Exit(1) from None
             message = _out_of_memory(error)
             if ctx.params["debug"] or not (message or isinstance(error, LigerModelsError | OSError)):
                 raise
@@ -61,7 +83,8 @@ class Commands(TyperGroup):
 def _warn_once(message: str, shown: set[str]) -> None:
     if message not in shown:
         shown.add(message)
-        say(f"warning: {message}")
+        if launch.is_first_to(message):
+            say(f"warning: {message}")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli import evaluation, heads, options, runs
+from ligermodels.cli import evaluation, heads, launch, options, runs
 from ligermodels.cli.checkpoint import MaxShardSize
 from ligermodels.console import say
 from ligermodels.training.mtp_recipe import MTPRecipe
@@ -18,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command()
 @options.with_recipe_flags(MTPRecipe)
 def train(
+    ctx: typer.Context,
     base: Annotated[
         str | None,
         typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a hub id.  [default: the recipe's]"),
@@ -28,6 +29,8 @@ def train(
     assignments: runs.Assignments = None,
     out: runs.Out = None,
     resume: runs.Resume = False,
+    dry_run: runs.DryRun = False,
+    gpus: launch.Gpus = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
     overwrite: options.Overwrite = False,
@@ -36,11 +39,13 @@ def train(
     """Train a head of multi-token prediction on a frozen model: the model's own head, or a new head.
 
     Flags take precedence over the recipe, and the recipe over the defaults. At the end the head is evaluated on the
-    validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. A run that was stopped or
-    killed continues with --resume; with more --steps it is extended.
+    validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume --out FOLDER
+    continues a run that was stopped or killed, with the settings in its folder; with more --steps it is extended.
     """
-    run: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "attention": attention}
-    runs.train_heads(MTPRecipe, "train_mtp", base, recipe, settings, assignments, out, **run)
+    runs.train_heads(
+        ctx, MTPRecipe, "train_mtp", base, recipe, settings, assignments, out,
+        resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
+    )  # fmt: skip
 
 
 def export(

@@ -84,8 +84,9 @@ def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_
         return f"ligermodels train {checkpoint} {flags}"
     flags += "".join(f" --{name} {plan[name]}" for name in DEGREES if name in DEGREES[:2] or plan[name] > 1)
     hosts = -(-gpus // gpus_per_host)
-    nodes = f"--nnodes {hosts} " if hosts > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {gpus // hosts} -m ligermodels train {checkpoint} {flags}"
+    if hosts == 1:
+        return f"ligermodels train {checkpoint} --gpus {gpus} {flags}"
+    return f"torchrun --nnodes {hosts} --nproc-per-node {gpus // hosts} -m ligermodels train {checkpoint} {flags}"
 
 
 def memory_size(text: str) -> int:

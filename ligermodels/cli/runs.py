@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli import options
+from ligermodels.cli import launch, options
+from ligermodels.cli.dry_run import show_dry_run
 from ligermodels.console import is_first_rank, progress, say
+from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import R, TrainingRecipe
-from ligermodels.training.recipe_file import recipe_text, shipped_recipes
+from ligermodels.training.recipe_file import recipe_settings, recipe_text, shipped_recipes
 
 if TYPE_CHECKING:
     from ligermodels.training import Console, Outcome
@@ -25,17 +27,26 @@ Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume",
-        help="Continue from the newest checkpoint in the output folder, if any; with more --steps, extend the run.",
+        "--resume", help="Continue the run in the output folder, with its settings; with more --steps, extend it."
     ),
 ]
 
-STOPPED, INTERRUPTED = 128 + 15, 128 + 2
-"""Exit codes of a run that SIGTERM or Ctrl-C stopped."""
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Train and write nothing: read the data, and print counts, steps, memory and the first batch."
+    ),
+]
 
 
 def recipe_of(
-    recipe_class: type[R], file: str | None, base: str | None, settings: Mapping[str, Any], assignments: Sequence[str]
+    recipe_class: type[R],
+    file: str | None,
+    base: str | None,
+    settings: Mapping[str, Any],
+    assignments: Sequence[str],
+    *,
+    resumed: Path | None = None,
 ) -> R:
     """The recipe of a command.
 
@@ -45,25 +56,42 @@ def recipe_of(
         base: the base model; None for the base in the recipe.
         settings: settings from flags.
         assignments: settings from --set, as KEY=VALUE; they take precedence over flags.
+        resumed: folder of the run to resume; its settings take the place of the defaults. None for a new run.
 
     Raises:
-        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong.
+        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong; or `resumed` is a run of
+            another command.
     """
-    recipe = (recipe_class.read(file) if file else recipe_class()).changed(settings, "the command line")
+    recipe = recipe_class() if resumed is None else _recipe_of_run(recipe_class, resumed)
+    if file:
+        recipe = recipe.changed(recipe_settings(file, recipe_class.kind), file)
+    recipe = recipe.changed(settings, "the command line")
     recipe = recipe.changed_by(assignments, "--set")
     return recipe.changed({"base": base}) if base else recipe
 
 
-def require_given(recipe: TrainingRecipe, out: Path | None, base_name: str) -> Path:
-    """Returns `out`. Raises typer.BadParameter if the recipe has no base (argument `base_name`) or no data, or `out` is
-    None."""
-    if not recipe.base:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint=base_name)
-    if not recipe.data:
-        raise typer.BadParameter("give it, or a recipe that names it", param_hint="--data")
-    if out is None:
-        raise typer.BadParameter("give a folder for the result", param_hint="--out")
-    return out
+def _recipe_of_run(recipe_class: type[R], folder: Path) -> R:
+    """The recipe in the folder of a run; the defaults if there is no run in it."""
+    from ligermodels.training.folder import RECIPE
+
+    if not (file := folder / RECIPE).is_file():
+        return recipe_class()
+    settings = recipe_class.current_names(recipe_settings(file, recipe_class.kind), str(file))
+    if unknown := settings.keys() - recipe_class.model_fields:
+        raise ConfigError(
+            f"{file}: has settings of another command, such as {min(unknown)}; resume the run with the command that "
+            "started it"
+        )
+    return recipe_class.read(file)
+
+
+def require_given(recipe: TrainingRecipe, resumed: Path | None, base_name: str) -> None:
+    """Raise typer.BadParameter if the recipe has no base (argument `base_name`) or no data; `resumed` is the folder of
+    the run to resume."""
+    for value, name in ((recipe.base, base_name), (recipe.data, "--data")):
+        if not value:
+            run = "" if resumed is None else f"; there is no run in {resumed} to take it from"
+            raise typer.BadParameter(f"give it, or a recipe that names it{run}", param_hint=name)
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -83,9 +111,11 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
     folder.require_usable(out, resume=resume, overwrite=overwrite)
 
 
-def train_heads(
+def run(
+    ctx: typer.Context,
     recipe_class: type[R],
     train: str,
+    base_name: str,
     base: str | None,
     recipe: str | None,
     settings: Mapping[str, Any] | None,
@@ -94,14 +124,18 @@ def train_heads(
     *,
     resume: bool,
     overwrite: bool,
+    dry_run: bool,
+    gpus: int | None,
     device: str | None,
     attention: str,
-) -> None:
-    """Train heads and print their scores.
+) -> Outcome:
+    """Train, in this process or in several, and print where the result is.
 
     Args:
+        ctx: context of the command.
         recipe_class: class of the recipe.
         train: name of the function in `ligermodels.training` that trains.
+        base_name: name of the argument for the base model.
         base: the base model; None for the base in the recipe.
         recipe: a YAML file or the name of a shipped recipe; None for the defaults.
         settings: settings from flags.
@@ -109,35 +143,53 @@ def train_heads(
         out: the output folder.
         resume: continue from the newest checkpoint in `out`.
         overwrite: replace the content of `out`.
+        dry_run: describe the run instead.
+        gpus: number of processes, see `launch`; None for this process.
         device: device of the model; None for a GPU if there is one.
         attention: attention backend, or "auto".
+
+    Raises:
+        typer.Exit: the run was stopped, was described, or has run in other processes.
     """
-    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [])
-    out = require_given(chosen, out, "BASE")
-    device = options.device_named(device)
+    resumed = out if resume else None
+    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [], resumed=resumed)
+    require_given(chosen, resumed, base_name)
+    where: dict[str, Any] = {"attention": attention, "resume": resume, "overwrite": overwrite}
+    if dry_run:
+        show_dry_run(chosen, out, gpus=gpus or 1, device=options.device_named(device), console=console(), **where)
+        raise typer.Exit
+    if out is None:
+        raise typer.BadParameter("give a folder for the result", param_hint="--out")
     require_usable(out, resume=resume, overwrite=overwrite)
     start: str | None = chosen.settings().get("start_from")
     if start is not None and not resume:
         options.require_heads(start)
+    launch.launch(ctx, gpus, device)
+    device = options.device_named(device)
 
     from ligermodels import training
+
+    with resumable(out):
+        outcome: Outcome = getattr(training, train)(chosen, out, device=device, console=console(), **where)
+    show_end(outcome, out)
+    return outcome
+
+
+def train_heads(ctx: typer.Context, recipe_class: type[R], train: str, *arguments: Any, **options: Any) -> None:
+    """Train heads and print their scores. Takes the arguments of `run`, except `base_name`."""
+    outcome = run(ctx, recipe_class, train, "BASE", *arguments, **options)
+    if (evaluation := outcome.evaluation) is None:
+        return
     from ligermodels.cli.evaluation import show_scores
 
-    run = getattr(training, train)
-    with resumable(out):
-        outcome = run(
-            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=console()
-        )
-    show_end(outcome, out)
-    if (evaluation := outcome.evaluation) is not None:
-        show_scores(evaluation.scores)
-        if (kl := evaluation.kl) is not None:
-            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+    show_scores(evaluation.scores)
+    if (kl := evaluation.kl) is not None:
+        say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
 
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """Turn Ctrl-C into a message about --resume and the exit code INTERRUPTED."""
+    """Turn Ctrl-C into a message about --resume and the exit code `launch.INTERRUPTED`."""
     from ligermodels.training.folder import has_checkpoints
 
     try:
@@ -146,7 +198,7 @@ def resumable(out: Path) -> Iterator[None]:
         if is_first_rank():
             how = "--resume continues" if has_checkpoints(out) else "there is no checkpoint yet"
             say(f"{str(error) or 'interrupted'}; {how}")
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(launch.INTERRUPTED) from None
 
 
 def console() -> Console:
@@ -157,12 +209,12 @@ def console() -> Console:
 
 
 def show_end(outcome: Outcome, out: Path) -> None:
-    """Print where the result is. Exits with STOPPED if the run has not finished; all ranks but the first exit too."""
+    """Print where the result is. Exit with `launch.STOPPED` if the run has not finished; all ranks but 0 exit too."""
     if is_first_rank():
         stopped = f"stopped after step {outcome.step:,} of {outcome.steps:,}; --resume continues"
         say(f"wrote {out}" if outcome.finished else stopped)
     if not outcome.finished:
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(launch.STOPPED)
     if not is_first_rank():
         raise typer.Exit
 

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ligermodels.cli import options, runs
+from ligermodels.cli import launch, options, runs
 from ligermodels.console import say
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
 
 @options.with_recipe_flags(FineTuningRecipe)
 def train(
+    ctx: typer.Context,
     base: Annotated[
         str | None,
         typer.Argument(
@@ -28,6 +29,8 @@ def train(
     assignments: runs.Assignments = None,
     out: runs.Out = None,
     resume: runs.Resume = False,
+    dry_run: runs.DryRun = False,
+    gpus: launch.Gpus = None,
     device: options.Device = None,
     attention: options.Attention = "auto",
     overwrite: options.Overwrite = False,
@@ -37,20 +40,12 @@ def train(
 
     --set takes precedence over flags, flags over the recipe, and the recipe over the defaults. At the end the model is
     evaluated on the validation split and written as a Hugging Face checkpoint. On SIGTERM and Ctrl-C the run finishes
-    the step and saves a checkpoint. A run that was stopped or killed continues with --resume; with more --steps it is
-    extended.
+    the step and saves a checkpoint. --resume --out FOLDER continues a run that was stopped or killed, with the
+    settings in its folder; with more --steps it is extended.
     """
-    chosen = runs.recipe_of(FineTuningRecipe, recipe, base, settings or {}, assignments or [])
-    out = runs.require_given(chosen, out, "MODEL")
-    device = options.device_named(device)
-    runs.require_usable(out, resume=resume, overwrite=overwrite)
-
-    from ligermodels.training import fine_tune
-
-    with runs.resumable(out):
-        outcome = fine_tune(
-            chosen, out, device=device, attention=attention, resume=resume, overwrite=overwrite, console=runs.console()
-        )
-    runs.show_end(outcome, out)
+    outcome = runs.run(
+        ctx, FineTuningRecipe, "fine_tune", "MODEL", base, recipe, settings, assignments, out,
+        resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
+    )  # fmt: skip
     if (evaluation := outcome.evaluation) is not None:
         say(f"validation {', '.join(f'{name} {value:.4f}' for name, value in evaluation.metrics().items())}")

@@ -35,10 +35,14 @@ class Notes:
         """Indices of the documents counted for `reason`."""
         return set(self._tokens[reason])
 
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Reason -> number of documents, and of their tokens that are left out."""
+        return {reason: (len(tokens), sum(tokens.values())) for reason, tokens in self._tokens.items() if tokens}
+
     def say_totals(self) -> None:
         """Report the totals that have changed since the last call."""
-        for reason, tokens in self._tokens.items():
-            if len(tokens) > self._told.get(reason, 0):
-                lost = f" ({sum(tokens.values()):,} tokens are left out)" if any(tokens.values()) else ""
-                self.say(f"{len(tokens):,} documents in all {reason}{lost}")
-                self._told[reason] = len(tokens)
+        for reason, (documents, tokens) in self.totals().items():
+            if documents > self._told.get(reason, 0):
+                lost = f" ({tokens:,} tokens are left out)" if tokens else ""
+                self.say(f"{documents:,} documents in all {reason}{lost}")
+                self._told[reason] = documents

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.errors import InputError
@@ -20,7 +20,7 @@ from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_op
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import KeptPadding, TokenLayout, Unpadding, token_layout
-from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, check_head_inputs, check_returns, warn_deprecated
@@ -29,7 +29,7 @@ from ligermodels.models.passes import decode, output_of
 from ligermodels.models.transformers_tools import ADVICE
 
 
-class CausalLM(GenerationMixin, ExportMixin, nn.Module):
+class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
     """A decoder-only language model.
 
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
 from ligermodels.models.transformers_tools import native_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @native_config
@@ -112,7 +115,27 @@ class DecoderConfig:
         return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *unused, *ignored], aliases=aliases)
 
 
-class Decoder(nn.Module):
+class RefusesDropout(nn.Module):
+    """A module that contains a `Decoder`, or is one."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules, as `nn.Module.train` does.
+
+        Raises InputError, before any mode changes, for training a decoder whose config has dropout, which is not
+        implemented, unless all its parameters are frozen.
+        """
+        decoders = (module for module in self.modules() if isinstance(module, Decoder))
+        for decoder in decoders if mode else ():
+            dropout = ", ".join(decoder.config.dropout)
+            if dropout and any(parameter.requires_grad for parameter in decoder.parameters()):
+                raise InputError(
+                    f"model.train: config.json has {dropout}, and dropout is not implemented; to train without it, set "
+                    "it to 0 in the checkpoint's config.json"
+                )
+        return super().train(mode)
+
+
+class Decoder(RefusesDropout):
     """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
@@ -135,15 +158,6 @@ class Decoder(nn.Module):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         if config.dropout:
             self.eval()
-
-    def train(self, mode: bool = True) -> Decoder:
-        """As of nn.Module. Raises InputError for training with dropout, except if all parameters are frozen."""
-        if mode and self.config.dropout and any(parameter.requires_grad for parameter in self.parameters()):
-            raise InputError(
-                f"model.train: config.json has {', '.join(self.config.dropout)}, and dropout is not implemented; to "
-                "train without it, set it to 0 in the checkpoint's config.json"
-            )
-        return super().train(mode)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:

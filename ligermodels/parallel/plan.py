@@ -111,7 +111,7 @@ class ParallelPlan(BaseModel):
             if world_size % others:
                 raise ConfigError(
                     f"{text}: does not divide the number of ranks, which is {world_size}; start the program by "
-                    f"torchrun --nproc-per-node N, N a multiple of {others}"
+                    f"torchrun --nproc-per-node N, or a command with --gpus N, N a multiple of {others}"
                 )
             sizes["shard"] = world_size // others
         elif others * self.shard != world_size:

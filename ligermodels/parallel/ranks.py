@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -33,8 +34,23 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+_planned: list[int] = []
+
+
+@contextmanager
+def planned_ranks(count: int) -> Iterator[None]:
+    """Context manager in which `world_size` is `count`, and this process rank 0: for a plan without processes."""
+    _planned.append(count)
+    try:
+        yield
+    finally:
+        _planned.pop()
+
+
 def world_size() -> int:
     """Number of processes, also before they join a group."""
+    if _planned:
+        return _planned[-1]
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if launched() else 1

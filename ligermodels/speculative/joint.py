@@ -16,6 +16,7 @@ from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import RefusesDropout
 from ligermodels.models.reference_kl import divergence
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput
@@ -75,7 +76,7 @@ def _fetch_for_forward(block: nn.Module, device: torch.device) -> None:
     block.register_forward_hook(release, always_call=True)
 
 
-class JointMedusa(nn.Module):
+class JointMedusa(RefusesDropout):
     """Trains a Medusa model's base model together with its heads: loss = L_lm + heads_loss_weight * L_heads.
 
     L_lm is the base model's own loss; with a `reference`, the mean of KL(reference || base) over the same targets.

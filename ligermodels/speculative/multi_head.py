@@ -19,6 +19,7 @@ from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import RefusesDropout
 from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
@@ -26,7 +27,7 @@ from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.tree import Tree
 
 
-class MultiHeadModel(nn.Module):
+class MultiHeadModel(RefusesDropout):
     """Base class of models with K draft heads. Head i (from 0) at position t predicts token t + 2 + i.
 
     Subclasses (`MedusaModel`, `MTPModel`) implement the methods that raise NotImplementedError here.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
     from ligermodels.training.optimizer import adamw
+    from ligermodels.training.preview import DryRun, dry_run
     from ligermodels.training.recipe import TrainingRecipe
     from ligermodels.training.reports import OutputMetrics, StepMetrics
     from ligermodels.training.run import run_job
@@ -44,6 +45,7 @@ _get, __dir__ = lazy_names(
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
         "optimizer": ("adamw",),
+        "preview": ("DryRun", "dry_run"),
         "recipe": ("TrainingRecipe",),
         "reports": ("OutputMetrics", "StepMetrics"),
         "run": ("run_job",),
@@ -65,6 +67,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Callback",
     "Console",
+    "DryRun",
     "EarlyStopping",
     "Event",
     "FineTuningRecipe",
@@ -79,6 +82,7 @@ __all__ = [
     "TrainingRecipe",
     "adamw",
     "clip_gradients",
+    "dry_run",
     "fine_tune",
     "graph_step",
     "lr_schedule",

@@ -59,7 +59,7 @@ def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     settings = recipe.settings()
     others = [(name, settings.get(name)) for name in ("start_from", "teacher")]
     for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), *others):
-        if folder is not None and os.path.isdir(folder) and os.path.samefile(folder, out):
+        if folder is not None and os.path.isdir(folder) and out.exists() and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 
 

@@ -78,7 +78,7 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     free = recipe.may_change | BY_CONTENT | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
     now = {name: value for name, value in recipe.settings().items() if name not in free}
     if message := changes(now, before):
-        raise ConfigError(f"the run cannot resume with another recipe: {message}; use the old recipe, or start over")
+        raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
     return recipe
 
 

@@ -141,7 +141,7 @@ class TrainingRecipe(OptimizerSettings):
         (), description="Float8: patterns of layers that are not converted, such as 'mlp' or '*.blocks.0.*'."
     )
     parallel: ParallelPlan = Field(
-        ParallelPlan(), description="How the model is sharded over the processes of torchrun."
+        ParallelPlan(), description="How the model is sharded over the processes of --gpus or torchrun."
     )
     seed: int = Field(0, description="Seed of the split, the order of the data, and rounding.")
 

@@ -283,8 +283,11 @@ def test_dropout_is_loaded_and_training_with_it_is_an_error(config: dict[str, An
     loss.backward()
     asked = ", ".join(f"{name} = {value}" for name, value in fields.items() if value)
     message = f"{asked}, and dropout is not implemented; to train without it, set it to 0"
-    with pytest.raises(InputError, match=re.escape(message)):
-        model.train()
+    joint = lm.JointMedusa(lm.MedusaModel.from_base(lm.from_config({**config, **fields}), num_heads=2).eval())
+    for refusing in (model, joint.medusa, joint.eval()):
+        with pytest.raises(InputError, match=re.escape(message)):
+            refusing.train()
+        assert not any(module.training for module in refusing.modules())
     plain = lm.from_config({**config, **dict.fromkeys(fields, 0.0)}).eval()
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain(ids, labels=ids).loss, loss)

@@ -262,7 +262,7 @@ def test_the_command(tmp_path: Path) -> None:
     command = ["plan", str(tmp_path), "--gpus", "2", "--memory", "24GB", "--tokens", "16384"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert f"torchrun --nproc-per-node 2 -m ligermodels train {tmp_path} " in result.output
+    assert f"ligermodels train {tmp_path} --gpus 2 " in result.output
     assert "--shard 2" in result.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert rows[0]["memory_bytes"] < 24e9

@@ -127,7 +127,8 @@ def run(line: str) -> None:
     words = shlex.split(line, comments=True)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
     sized = [name for name in SIZES if words[1 : 1 + len(name.split())] == name.split()]
-    words = ["2" if i and words[i - 1] == "--steps" else word for i, word in enumerate(words)]
+    fewer = {"--steps": "2", **({"--gpus": "1"} if sized else {})}
+    words = [fewer.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     result = CliRunner().invoke(app, [*words[1:], *(SIZES[sized[0]] if sized else [])], input="Hi\nHow are you?\n")
     assert result.exit_code == 0, (line, result.output, result.exception)
     if target is not None:

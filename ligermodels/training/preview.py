@@ -1,0 +1,243 @@
+"""The plan of a run, without its weights: data, steps, memory, backends, first batch. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ligermodels.convert.ranks import Ranks
+from ligermodels.data.batches import Batch
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import InputError
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.models.attention_summary import attention_summary
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.memory import StepMemory, StepTrace
+from ligermodels.parallel.ranks import planned_ranks
+from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.console import Console
+from ligermodels.training.cuda_graph import pays, refusal
+from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
+from ligermodels.training.folder import CHECKPOINTS, require_usable
+from ligermodels.training.inputs import packed
+from ligermodels.training.job import Job
+from ligermodels.training.medusa import medusa_job
+from ligermodels.training.mtp import mtp_job
+from ligermodels.training.optimizer import optimizer_named, parameter_groups
+from ligermodels.training.preparation import prepare_model
+from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.run_plan import RunPlan, plan_run
+from ligermodels.training.step import EagerStep
+
+JOBS: dict[str, tuple[Any, Any]] = {
+    "train": (fine_tuning_job, prepare_lora),
+    "medusa": (medusa_job, None),
+    "mtp": (mtp_job, None),
+}
+"""Kind of recipe -> its job, and how it changes the base model."""
+REFERENCE = {"distill", "kl_to_reference"}
+"""Settings for which a run has a second model, the reference."""
+
+
+class Epoch(NamedTuple):
+    """Counts of an epoch of the training split.
+
+    documents: documents, unusable ones included.
+    sequences: packed sequences.
+    tokens: tokens in these sequences.
+    targets: tokens that are trained on.
+    """
+
+    documents: int
+    sequences: int
+    tokens: int
+    targets: int
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a document as text, and whether they are trained on."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The plan of a run, from `dry_run`.
+
+    plan: recipe, documents, steps, and the checkpoint to resume from.
+    gpus: number of ranks.
+    parameters, trained: number of parameters, and of those that are trained.
+    epoch: counts of an epoch.
+    left_out: reason -> documents that are not used in full, and their tokens that are left out.
+    micro_batches: sequences per forward pass, and forward passes per step, of each rank.
+    memory: memory of each GPU; or why it is not counted.
+    attention: attention backends.
+    cuda_graph: why the steps run without a CUDA graph; empty if they are recorded.
+    sources: files and lines of the first micro-batch of rank 0.
+    first_batch: the documents of this micro-batch.
+    """
+
+    plan: RunPlan
+    gpus: int
+    parameters: int
+    trained: int
+    epoch: Epoch
+    left_out: dict[str, tuple[int, int]]
+    micro_batches: tuple[int, int]
+    memory: StepMemory | str
+    attention: str
+    cuda_graph: str
+    sources: str
+    first_batch: list[list[Span]]
+
+
+def dry_run(
+    recipe: TrainingRecipe,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "cpu",
+    attention: str = "auto",
+    gpus: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> DryRun:
+    """Read and check the inputs of a run, and describe the run. Nothing is trained or written, and no weights are read.
+
+    Args:
+        recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe` or `MTPRecipe`.
+        out: folder that the run would write to; None if it is not known yet.
+        device: device of the model, such as "cpu" or "cuda".
+        attention: attention backend, or "auto".
+        gpus: number of ranks.
+        resume: whether the run would resume from the newest checkpoint in `out`.
+        overwrite: whether the run may replace the content of `out`.
+        console: where messages and progress go; None: nowhere.
+
+    Raises:
+        ConfigError, InputError, CheckpointError: see `run_job`.
+
+    Examples:
+        >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
+        >>> run.plan.steps, run.epoch.targets, run.memory.total
+    """
+    folder, console = Path(out or os.devnull), console or Console()
+    if out is not None:
+        require_usable(folder, resume=resume, overwrite=overwrite)
+    with planned_ranks(gpus):
+        checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
+        plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console)
+        recipe, micro_batches = plan.recipe, plan.micro_batches
+        model, job = _on_meta(plan, attention)
+        epoch = _count_epoch(plan, console)
+        batches = plan.training_batches()
+        parts = list(islice(batches, micro_batches[1]))
+        batches.close()
+        parameters = list(job.model.parameters())
+        return DryRun(
+            plan=plan,
+            gpus=gpus,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            epoch=epoch,
+            left_out=plan.documents.notes.totals(),
+            micro_batches=micro_batches,
+            memory=_memory(plan, job, model, gpus),
+            attention=attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len),
+            cuda_graph=_eager_reason(recipe, job, parts, device, gpus),
+            sources=parts[0].where() if parts[0].where else "",
+            first_batch=list(_documents(parts[0], plan.documents.tokenizer)),
+        )
+
+
+def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:
+    """The base model and the job on the meta device, without a reference model."""
+    make_job, prepare_base = JOBS[plan.recipe.kind]
+    prepare = partial(prepare_model, plan.recipe, prepare_base)
+    model = plan.base.load(plan.recipe, device="meta", attention=attention, prepare=prepare)
+    model.activation_checkpointing = plan.recipe.activation_checkpointing
+    alone = dict.fromkeys(REFERENCE & plan.recipe.defaults().keys(), False)
+    job: Job = make_job(plan.recipe.model_copy(update=alone), model, resuming=True)
+    job.trainable.train()
+    return model, job
+
+
+def _count_epoch(plan: RunPlan, console: Console) -> Epoch:
+    recipe, sequences, tokens, targets = plan.recipe, 0, 0, 0
+    batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
+    with console.progress("counting tokens") as update:
+        for batch in batches:
+            sequences += 1
+            tokens += batch["labels"].numel()
+            targets += int(_trained(batch).sum())
+            update(batches.documents_read, batches.num_documents)
+    return Epoch(len(plan.training), sequences, tokens, targets)
+
+
+def _trained(batch: Batch) -> torch.Tensor:
+    """Whether each token of a batch in one row is predicted and counts in the loss, bool (n,)."""
+    trained = batch["labels"][0] != IGNORE_INDEX
+    trained[batch["cu_seqlens"][:-1].long()] = False  # nothing predicts the first token of a document
+    return trained
+
+
+def _documents(batch: Batch, tokenizer: Tokenizer) -> Iterator[list[Span]]:
+    ids, trained = batch["input_ids"][0].tolist(), _trained(batch).tolist()
+    for start, end in zip(batch["cu_seqlens"].tolist(), batch["cu_seqlens"][1:].tolist(), strict=False):
+        tokens = zip(trained[start:end], ids[start:end], strict=True)
+        runs = [(is_trained, [id for _, id in run]) for is_trained, run in groupby(tokens, key=lambda token: token[0])]
+        yield [Span(tokenizer.decode(run, skip_special_tokens=False), is_trained) for is_trained, run in runs]
+
+
+class _WithHeads(nn.Module):
+    """Heads and their base model, with the attributes of a `CausalLM` that `StepTrace` reads."""
+
+    def __init__(self, trainable: Any, base: CausalLM) -> None:
+        super().__init__()
+        self.trainable, self.decoder, self.head = trainable, base.decoder, base.head
+        self.config, self.dtype = base.config, base.dtype
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.trainable(*args, **options)
+
+
+def _memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory | str:
+    """Memory of a step on each GPU, as `ligermodels plan` counts it; or why it is not counted."""
+    recipe = plan.recipe
+    degrees = {**recipe.parallel.degrees(gpus), "expert": recipe.parallel.expert}
+    del degrees["replicate"]
+    if recipe.trains_heads and gpus > 1:
+        return "not counted for heads on several GPUs"
+    if with_reference := [name for name in REFERENCE if recipe.settings().get(name)]:
+        return f"not counted with {with_reference[0]}"
+    traced: Any = _WithHeads(job.trainable, model) if recipe.trains_heads else model
+    shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
+    try:
+        step = StepTrace(traced, sequences, recipe.seq_len, **degrees)
+        return step.memory(shard=shard, optimizer=recipe.optimizer)
+    except (InputError, NotImplementedError, RuntimeError) as error:  # a layer or an optimizer of the user's own
+        return f"not counted: {error}"
+
+
+def _eager_reason(recipe: TrainingRecipe, job: Job, parts: list[Batch], device: str, gpus: int) -> str:
+    """Why the steps run without a CUDA graph; empty if they are recorded."""
+    if recipe.cuda_graph == "off":
+        return "cuda_graph is off"
+    if torch.device(device).type != "cuda":
+        return f"the model is on {device}"
+    if gpus > 1:
+        return "the model is sharded over ranks"
+    if recipe.cuda_graph == "auto" and not pays(job.trainable, parts):
+        return "the GPU takes longer for a block than the CPU takes to launch it"
+    groups = parameter_groups(job.learning_rates, recipe.weight_decay)
+    optimizer = optimizer_named(recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2))
+    return refusal(EagerStep(job.trainable, optimizer), parts)

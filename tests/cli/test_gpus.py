@@ -1,0 +1,188 @@
+"""`--gpus N` starts its ranks itself: results, exit codes, signals, and errors that are printed once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from runs import losses, recipe_for
+from typer.testing import CliRunner
+
+from ligermodels.cli import app, launch
+from ligermodels.training import FineTuningRecipe, fine_tune
+from ligermodels.training.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
+    settings = recipe_for(base, data, dtype="float64", evaluate_every=None, micro_batch_tokens=None).settings()
+    common = {name: value for name, value in settings.items() if name in FineTuningRecipe.model_fields}
+    return FineTuningRecipe().changed({**common, "checkpoint_every": 100, "report_every": 1, **changes})
+
+
+@pytest.fixture
+def recipe_file(base: Path, data: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tuning(base, data, steps=60).settings()))
+    return path
+
+
+@contextmanager
+def started(*arguments: object, gpus: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """The command on two ranks of the CPU, with its standard error as stdout."""
+    command = [sys.executable, "-m", "ligermodels", "train", f"--gpus={gpus}", "--device", "cpu", *map(str, arguments)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while not [taken for taken, *_ in losses(out) if taken >= step]:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.01)
+
+
+def test_a_run_on_two_ranks_is_stopped_and_resumed(base: Path, data: Path, recipe_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with started("--recipe", recipe_file, "--out", out) as process:
+        wait_for_step(process, out, 3)
+        process.terminate()
+        shown, _ = process.communicate(timeout=100)
+    assert process.returncode == 143, shown
+    (step,) = Checkpoints(out / "checkpoints").steps()
+    assert 3 <= step < 60 and losses(out)[-1][0] == step
+    assert shown.count(f"stopped after step {step} of 60; --resume continues") == 1, shown
+    assert "error" not in shown and "Traceback" not in shown, shown
+
+    with started("--resume", "--out", out) as process:
+        shown, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, shown
+    assert shown.count(f"wrote {out}") == shown.count("validation loss") == shown.count("attention: ") == 1, shown
+    fine_tune(tuning(base, data, steps=60), tmp_path / "whole")
+    wanted = [number for line in losses(tmp_path / "whole") for number in line]
+    assert [number for line in losses(out) for number in line] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_an_error_of_all_ranks_is_printed_once(recipe_file: Path, tmp_path: Path) -> None:
+    with started("--recipe", recipe_file, "--out", tmp_path / "out", "--max-bad-lines", 0) as process:
+        shown, _ = process.communicate(timeout=100)
+    assert process.returncode == 1, shown
+    assert shown.count("error: ") == shown.count("data.jsonl:31: not an object") == 1, shown
+
+
+RANK = """
+import os, signal, sys, time
+rank, number = int(os.environ["RANK"]), 0
+def handle(received, _):
+    global number
+    number = received
+signal.signal(signal.SIGTERM, handle), signal.signal(signal.SIGINT, handle)
+open(f"started-{rank}", "w").close()
+"""
+"""A rank that notes signals, as a run does."""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "signals", "code", "shown"),
+    [
+        ("", [], 0, ""),
+        ("sys.exit(7 * rank)", [], 7, ""),
+        (f"{KILLED} if rank else time.sleep(99)", [], 137, "rank 1: ended by SIGKILL; the kernel sends it if"),
+        ("while not number: time.sleep(0.01)\nsys.exit(128 + number)", [signal.SIGTERM], 143, ""),
+        ("while not number: time.sleep(0.01)\nsys.exit(128 + number)", [signal.SIGINT], 130, ""),
+        ("while True: time.sleep(0.01)", [signal.SIGINT, signal.SIGINT], 130, "interrupted"),
+        ("time.sleep(rank)\nsys.exit(130 + 13 * rank)", [], 130, ""),  # an orderly stop, not a failure
+    ],
+)
+def test_exit_codes_and_signals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    signals: list[int],
+    code: int,
+    shown: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "SECONDS_AFTER_FAILURE", 0.2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def send() -> None:
+        while len(list(tmp_path.glob("started-*"))) < 2:
+            time.sleep(0.01)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    sender = Thread(target=send)
+    sender.start()
+    assert launch.run_ranks(2, [sys.executable, "-c", RANK + ends]) == code
+    sender.join()
+    assert shown in (error := capsys.readouterr().err) and bool(shown) == bool(error)
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_ranks_find_one_another_and_one_of_them_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = """
+import os, torch.distributed as dist
+from ligermodels.cli.launch import is_first_to
+from ligermodels.parallel.ranks import join, world_size
+assert world_size() == 2 and join("cpu")
+rank, mine = dist.get_rank(), [is_first_to("error"), is_first_to("error")]
+everyone = [None, None]
+dist.all_gather_object(everyone, mine)
+assert sorted(map(sum, everyone)) == [0, 1] and is_first_to(f"only rank {rank}")
+open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
+"""
+    assert launch.run_ranks(2, [sys.executable, "-c", script]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"0-0", "1-1"}
+    assert launch.is_first_to("error") and launch.is_first_to("error")  # without --gpus
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message", "code"),
+    [
+        (["--gpus", "99"], {}, "--gpus 99: torch finds", 1),
+        (["--gpus", "2", "--device", "cuda:1"], {}, "must be cuda or cpu beside --gpus, got cuda:1", 2),
+        (
+            ["--gpus", "2", "--device", "cpu"],
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "torchrun has started this process, as one of 4; leave out --gpus or torchrun",
+            2,
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "medusa train", "mtp train"])
+def test_wrong_usage_is_named(
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: list[str],
+    environment: dict[str, str],
+    message: str,
+    code: int,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    arguments = [*command.split(), str(base), "--data", str(data), "--out", str(tmp_path / "out"), *options]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code and message in result.stderr, result.output
+    assert not (tmp_path / "out").exists()

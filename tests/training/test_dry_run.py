@@ -1,0 +1,128 @@
+"""`--dry-run`: what a run would do, without training, writing, or reading weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import losses, recipe_for, with_decoder
+from typer.testing import CliRunner
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.parallel.memory import StepMemory, step_memory
+from ligermodels.training import FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
+from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
+from ligermodels.training.run_plan import RunPlan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+
+
+@pytest.fixture
+def few(base: Path, tmp_path: Path) -> FineTuningRecipe:
+    """A model that decodes its tokens, and four short documents."""
+    chats = [
+        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+        for answer in ("there", "You are", "brief")
+    ]
+    lines = [{"text": "Today"}, *({"messages": chat} for chat in chats)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = with_decoder(base, tmp_path / "model")
+    settings: dict[str, Any] = {"base": model, "data": tmp_path / "few.jsonl", "validation_fraction": 0.0}
+    return FineTuningRecipe(**settings, seq_len=128, batch_tokens=256)
+
+
+def test_the_plan_of_a_run(few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, before = tmp_path / "out", sorted(tmp_path.rglob("*"))
+    run = dry_run(few, out)
+    assert sorted(tmp_path.rglob("*")) == before
+    model = lm.from_config(few.base, dtype=torch.float32, device="meta")
+    assert run.parameters == run.trained == sum(p.numel() for p in model.parameters())
+    assert run.memory == step_memory(model, 2, 128)
+    assert (run.micro_batches, run.attention, run.cuda_graph) == ((2, 1), "sdpa", "the model is on cpu")
+    # By hand: of a text all but its first token, here EOS ("#" in this config); of a chat the answer and its end.
+    prompt = f"{SYSTEM}<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    answers = [f"{answer}<|im_end|>" for answer in ("You are", "brief", "there")]
+    chats = [[Span(prompt, False), Span(answer, True), Span("\n", False)] for answer in answers]
+    assert sorted(run.first_batch) == [*chats, [Span("Today", False), Span("#", True)]]
+    size = len(Tokenizer(few.base).encode(prompt))  # answers have two, one and one tokens
+    tokens, targets = 3 * (size + len("\n")) + 3 + 2 + 2 + len("T#"), 3 + 2 + 2 + len("#")
+    assert run.epoch == Epoch(documents=4, sequences=2, tokens=tokens, targets=targets)
+    outcome = fine_tune(few, out)
+    assert run.plan.steps == outcome.steps == len(losses(out)) == 1
+    longer = few.changed({"steps": 3})
+    resumed = dry_run(longer, out, resume=True)
+    assert (resumed.plan.start, resumed.plan.steps) == (1, 3)
+    with pytest.raises(CheckpointError, match="holds checkpoints of a run"):
+        dry_run(longer, out)
+
+
+def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
+    """LoRA, shards, and heads: new heads have a ResBlock and an lm_head each."""
+
+    def meta() -> lm.CausalLM:
+        return lm.from_config(few.base, dtype=torch.float32, device="meta")
+
+    adapted = meta()
+    lm.add_lora(adapted, 2, lora_alpha=4)
+    run = dry_run(few.changed({"lora_rank": 2}))
+    assert run.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad) < run.parameters
+    assert run.memory == step_memory(adapted, 2, 128)
+
+    run = dry_run(few, gpus=2)
+    assert (run.micro_batches, run.memory) == ((1, 1), step_memory(meta(), 1, 128, shard=2))
+    assert run.cuda_graph == "the model is on cpu"
+    with pytest.raises(ConfigError, match="97 cannot be split evenly over 2 ranks"):
+        dry_run(few.changed({"parallel": {"tensor": 2}}), gpus=2)
+    with pytest.raises(ConfigError, match="tensor 2: does not divide the number of ranks, which is 1"):
+        dry_run(few.changed({"parallel": {"tensor": 2}}))
+
+    common = {"base": few.base, "data": few.data, "validation_fraction": 0.0, "seq_len": 128, "batch_tokens": 256}
+    base, vocab_size = sum(p.nbytes for p in meta().parameters()), meta().config.vocab_size
+    heads = 2 * (32 * 32 + 32 + vocab_size * 32)
+    run = dry_run(MedusaRecipe(**common, num_heads=2))
+    assert run.trained == heads and isinstance(run.memory, StepMemory)
+    assert (run.memory.weights, run.memory.optimizer_states) == (base + 4 * heads, 8 * heads)
+    assert dry_run(MedusaRecipe(**common), gpus=2).memory == "not counted for heads on several GPUs"
+    assert dry_run(MedusaRecipe(**common, stage=2, distill=True)).memory == "not counted with distill"
+    run = dry_run(MTPRecipe(**common))
+    assert 0 < run.trained < run.parameters and isinstance(run.memory, StepMemory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "reason"),
+    [
+        ({}, 1, ""),
+        ({"lora_rank": 2}, 1, ""),
+        ({"cuda_graph": "off"}, 1, "cuda_graph is off"),
+        ({"optimizer": "adafactor"}, 1, "Adafactor does not support it; FusedAdamW does"),
+        ({}, 2, "the model is sharded over ranks"),
+        ({"lora_rank": 2, "lora_dropout": 0.1, "activation_checkpointing": "full"}, 1, "dropout with activation"),
+    ],
+)
+def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, Any], gpus: int, reason: str) -> None:
+    plan: RunPlan = dry_run(recipe := few.changed(changes)).plan
+    parts = [next(plan.training_batches())]
+    found = _eager_reason(recipe, _on_meta(plan, "auto")[1], parts, "cuda", gpus)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe])
+def test_the_command_prints_it(base: Path, data: Path, tmp_path: Path, kind: type[TrainingRecipe]) -> None:
+    settings = recipe_for(base, data, seq_len=128, batch_tokens=256, micro_batch_tokens=128).settings()
+    changed = [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name in kind.model_fields]
+    command = "train" if kind.kind == "train" else f"{kind.kind} train"
+    result = CliRunner().invoke(app, [*command.split(), *changed, "--dry-run", "--device", "cpu", "--gpus", "2"])
+    assert result.exit_code == 0, result.output
+    rows = dict(re.findall(r"^([a-zA-Z ]*\S) {2,}(.*)$", result.stdout, re.MULTILINE))
+    assert rows.keys() >= {"model", "data", "epoch", "steps", "step", "optimizer", "memory", "attention", "CUDA graph"}
+    assert rows["steps"].startswith("12 (") and "1 unusable lines are skipped" in result.stdout
+    assert rows["step"] == "2 sequences of 128 tokens: 1 x 1 sequences on each of 2 GPUs"
+    assert "learning_rate 0.005, warmup_steps 1, min_lr_ratio 0.1" in rows["optimizer"]
+    assert "⟦" in result.stdout and "data.jsonl:" in result.stdout
