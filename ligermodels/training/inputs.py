@@ -10,9 +10,10 @@ from typing import Any
 from ligermodels.data import fingerprint
 from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
+from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.recipe import R, TrainingRecipe
 
@@ -100,13 +101,16 @@ def content_of(recipe: TrainingRecipe, base: Base) -> Content:
     return {
         "base": base.fingerprints(),
         "data": data_content(recipe),
-        "chat_template": _fingerprints([recipe.chat_template] if recipe.chat_template else [], CheckpointError),
+        "chat_template": [fingerprint.of_file(Path(recipe.chat_template))] if recipe.chat_template else [],
     }
 
 
 def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
     """Fingerprints of the data. Raises InputError for files that cannot be read."""
-    return _fingerprints(recipe.data, InputError)
+    return [
+        {**fingerprint.of_file(file.original, InputError), "name": Path(file.name).name}
+        for file in data_files(recipe.data)
+    ]
 
 
 def require_same_content(now: Content, before: Content) -> None:
@@ -117,10 +121,6 @@ def require_same_content(now: Content, before: Content) -> None:
                 f"{name}: differs from the start of the run: {'; '.join(differences)}. Give the original files, "
                 "wherever they are now, or start over"
             )
-
-
-def _fingerprints(files: Iterable[str], error: type[LigerModelsError]) -> list[Fingerprint]:
-    return [fingerprint.of_file(Path(file), error) for file in files]
 
 
 def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order: bool) -> Iterable[str]:

@@ -88,7 +88,11 @@ class TrainingRecipe(BaseModel):
     """Settings that a resumed run takes from its checkpoint."""
 
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
-    data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
+    data: tuple[str, ...] = Field(
+        (),
+        description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
+        "also compressed; a folder, a glob, or hf:owner/name.",
+    )
     validation_fraction: float = Field(
         0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
     )

@@ -1,0 +1,77 @@
+"""Conversions of data files to lines of JSON or to plain text, kept in a cache.
+
+Documents are read in random order, which compressed files, tables and JSON arrays do not allow. Each is therefore
+written once as lines of JSON, or as text, to the folder LIGERMODELS_CACHE (default: ~/.cache/ligermodels), and again
+when the file changes. The folder may be removed when no run reads from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from ligermodels.convert.input_files import open_file
+from ligermodels.convert.locks import locked
+from ligermodels.errors import InputError
+
+VERSION = 1
+"""Part of the key of a conversion: another version converts otherwise."""
+
+
+def cache_folder() -> Path:
+    """The folder of the cache."""
+    return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / "data"
+
+
+def converted(path: Path, convert: Callable[[BinaryIO], Iterable[bytes]]) -> Path:
+    """The conversion of a file, from the cache if the file has not changed.
+
+    Args:
+        path: the file.
+        convert: function from the open file to the parts of its conversion.
+
+    Raises:
+        InputError: the file cannot be read or converted, or the cache cannot be written.
+    """
+    with open_file(path, InputError) as content:
+        status = os.fstat(content.fileno())
+        key = f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
+        return cached(key, path.name, lambda: convert(content))
+
+
+def cached(key: str, name: str, parts: Callable[[], Iterable[bytes]]) -> Path:
+    """A file in the cache; of several processes one writes it, and the others wait.
+
+    Args:
+        key: text that identifies the content.
+        name: name of the file, for people who look into the cache.
+        parts: returns the content, if the cache does not have it.
+
+    Raises:
+        InputError: the cache cannot be written.
+    """
+    folder = cache_folder()
+    digest = hashlib.sha256(f"{VERSION} {key}".encode(errors="surrogateescape")).hexdigest()[:24]
+    target = folder / f"{digest}-{name[-80:]}"
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / f".{digest}.lock", wait=math.inf):
+            if not target.is_file():
+                with open(partial, "wb") as file:
+                    for part in parts():
+                        file.write(part)
+                partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(
+            f"{folder}: cannot be written: {error.strerror or error}; set LIGERMODELS_CACHE to another folder"
+        ) from None
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
