@@ -15,7 +15,21 @@ import typer
 from typer.core import TyperGroup
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoint, demo, describe, generation, lora, medusa, mtp, plan, runs, train, verify
+from ligermodels.cli import (
+    chat,
+    checkpoint,
+    data,
+    demo,
+    describe,
+    generation,
+    lora,
+    medusa,
+    mtp,
+    plan,
+    runs,
+    train,
+    verify,
+)
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
 
@@ -159,6 +173,7 @@ def _import(name: str) -> None:
 for command in (describe.info, verify.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
+app.command()(data.data)
 app.command()(plan.plan)
 app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")

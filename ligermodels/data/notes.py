@@ -35,6 +35,10 @@ class Notes:
         """Indices of the documents counted for `reason`."""
         return set(self._tokens[reason])
 
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Reason -> number of documents, and of their tokens that are left out."""
+        return {reason: (len(tokens), sum(tokens.values())) for reason, tokens in self._tokens.items() if tokens}
+
     def say_totals(self) -> None:
         """Report the totals that have changed since the last call."""
         for reason, tokens in self._tokens.items():
