@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -58,7 +59,8 @@ def data(
     settings = {"max_bad_lines": ANY_NUMBER, **(settings or {})}
     batch = {"batch_tokens": settings["seq_len"]} if "seq_len" in settings else {}
     recipe = FineTuningRecipe().changed({"base": model, "data": files, **batch, **settings}, "the command line")
-    base = Base.of_checkpoint(hub.resolve(model, weights=False), recipe.tokenizer)
+    checkpoint = Base.of_checkpoint(hub.resolve(model, weights=False), recipe.tokenizer)
+    base = replace(checkpoint, weights=None).with_template_tokens(recipe)
     found = documents_of(recipe, base, _first_messages())
     shown = list(islice(_usable(found, recipe.seq_len), documents))
     if not as_json:

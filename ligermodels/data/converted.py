@@ -10,21 +10,17 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from ligermodels.convert.input_files import open_file
 from ligermodels.convert.locks import locked
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, LigerModelsError
 
 VERSION = 1
 """Part of the key of a conversion: another version converts otherwise."""
-
-
-def cache_folder() -> Path:
-    """The folder of the cache."""
-    return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / "data"
 
 
 def converted(path: Path, convert: Callable[[BinaryIO], Iterable[bytes]]) -> Path:
@@ -40,38 +36,53 @@ def converted(path: Path, convert: Callable[[BinaryIO], Iterable[bytes]]) -> Pat
     with open_file(path, InputError) as content:
         status = os.fstat(content.fileno())
         key = f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
-        return cached(key, path.name, lambda: convert(content))
+        return cached("data", key, path.name, lambda target: write_parts(target, convert(content)))
 
 
-def cached(key: str, name: str, parts: Callable[[], Iterable[bytes]]) -> Path:
-    """A file in the cache; of several processes one writes it, and the others wait.
+def write_parts(target: Path, parts: Iterable[bytes]) -> None:
+    """Write a file, part by part."""
+    with open(target, "wb") as file:
+        for part in parts:
+            file.write(part)
+
+
+def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> Path:
+    """A file or folder in the cache; of several processes one writes it, and the others wait.
 
     Args:
+        room: folder within the cache.
         key: text that identifies the content.
-        name: name of the file, for people who look into the cache.
-        parts: returns the content, if the cache does not have it.
+        name: its name, for people who look into the cache.
+        write: called with the path to write to, if the cache does not have it.
 
     Raises:
         InputError: the cache cannot be written.
     """
-    folder = cache_folder()
+    folder = Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / room
     digest = hashlib.sha256(f"{VERSION} {key}".encode(errors="surrogateescape")).hexdigest()[:24]
     target = folder / f"{digest}-{name[-80:]}"
     partial = target.with_name(f".{target.name}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{digest}.lock", wait=math.inf):
-            if not target.is_file():
-                with open(partial, "wb") as file:
-                    for part in parts():
-                        file.write(part)
-                partial.replace(target)
+            if not target.exists():
+                _remove(partial)  # of a process that was killed
+                try:
+                    write(partial)
+                    partial.replace(target)
+                finally:
+                    _remove(partial)
+    except LigerModelsError:
+        raise
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InputError(
             f"{folder}: cannot be written: {error.strerror or error}; set LIGERMODELS_CACHE to another folder"
         ) from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     return target
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -47,8 +47,8 @@ LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
 FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, *QUESTIONS, TEXT)
 
 _PREFERENCE = (
-    "is a field of preference data, and the objective sft does not use it: train with --objective dpo or kto, or "
-    "remove the field or the record"
+    "is a field of preference data: train on it by another objective, such as --objective dpo (pairs) or kto (labels), "
+    "or remove the field or the record"
 )
 _LOSS = 'selects what is trained on, and is not supported: give "weight": 0 in each turn that is not trained on'
 _MEDIA = "is not text, and models are trained on text only; remove the field or the record"

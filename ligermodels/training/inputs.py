@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.data import fingerprint
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.files import data_files
@@ -101,7 +102,7 @@ def content_of(recipe: TrainingRecipe, base: Base) -> Content:
     return {
         "base": base.fingerprints(),
         "data": data_content(recipe),
-        "chat_template": [fingerprint.of_file(Path(recipe.chat_template))] if recipe.chat_template else [],
+        "chat_template": [fingerprint.of_file(template_file(recipe.chat_template))] if recipe.chat_template else [],
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
@@ -100,7 +101,9 @@ class TrainingRecipe(BaseModel):
         None, ge=1, description="Tokens of the validation split to evaluate on.  [default: all]"
     )
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, with a message each.")
-    chat_template: str | None = Field(None, description="File of a chat template.  [default: the checkpoint's]")
+    chat_template: str | None = Field(
+        None, description=f"File of a chat template, or one of {', '.join(BUILT_IN)}.  [default: the checkpoint's]"
+    )
     tokenizer: str | None = Field(
         None, description="Checkpoint folder or hub id of another tokenizer.  [default: the model's]"
     )

@@ -134,6 +134,8 @@ def plan_run(
     elif recipe.date is None:
         recipe = recipe.model_copy(update={"date": on_first_rank(lambda: datetime.now().date().isoformat())})
     base = Base.find(recipe)
+    if base.new_tokens:
+        console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
     on_first_rank(lambda: require_apart(out, base, recipe))
     if recipe.dtype is None and dtype_of(read_json(base.config)) == torch.float16:
         raise ConfigError(

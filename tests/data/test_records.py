@@ -137,7 +137,7 @@ BAD: dict[str, tuple[object, str]] = {
     "documents that are none": (messages(ASSISTANT, documents="a"), '"documents" must be a list'),
     "preferences": (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
-        '"chosen" is a field of pref.* sft .*--objective dpo',
+        '"chosen" is a field of preference data: .*--objective dpo',
     ),
     "preferences among messages": (messages(ASSISTANT, rejected_response="b"), '"rejected_response" is a field of'),
     "an unwanted completion": ({"prompt": "a", "completion": "b", "label": False}, '"label" is a field of preference'),
