@@ -46,6 +46,21 @@ def write_parts(target: Path, parts: Iterable[bytes]) -> None:
             file.write(part)
 
 
+def newest(room: str, name: str) -> Path | None:
+    """The file or folder with this name that was written to the cache last; None if there is none."""
+    found = [path for path in _room(room).glob("*") if path.name.split("-", 1)[-1] == _short(name)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _room(name: str) -> Path:
+    """A folder within the cache."""
+    return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / name
+
+
+def _short(name: str) -> str:
+    return name[-80:]
+
+
 def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> Path:
     """A file or folder in the cache; of several processes one writes it, and the others wait.
 
@@ -58,9 +73,9 @@ def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> P
     Raises:
         InputError: the cache cannot be written.
     """
-    folder = Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / room
+    folder = _room(room)
     digest = hashlib.sha256(f"{VERSION} {key}".encode(errors="surrogateescape")).hexdigest()[:24]
-    target = folder / f"{digest}-{name[-80:]}"
+    target = folder / f"{digest}-{_short(name)}"
     partial = target.with_name(f".{target.name}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)

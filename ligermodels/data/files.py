@@ -84,6 +84,7 @@ def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
 
     Raises:
         InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
+        HubError: a dataset of the hub cannot be found or reached.
     """
     files: list[DataFile] = []
     for source, name in enumerate(names):
