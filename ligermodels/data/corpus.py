@@ -121,6 +121,18 @@ class Corpus:
             end = file.size if is_last else file.starts[number + 1]
             return content.read(end - file.starts[number]), False, number == 0, is_last
 
+    def sizes(self) -> Indices:
+        """Bytes of each document, as `size` gives them."""
+        sizes = [np.diff(np.append(np.array(file.starts, np.int64), file.size)) for file in self._files]
+        return np.concatenate(sizes) if sizes else np.arange(0)
+
+    def sources(self, count: int) -> list[Indices]:
+        """Indices of the documents of each of the `count` names that the corpus was made from."""
+        parts: list[list[Indices]] = [[np.arange(0)] for _ in range(count)]
+        for file in self._files:
+            parts[file.data.source].append(np.arange(file.first, file.first + len(file.starts)))
+        return [np.concatenate(part) for part in parts]
+
     def files_of_lines(self) -> list[range]:
         """Indices of the documents of each JSON file."""
         return [range(file.first, file.first + len(file.starts)) for file in self._files if file.has_lines]
@@ -200,7 +212,7 @@ class Corpus:
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
-def permutation(count: int, seed: int, purpose: str | int) -> Indices:
+def permutation(count: int, seed: int | str, purpose: str | int) -> Indices:
     """A random permutation of range(count), the same in every version of numpy.
 
     Args:

@@ -13,6 +13,7 @@ from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.mixture import Mixture
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
@@ -62,7 +63,28 @@ def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **opt
         options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
     """
     strategy = recipe.excess_length_strategy
-    return PackedBatches(documents, indices, seq_len=recipe.seq_len, excess_length_strategy=strategy, **options)
+    mixture = None if options.get("seed") is None else mixture_of(recipe, documents, indices)
+    return PackedBatches(
+        documents, indices, seq_len=recipe.seq_len, mixture=mixture, excess_length_strategy=strategy, **options
+    )
+
+
+def mixture_of(recipe: TrainingRecipe, documents: Documents, indices: Indices) -> Mixture | None:
+    """The mixture of a recipe with `data_weights`; None for a recipe without.
+
+    Args:
+        recipe: the settings.
+        documents: the documents.
+        indices: the documents to use.
+    """
+    return Mixture.of(documents.corpus, indices, recipe.data_weights) if recipe.data_weights else None
+
+
+def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:
+    """A message with the documents of each source in an epoch."""
+    shares = zip(recipe.data, mixture.shares(documents.corpus), strict=True)
+    parts = (f"{name} {s.documents:,} of {s.available:,} documents, {s.bytes:.0%} of the bytes" for name, s in shares)
+    return f"data_weights: an epoch has of {'; of '.join(parts)}"
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
 R = TypeVar("R", bound="TrainingRecipe")
@@ -93,6 +94,11 @@ class TrainingRecipe(BaseModel):
         (),
         description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
         "also compressed; a folder, a glob, or hf:owner/name.",
+    )
+    data_weights: tuple[float, ...] = Field(
+        (),
+        description="A weight for each value of `data`: its share of the documents of an epoch, such as 0.7,0.3.  "
+        "[default: all documents of all]",
     )
     validation_fraction: float = Field(
         0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
@@ -232,6 +238,11 @@ class TrainingRecipe(BaseModel):
     def _one_or_several_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
+    @field_validator("data_weights", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        return weights_of(value)
+
     @field_validator("parallel", mode="before")
     @classmethod
     def _plan_of_section(cls, value: Any) -> Any:
@@ -262,6 +273,7 @@ class TrainingRecipe(BaseModel):
         """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
+        check_weights(self.data_weights, self.data)
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.seq_len or self.batch_tokens % micro:
             raise ConfigError(

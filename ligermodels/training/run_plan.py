@@ -30,6 +30,8 @@ from ligermodels.training.inputs import (
     content_of,
     documents_of,
     length_changes,
+    mixture_of,
+    mixture_summary,
     packed,
     require_same_content,
     same_recipe,
@@ -148,6 +150,8 @@ def plan_run(
     if checkpoint:
         require_same_content(content, checkpoint["content"])
     training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    if (mixture := mixture_of(recipe, documents, training)) is not None:
+        console.say(mixture_summary(recipe, documents, mixture))
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
@@ -184,13 +188,13 @@ def _count_steps(
 ) -> int:
     """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
 
-    def count(indices: Indices, seed: int | None) -> tuple[int, int]:
-        """Number of sequences and of tokens in an epoch."""
+    def count(indices: Indices, seed: int | None) -> tuple[int, int, int]:
+        """Number of documents, sequences and tokens in an epoch."""
         batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
         for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
             tokens += batch["labels"].numel()
             update(batches.documents_read, batches.num_documents)
-        return sequences, tokens
+        return batches.num_documents, sequences, tokens
 
     with console.progress("reading text") as update:
         try:
@@ -200,10 +204,10 @@ def _count_steps(
             raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
             return recipe.steps
-        sequences, tokens = count(training, recipe.seed)
+        num_documents, sequences, tokens = count(training, recipe.seed)
     steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
     console.say(
-        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
+        f"{num_documents:,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
         f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
     )
     return steps
