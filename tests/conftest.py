@@ -18,6 +18,7 @@ from typing import Any
 # another on cores that other processes use take several times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LIGERMODELS_CACHE", tempfile.mkdtemp(prefix="ligermodels-cache-"))
 
 import filelock
 import hypothesis

@@ -18,6 +18,7 @@ from ligermodels import __version__
 from ligermodels.cli import (
     chat,
     checkpoint,
+    data,
     demo,
     describe,
     generation,
@@ -182,6 +183,7 @@ def _import(name: str) -> None:
 for command in (describe.info, verify.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
 app.command()(train.train)
+app.command()(data.data)
 app.command()(plan.plan)
 app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")

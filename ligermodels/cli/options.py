@@ -182,21 +182,28 @@ SHORT = {"learning_rate": ["--lr"]}
 """Second names of flags."""
 
 
-def with_recipe_flags(recipe: type[TrainingRecipe]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_recipe_flags(
+    recipe: type[TrainingRecipe], only: Sequence[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that adds a flag to a command for each setting of a recipe and of its sections.
+
+    Args:
+        recipe: class of the recipe.
+        only: names of the settings that get a flag; None for all.
 
     A parameter of the command takes the place of a flag with the same name. The command gets the flags on the command
     line as `settings`, by name.
     """
-    return lambda command: _with_flags(command, recipe)
+    fields = {name: field for name, field in recipe.model_fields.items() if only is None or name in only}
+    return lambda command: _with_flags(command, fields)
 
 
-def _with_flags(command: Callable[..., None], recipe: type[TrainingRecipe]) -> Callable[..., None]:
+def _with_flags(command: Callable[..., None], fields: Mapping[str, FieldInfo]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "settings"]
-    names = {p.name for p in own} | recipe.model_fields.keys()
+    names = {p.name for p in own} | fields.keys()
     flags, sections = [], dict[str, str]()
-    for name, field in recipe.model_fields.items():
+    for name, field in fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             for inner, inner_field in field.annotation.model_fields.items():
                 if inner not in names:

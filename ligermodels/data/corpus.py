@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ligermodels.convert.input_files import as_path, open_file
+from ligermodels.convert.input_files import open_file
+from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
-from ligermodels.data.records import LINE_BYTES, has_json_lines
+from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
 
 PIECE = 1 << 15
@@ -30,13 +31,22 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _File:
-    path: Path
+    data: DataFile
     size: int
-    has_lines: bool
     first: int
     """Index in the corpus of the first document."""
     starts: array[int]
     """Byte offsets of the documents."""
+
+    @property
+    def path(self) -> Path:
+        """The file to read."""
+        return self.data.path
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether the documents are lines of JSON."""
+        return self.data.has_lines
 
 
 class Corpus:
@@ -45,11 +55,11 @@ class Corpus:
     Creating it scans the files. Memory holds eight bytes per document, its offset.
 
     Args:
-        paths: .jsonl, .ndjson and .json files with an object per line, and text files with any other suffix.
+        paths: files, folders, globs and datasets of the hub, of the kinds in `data_files`.
         piece: bytes of a piece of a text file, which may have up to 2 * piece. Default: PIECE (32 KiB).
 
     Raises:
-        InputError: a file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
+        InputError: a file cannot be read, is not UTF-8, or is of no known kind.
 
     Examples:
         >>> corpus = Corpus(["chats.jsonl", "book.txt"])
@@ -61,15 +71,15 @@ class Corpus:
     def __init__(self, paths: Iterable[str | os.PathLike[str]], *, piece: int | None = None) -> None:
         self._files: list[_File] = []
         count = 0
-        for path in (as_path(name, InputError, "the name of a data file") for name in paths):
-            has_lines = has_json_lines(path)
+        for data in data_files(paths):
+            path = data.path
             with open_file(path, InputError) as content:
                 try:
                     size = os.fstat(content.fileno()).st_size
-                    starts = _line_starts(content) if has_lines else _piece_starts(content, path, piece or PIECE)
+                    starts = _line_starts(content) if data.has_lines else _piece_starts(content, path, piece or PIECE)
                 except OSError as error:
                     raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-            self._files.append(_File(path, size, has_lines, count, starts))
+            self._files.append(_File(data, size, count, starts))
             count += len(starts)
         self._count = count
 
@@ -111,6 +121,18 @@ class Corpus:
             end = file.size if is_last else file.starts[number + 1]
             return content.read(end - file.starts[number]), False, number == 0, is_last
 
+    def sizes(self) -> Indices:
+        """Bytes of each document, as `size` gives them."""
+        sizes = [np.diff(np.append(np.array(file.starts, np.int64), file.size)) for file in self._files]
+        return np.concatenate(sizes) if sizes else np.arange(0)
+
+    def sources(self, count: int) -> list[Indices]:
+        """Indices of the documents of each of the `count` names that the corpus was made from."""
+        parts: list[list[Indices]] = [[np.arange(0)] for _ in range(count)]
+        for file in self._files:
+            parts[file.data.source].append(np.arange(file.first, file.first + len(file.starts)))
+        return [np.concatenate(part) for part in parts]
+
     def files_of_lines(self) -> list[range]:
         """Indices of the documents of each JSON file."""
         return [range(file.first, file.first + len(file.starts)) for file in self._files if file.has_lines]
@@ -120,14 +142,14 @@ class Corpus:
         return self._find(index)[0].has_lines
 
     def name(self, index: int) -> str:
-        """FILE:LINE of the start of a document. Reads the file up to it, to count lines."""
+        """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines."""
         file, number = self._find(index)
         lines, left = 1, file.starts[number]
         with open_file(file.path, InputError) as content:
             while left and (chunk := content.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
                 left -= len(chunk)
-        return f"{file.path}:{lines}"
+        return file.data.place(lines)
 
     def _cut_tail(self, fraction: float) -> int | None:
         """Start a piece about a `fraction` before the end of the only file, a text: at a line, or else at a character.
@@ -190,7 +212,7 @@ class Corpus:
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
-def permutation(count: int, seed: int, purpose: str | int) -> Indices:
+def permutation(count: int, seed: int | str, purpose: str | int) -> Indices:
     """A random permutation of range(count), the same in every version of numpy.
 
     Args:

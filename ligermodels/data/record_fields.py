@@ -33,10 +33,18 @@ class Format(NamedTuple):
 MESSAGES = Format(("messages",))
 CONVERSATIONS = Format(("conversations",))
 COMPLETION = Format(("prompt", "completion"), (*OF_CHATS, FINISH))
-ALPACA = Format(("instruction", "output"), ("input", "history", *OF_CHATS))
 TEXT = Format(("text",), (FINISH,))
 
-FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, ALPACA, TEXT)
+QUESTIONS = {
+    Format(("instruction", "output"), ("input", "history", *OF_CHATS)): "input",
+    Format(("instruction", "response"), ("context", "history", *OF_CHATS)): "context",
+    Format(("query", "response"), ("history", *OF_CHATS)): "",
+    Format(("question", "answer"), ("history", *OF_CHATS)): "",
+}
+"""Formats of a question and its answer, in this order -> name of a field with more of the question: Alpaca's and
+LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
+
+FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, *QUESTIONS, TEXT)
 
 _PREFERENCE = (
     "is a field of preference data: train on it by another objective, such as --objective dpo (pairs) or kto (labels), "
@@ -63,10 +71,17 @@ TRAINED = ("weight", "train", "training", "loss")
 """Fields of turns that say whether a turn is trained on: OpenAI's, axolotl's, and ms-swift's and XTuner's."""
 
 
+def is_record(value: Mapping[str, Any]) -> bool:
+    """Whether an object has the required fields of a format."""
+    return any(value.keys() >= set(form.required) for form in FORMATS)
+
+
 def format_of(record: Mapping[str, Any]) -> Format:
     """The format of a record. Raises ValueError if it has no format or several, or a field that is refused."""
     check_refused(record, REFUSED)
     found = [form for form in FORMATS if record.keys() >= set(form.required)]
+    if len(found) > 1:  # in tables, the columns of other formats may be empty
+        found = [form for form in found if any(record[name] not in EMPTY for name in form.required)] or found[:1]
     if len(found) > 1:
         both = "; or ".join(_quoted(form.required, " and ") for form in found)
         raise ValueError(f"the record has several formats: remove {both}")

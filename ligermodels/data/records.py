@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import dropwhile
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ligermodels.convert.input_files import open_file, parse_json
+from ligermodels.convert.input_files import parse_json
 from ligermodels.data.chat import Message, join_turns
 from ligermodels.data.record_fields import (
-    ALPACA,
     COMPLETION,
     CONVERSATIONS,
     FINISH,
     MESSAGES,
     OF_CHATS,
+    QUESTIONS,
     REFUSED_IN_TURNS,
     SYSTEM,
     TEXT,
@@ -28,7 +28,6 @@ from ligermodels.data.record_fields import (
     is_trained,
     unused_fields,
 )
-from ligermodels.errors import InputError
 
 Chat: TypeAlias = tuple[list[Message], dict[str, Any]]
 """The messages of a chat, and further variables of its template (`tools`)."""
@@ -55,18 +54,6 @@ Json = TypeVar("Json")
 LINE_BYTES = 8 << 20
 """Most bytes of a line: tokenising 8 MiB takes about 1 GB of memory."""
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-"""Suffixes, in any case, of files with one JSON object per line."""
-
-NO_TEXT = {
-    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "is compressed: unpack it first"),
-    **dict.fromkeys((".parquet", ".arrow"), "is binary: write it as JSON, one object per line, to a .jsonl file"),
-    **dict.fromkeys(
-        (".csv", ".tsv", ".xls", ".xlsx"), "is a table: write its rows as JSON, one object per line, to a .jsonl file"
-    ),
-}
-"""Suffixes of files that cannot be read by line -> problem and advice, for messages."""
-
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
@@ -88,26 +75,6 @@ class NothingToLearn(ValueError):
     """The line is valid, but its text is empty, or the assistant says nothing in its chat."""
 
 
-def has_json_lines(path: Path) -> bool:
-    """Whether a file has lines of JSON, by its suffix: True for .jsonl, .ndjson and .json, False for plain text.
-
-    Raises InputError for compressed and binary files (by suffix), for a JSON array instead of lines, and if the file
-    cannot be read.
-    """
-    suffix = path.suffix.lower()
-    if suffix in NO_TEXT:
-        raise InputError(f"{path}: {NO_TEXT[suffix]}")
-    if suffix not in JSON_LINES:
-        return False
-    with open_file(path, InputError) as content:
-        if content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            raise InputError(
-                f"{path}: is a JSON array, and cannot be read line by line: write one object per line, "
-                f"for example with jq -c '.[]' {path.name} > {path.stem}.lines.jsonl"
-            )
-    return True
-
-
 def parse_line(line: bytes) -> str | Record:
     """Parse a line of JSON with a text, a prompt and its completion, or a chat.
 
@@ -117,7 +84,8 @@ def parse_line(line: bytes) -> str | Record:
 
     Args:
         line: a JSON object with a string under `text`; strings or lists of turns under `prompt` and `completion`
-            (TRL's format); strings under `instruction`, `input` and `output` (Alpaca's); or a list of turns under
+            (TRL's format); strings under `instruction`, `input` and `output` (Alpaca's; for other names see
+            `record_fields.QUESTIONS`); or a list of turns under
             `messages` (OpenAI's) or `conversations` (ShareGPT's). Chats may have `system`, `tools`, `functions`,
             `documents` and `chat_template_kwargs`.
 
@@ -185,15 +153,16 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
     return _chat([*prompt, *completion], record, untrained=len(prompt))
 
 
-def _alpaca(record: Mapping[str, Any]) -> Chat:
-    """The instruction with its input as a turn of the user, and the output as the answer, after the turns of
-    `history`."""
-    for name in ("instruction", "input", "output"):
+def _question(record: Mapping[str, Any], form: Format) -> Chat:
+    """The question, with more of it below, as a turn of the user, and the answer, after the turns of `history`."""
+    question, answer, more = *form.required, QUESTIONS[form]
+    for name in (question, answer, more):
         _check_type(record.get(name, ""), str, f'"{name}" must be a string')
-    question = "\n".join(filter(None, (record["instruction"], record.get("input"))))
+    text = "\n".join(filter(None, (record[question], record.get(more))))
     problem = '"history" must be a list of pairs, each a question and an answer'
     turns: list[dict[str, Any]] = []
-    for pair in [*_check_type(record.get("history", []), list, problem), [question, record["output"]]]:
+    history = _check_type(_decoded(record.get("history")) or [], list, problem)
+    for pair in [*history, [text, record[answer]]]:
         if len(_check_type(pair, list, problem)) != 2:
             raise ValueError(problem)
         turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
@@ -204,7 +173,7 @@ _READ: dict[Format, Callable[[Mapping[str, Any]], Record]] = {
     MESSAGES: lambda record: _chat(record["messages"], record),
     CONVERSATIONS: lambda record: _chat(record["conversations"], record, from_sharegpt=True),
     COMPLETION: _completion,
-    ALPACA: _alpaca,
+    **{form: partial(_question, form=form) for form in QUESTIONS},
     TEXT: _text,
 }
 """Format -> function that reads a record of it."""
@@ -242,7 +211,7 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
         from_sharegpt: start at the first turn of the system or the user.
         untrained: number of turns at the start that are not trained on.
     """
-    turns = _check_type(turns, list, "a chat must be a list of turns")
+    turns = _check_type(_decoded(turns), list, "a chat must be a list of turns")  # cells of tables are texts
     for number, turn in enumerate(turns, start=1):
         _check_parts(_without_nulls(turn).get("content"), number)
     messages = [_weighted(_message(turn, number), number) for number, turn in enumerate(turns, start=1)]

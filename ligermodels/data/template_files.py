@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from ligermodels.convert.companions import chat_templates
 from ligermodels.convert.config_json import read_json, short
 from ligermodels.convert.input_files import as_path, is_present, read_text, shown
+from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.errors import CheckpointError
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -34,13 +36,13 @@ def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> 
 
     Args:
         folder: local folder of the checkpoint.
-        file: path of another template, to use instead of the checkpoint's.
+        file: path of another template, or name of a built-in one, to use instead of the checkpoint's.
 
     Raises:
         CheckpointError: there is no template, or a file cannot be read.
     """
     if file is not None:
-        path = as_path(file, CheckpointError, "the file of the chat template")
+        path = template_file(str(as_path(file, CheckpointError, "the file of the chat template")))
         return {DEFAULT: Source(str(path), read_text(path, CheckpointError))}
     files = {Path(name).stem: folder / name for name in chat_templates(folder)}
     if is_present(folder / "chat_template.jinja", CheckpointError):
@@ -50,7 +52,10 @@ def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> 
         if not sources and is_present(path, CheckpointError):
             sources = _named(read_json(path).get("chat_template"), f"{path}: chat_template")
     if not sources:
-        raise CheckpointError(f"{shown(folder)}: has no chat template (base models have none): give the file of one")
+        raise CheckpointError(
+            f"{shown(folder)}: has no chat template (base models have none): give the file of one, or a name: "
+            f"{', '.join(BUILT_IN)}"
+        )
     if not {DEFAULT, TOOL_USE} & sources.keys():
         raise CheckpointError(f"{shown(folder)}: chat templates: none is named 'default', only {short(list(sources))}")
     return sources

@@ -12,8 +12,9 @@ from ligermodels.training.recipe import TrainingRecipe
 
 
 class Count(NamedTuple):
-    """Number of packed sequences, and of tokens in them."""
+    """Number of documents in an epoch, of packed sequences, and of tokens in them."""
 
+    documents: int
     sequences: int
     tokens: int
 
@@ -28,7 +29,7 @@ def data_messages(
         steps: number of optimizer steps.
         num_training: documents of the training split.
         num_validation: documents of the validation split.
-        counts: "training" and "validation" -> sequences and tokens of the splits that have been tokenised.
+        counts: "training" and "validation" -> counts of the splits that have been tokenised.
     """
     sizes = {"training": num_training, "validation": num_validation}
     sequences = f"sequences of {recipe.row_tokens:,} tokens"
@@ -37,6 +38,7 @@ def data_messages(
         packed = "" if count is None else f", {count.tokens:,} tokens in {count.sequences:,} {sequences}"
         taken = f"; {steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
         ending = {"training": taken if count else f"{taken} of {recipe.row_tokens:,} tokens", "validation": ""}[split]
+        documents = documents if count is None else count.documents  # an epoch of a mixture has a part of them
         yield f"{split}: {documents:,} documents{packed}{ending}"
 
 

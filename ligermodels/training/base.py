@@ -13,7 +13,9 @@ from ligermodels.convert import hub
 from ligermodels.convert.companions import chat_templates, tokenizer_files
 from ligermodels.convert.config_json import read_json
 from ligermodels.data import fingerprint
+from ligermodels.data.built_in_templates import TOKENS, template_file
 from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.new_tokens import missing_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import ConfigError
 from ligermodels.models.extra_heads import require_model
@@ -36,11 +38,13 @@ class Base:
     config: path of the config.json.
     tokenizer: folder of the tokenizer.
     weights: folder of the weights; None for a config without weights.
+    new_tokens: special tokens that a built-in chat template added.
     """
 
     config: Path
     tokenizer: Path
     weights: Path | None
+    new_tokens: tuple[str, ...] = ()
 
     @classmethod
     def of_checkpoint(cls, folder: Path, tokenizer: str | None = None) -> Base:
@@ -61,7 +65,7 @@ class Base:
         """
         path = Path(str(recipe.base)).expanduser()
         if not (recipe.trains_configs and _is_config(path)):
-            return cls.of_checkpoint(hub.resolve(str(recipe.base)), recipe.tokenizer)
+            return cls.of_checkpoint(hub.resolve(str(recipe.base)), recipe.tokenizer).with_template_tokens(recipe)
         folder = path if path.is_dir() else path.parent
         config = path / "config.json" if path.is_dir() else path
         read_json(config)  # an unreadable config is reported first
@@ -71,7 +75,27 @@ class Base:
                 f"tokenizer: there is no tokenizer.json in {base.tokenizer}; give the folder, or the hub id, of a "
                 "checkpoint that has one"
             )
-        return base
+        return base.with_template_tokens(recipe)
+
+    def with_template_tokens(self, recipe: TrainingRecipe) -> Base:
+        """The base with the special tokens of the recipe's built-in chat template; itself, if the tokenizer has them.
+
+        The embeddings get rows for the new tokens: see `new_tokens.with_tokens`.
+
+        Raises:
+            ConfigError: the recipe does not train the embeddings, or they cannot be resized.
+        """
+        tokens = missing_tokens(self.tokenizer, TOKENS.get(recipe.chat_template or "", ()))
+        if not tokens:
+            return self
+        if not recipe.trains_configs:
+            raise ConfigError(
+                f"chat_template: {recipe.chat_template} needs {', '.join(tokens)}, which the tokenizer in "
+                f"{self.tokenizer} lacks, and the embeddings of new tokens are not trained by LoRA or heads: train all "
+                "parameters, or give a template without new tokens (alpaca, mistral, zephyr)"
+            )
+        folder = with_tokens(self.config, self.tokenizer, self.weights, tokens)
+        return Base(folder / "config.json", folder, None if self.weights is None else folder, tuple(tokens))
 
     def fingerprints(self) -> list[Fingerprint]:
         """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""
@@ -120,7 +144,7 @@ class Base:
         if recipe.chat_template is not None:
             named = chat_templates(self.tokenizer)  # A named template would be used instead for chats with tools.
             files = {name: path for name, path in files.items() if name not in named}
-            files["chat_template.jinja"] = Path(recipe.chat_template)
+            files["chat_template.jinja"] = template_file(recipe.chat_template)
         model.export_spec = replace(model.require_export_spec(), files=files)
         return model
 

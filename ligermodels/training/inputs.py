@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.data import fingerprint
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
+from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.mixture import Mixture
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.data_source import data_source
 from ligermodels.training.optimizer_settings import DECAY
@@ -65,7 +68,26 @@ def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **opt
     """
     source = data_source(recipe)
     options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}
-    return source.batches(documents, indices, seq_len=recipe.row_tokens, **options)
+    mixture = None if options.get("seed") is None else mixture_of(recipe, documents, indices)
+    return source.batches(documents, indices, seq_len=recipe.row_tokens, mixture=mixture, **options)
+
+
+def mixture_of(recipe: TrainingRecipe, documents: Documents, indices: Indices) -> Mixture | None:
+    """The mixture of a recipe with `data_weights`; None for a recipe without.
+
+    Args:
+        recipe: the settings.
+        documents: the documents.
+        indices: the documents to use.
+    """
+    return Mixture.of(documents.corpus, indices, recipe.data_weights) if recipe.data_weights else None
+
+
+def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:
+    """A message with the documents of each source in an epoch."""
+    shares = zip(recipe.data, mixture.shares(documents.corpus), strict=True)
+    parts = (f"{name} {s.documents:,} of {s.available:,} documents, {s.bytes:.0%} of the bytes" for name, s in shares)
+    return f"data_weights: an epoch has of {'; of '.join(parts)}"
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
@@ -105,13 +127,16 @@ def content_of(recipe: TrainingRecipe, base: Base) -> Content:
     return {
         "base": base.fingerprints(),
         "data": data_content(recipe),
-        "chat_template": _fingerprints([recipe.chat_template] if recipe.chat_template else [], CheckpointError),
+        "chat_template": [fingerprint.of_file(template_file(recipe.chat_template))] if recipe.chat_template else [],
     }
 
 
 def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
     """Fingerprints of the data. Raises InputError for files that cannot be read."""
-    return _fingerprints(recipe.data, InputError)
+    return [
+        {**fingerprint.of_file(file.original, InputError), "name": Path(file.name).name}
+        for file in data_files(recipe.data)
+    ]
 
 
 def require_same_content(now: Content, before: Content) -> None:
@@ -122,10 +147,6 @@ def require_same_content(now: Content, before: Content) -> None:
                 f"{name}: differs from the start of the run: {'; '.join(differences)}. Give the original files, "
                 "wherever they are now, or start over"
             )
-
-
-def _fingerprints(files: Iterable[str], error: type[LigerModelsError]) -> list[Fingerprint]:
-    return [fingerprint.of_file(Path(file), error) for file in files]
 
 
 def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order: bool) -> Iterable[str]:

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training import monitoring_settings as monitoring
 from ligermodels.training.data_form import DataForm
+from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
 
@@ -89,7 +91,16 @@ class TrainingRecipe(OptimizerSettings):
     """Settings that a resumed run takes from its checkpoint."""
 
     base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
-    data: tuple[str, ...] = Field((), description="Text, or .jsonl with a text or a chat in each line.")
+    data: tuple[str, ...] = Field(
+        (),
+        description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
+        "also compressed; a folder, a glob, or hf:owner/name.",
+    )
+    data_weights: tuple[float, ...] = Field(
+        (),
+        description="A weight for each value of `data`: its share of the documents of an epoch, such as 0.7,0.3.  "
+        "[default: all documents of all]",
+    )
     validation_fraction: float = Field(
         0.05, ge=0, le=1, lt=1, description="Fraction of the data in the validation split; 0: none."
     )
@@ -97,7 +108,9 @@ class TrainingRecipe(OptimizerSettings):
         None, ge=1, description="Tokens of the validation split to evaluate on.  [default: all]"
     )
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, with a message each.")
-    chat_template: str | None = Field(None, description="File of a chat template.  [default: the checkpoint's]")
+    chat_template: str | None = Field(
+        None, description=f"File of a chat template, or one of {', '.join(BUILT_IN)}.  [default: the checkpoint's]"
+    )
     tokenizer: str | None = Field(
         None, description="Checkpoint folder or hub id of another tokenizer.  [default: the model's]"
     )
@@ -214,6 +227,11 @@ class TrainingRecipe(OptimizerSettings):
     def _one_or_several_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
+    @field_validator("data_weights", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        return weights_of(value)
+
     @field_validator("parallel", mode="before")
     @classmethod
     def _plan_of_section(cls, value: Any) -> Any:
@@ -244,6 +262,7 @@ class TrainingRecipe(OptimizerSettings):
         """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
+        check_weights(self.data_weights, self.data)
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.row_tokens or self.batch_tokens % micro:
             row = f"seq_len ({self.seq_len})"

@@ -32,6 +32,8 @@ from ligermodels.training.inputs import (
     content_of,
     documents_of,
     length_changes,
+    mixture_of,
+    mixture_summary,
     packed,
     require_same_content,
     same_recipe,
@@ -144,6 +146,8 @@ def plan_run(
     elif recipe.date is None:
         recipe = recipe.model_copy(update={"date": on_first_rank(lambda: datetime.now().date().isoformat())})
     base = Base.find(recipe)
+    if base.new_tokens:
+        console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
     on_first_rank(lambda: require_apart(out, base, recipe))
     if recipe.dtype is None and dtype_of(read_json(base.config)) == torch.float16:
         raise ConfigError(
@@ -156,6 +160,8 @@ def plan_run(
     if checkpoint:
         require_same_content(content, checkpoint["content"])
     training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    if (mixture := mixture_of(recipe, documents, training)) is not None:
+        console.say(mixture_summary(recipe, documents, mixture))
     counts = dict[str, Count]()
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
@@ -201,12 +207,12 @@ def _count_steps(
     counts = dict[str, Count]()
 
     def count(indices: Indices, seed: int | None) -> Count:
-        """Number of sequences and of tokens in an epoch."""
+        """Number of documents, sequences and tokens in an epoch."""
         batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
         for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
             tokens += batch["labels"].numel()
             update(batches.documents_read, batches.num_documents)
-        return Count(sequences, tokens)
+        return Count(batches.num_documents, sequences, tokens)
 
     with console.progress("reading text") as update:
         try:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ligermodels.data import built_in_templates
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.errors import InputError
 
@@ -23,7 +25,7 @@ SPECIAL = re.compile(
 
 
 class Published(NamedTuple):
-    """A template of tests/data/templates, and what its model writes.
+    """A template of tests/data/templates, or a built-in one, and what its model writes.
 
     file: name of the template.
     own: pattern, written by hand, of a turn of the model in a rendered chat; its group is the text to train on.
@@ -55,8 +57,8 @@ WITH_CALLS = ".*call.*|two rounds.*"
 ALTERNATING = "|two in a row"
 PUBLISHED = {
     "Qwen2.5": Published("qwen2_5", CHATML),
-    "Qwen3": Published("qwen3", CHATML, "both"),
-    "Qwen3, no thinking": Published("qwen3", NO_THOUGHTS, "both", variables=NO_THINKING),
+    "Qwen3": Published("qwen", CHATML, "both"),
+    "Qwen3, no thinking": Published("qwen", NO_THOUGHTS, "both", variables=NO_THINKING),
     "Qwen3.5": Published("qwen3_5", r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>)"),
     "Qwen3.5, no thinking": Published("qwen3_5", NO_THOUGHTS, variables=NO_THINKING),
     "GLM-4.5": Published("glm4_5", r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|assistant\|>|<\|observation\|>|$)"),
@@ -96,6 +98,13 @@ PUBLISHED = {
     "SmolLM3": Published("smollm3", r"(<\|im_start\|>assistant\n.*?<\|im_end\|>\n)", refuses=WITH_CALLS),
     "Granite 4": Published("granite4", r"<\|start_of_role\|>assistant<\|end_of_role\|>(.*?<\|end_of_text\|>)", "both"),
     "Hermes 3": Published("hermes3", CHATML),
+    "chatml": Published("chatml", CHATML),
+    "llama3": Published("llama3", LLAMA, refuses=WITH_CALLS),
+    "gemma": Published("gemma", r"<start_of_turn>model\n(.*?<end_of_turn>)", refuses=WITH_CALLS + ALTERNATING),
+    "mistral": Published("mistral", r"\[/INST\](.*?</s>)", refuses=WITH_CALLS + ALTERNATING),
+    "phi": Published("phi", r"<\|assistant\|>\n(.*?<\|end\|>)", refuses=WITH_CALLS),
+    "zephyr": Published("zephyr", r"<\|assistant\|>\n(.*?</s>)", refuses=WITH_CALLS),
+    "alpaca": Published("alpaca", r"### Response:\n(.*?</s>)", refuses=WITH_CALLS),
 }  # fmt: skip
 TOKENS = {
     "mistral_v3": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -110,6 +119,9 @@ TOKENS = {
     "phi3": {"eos_token": "<|endoftext|>"},
     "phi4_mini": {"eos_token": "<|endoftext|>"},
     "hermes3": {"bos_token": "<|begin_of_text|>"},
+    "llama3": {"bos_token": "<|begin_of_text|>"},
+    "gemma": {"bos_token": "<bos>"},
+    **{file: {"bos_token": "<s>", "eos_token": "</s>"} for file in ("mistral", "zephyr", "alpaca")},
 }
 
 Turn = dict[str, Any]
@@ -198,7 +210,8 @@ MARKER = re.compile(f"{WRITTEN.pattern}|{GIVEN.pattern}")
 @cache
 def template_of(name: str) -> ChatTemplate:
     file = PUBLISHED[name].file
-    return ChatTemplate((TEMPLATES / f"{file}.jinja").read_text(), TOKENS.get(file), name=name)
+    path = template_file(file) if file in built_in_templates.TOKENS else TEMPLATES / f"{file}.jinja"
+    return ChatTemplate(path.read_text(), TOKENS.get(file), name=name)
 
 
 def variables_of(name: str, kind: str) -> dict[str, Any]:

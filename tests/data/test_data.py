@@ -87,29 +87,6 @@ def test_what_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             Corpus([tmp_path / name])
 
 
-ARRAY = ("is a JSON array.*one object per line", b'\xef\xbb\xbf \n[{"text": "a"}]')
-PACKED = ("is compressed: unpack", b'{"text": "a"}')
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "content"),
-    [
-        ("a.json", *ARRAY),
-        ("a.JSONL", *ARRAY),
-        ("a.json.gz", *PACKED),
-        ("a.jsonl.ZST", *PACKED),
-        ("a.txt.gz", *PACKED),
-        ("a.parquet", "is binary: write it as JSON", b"PAR1"),
-        ("a.csv", "is a table: write its rows as JSON", b"prompt,completion\nHi,Hello\n"),
-        ("a.TSV", "is a table: write its rows as JSON", b"text\nHi\n"),
-    ],
-)
-def test_files_that_are_no_lines_are_refused(tmp_path: Path, name: str, words: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name}: {words}"):
-        Corpus([tmp_path / name])
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.json", "a.ndjson"])
 def test_json_lines_have_many_names(tmp_path: Path, name: str) -> None:
     found = Corpus([jsonl(tmp_path / name, {"text": "a"}, {"text": "b"})])

@@ -27,6 +27,7 @@ QUESTIONS = [
     {"role": role, "content": content}
     for role, content in zip(("user", "assistant") * 2, ("Do", "Yes", "Do\nit", "No"), strict=True)
 ]
+USER_ASKS, NO = QUESTIONS[2:]
 NULLS = {"tool_calls": None, "name": None, "tool_call_id": None, "from": None, "value": None}
 TEXT_CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": None}
 CALLING_BY_TEXT = {
@@ -100,6 +101,14 @@ GOOD: dict[str, tuple[object, object]] = {
         [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT],
     ),
     "Alpaca": ({"instruction": "Do", "input": "", "output": "Yes"}, QUESTIONS[:2]),
+    "Dolly": ({"instruction": "Do", "context": "it", "response": "No"}, [USER_ASKS, NO]),
+    "ms-swift": ({"query": "Do\nit", "response": "No", "history": "[]"}, [USER_ASKS, NO]),
+    "GSM8K": ({"question": "Do\nit", "answer": "No"}, [USER_ASKS, NO]),
+    "a row of a table": (
+        {"text": "", "messages": json.dumps([USER, ASSISTANT]), "system": "x", "tools": "", "prompt": ""},
+        [SYSTEM, USER, ASSISTANT],
+    ),
+    "Alpaca's row of a table": ({"instruction": "Do", "input": "", "output": "Yes", "history": ""}, QUESTIONS[:2]),
     "Alpaca with everything": (
         {"system": "x", "instruction": "Do", "input": "it", "output": "No", "history": [["Do", "Yes"]]},
         [SYSTEM, *QUESTIONS],
@@ -114,7 +123,7 @@ BAD: dict[str, tuple[object, str]] = {
     "half a character": ('{"text": "\\uD83D"}', "surrogate pair"),
     "list": (["text"], "not an object"),
     "no text": ({"text": 5}, '"text" must be a string'),
-    "another format": ({"question": "a", "answer": "b"}, 'not an object with "messages", .*fields are: "question'),
+    "another format": ({"ask": "a", "answer": "b"}, 'not an object with "messages", .*fields are: "ask'),
     "two formats": ({"text": "a", **sharegpt(("human", "a"))}, 'several formats: remove "conversations"; or "text"$'),
     "a missing part": ({"prompt": "a"}, 'fields are: "prompt"$'),
     "half turns": ({"prompt": [USER], "completion": "a"}, "two strings, or two lists"),
@@ -126,7 +135,10 @@ BAD: dict[str, tuple[object, str]] = {
     "tools twice": (messages(ASSISTANT, tools=[{"name": "f"}], functions=[{"name": "f"}]), '"functions" is the old'),
     "a variable that is set": (messages(ASSISTANT, chat_template_kwargs={"messages": 1}), 'may not set "messages"'),
     "documents that are none": (messages(ASSISTANT, documents="a"), '"documents" must be a list'),
-    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen" is a field of preference data'),
+    "preferences": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        '"chosen" is a field of preference data: .*--objective dpo',
+    ),
     "preferences among messages": (messages(ASSISTANT, rejected_response="b"), '"rejected_response" is a field of'),
     "an unwanted completion": ({"prompt": "a", "completion": "b", "label": False}, '"label" is a field of preference'),
     "pictures": (messages(ASSISTANT, images=["a.png"]), '"images" is not text'),

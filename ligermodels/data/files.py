@@ -1,0 +1,169 @@
+"""Files of data by the names that users give: files, folders, globs and datasets of the hub, each of a known kind."""
+
+from __future__ import annotations
+
+import glob
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from ligermodels.convert.input_files import as_path, open_file, parse_json, shown
+from ligermodels.data import hub_dataset
+from ligermodels.data.compression import COMPRESSIONS, damage_named, decompressed
+from ligermodels.data.converted import converted
+from ligermodels.data.json_files import first_line, items_of
+from ligermodels.data.records import LINE_BYTES
+from ligermodels.data.tables import csv_lines, parquet_lines
+from ligermodels.errors import InputError
+
+JSON = (".jsonl", ".ndjson", ".json")
+"""Suffixes, in any case, of files with JSON: one object per line, or an array of objects."""
+
+TEXT = (".txt", ".text", ".md", ".markdown", ".rst")
+"""Suffixes of plain texts. A file without a suffix is a text too, if it is given by its own name."""
+
+Lines = Callable[[BinaryIO, str], Iterator[bytes]]
+"""Function from an open file, and its name for messages, to lines of JSON."""
+
+TABLES: dict[str, Lines] = {
+    ".csv": partial(csv_lines, delimiter=","),
+    ".tsv": partial(csv_lines, delimiter="\t"),
+    ".parquet": parquet_lines,
+}
+"""Suffix of a table -> function that writes its rows as lines of JSON."""
+
+KNOWN = f"{', '.join((*JSON, *TABLES, *TEXT))}, each also with {', '.join(COMPRESSIONS)} after it"
+
+ADVICE = {
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "is an archive: unpack it, and give the folder"),
+    **dict.fromkeys((".xls", ".xlsx", ".ods"), "is a spreadsheet: save it as .csv"),
+    ".arrow": "is an Arrow file: write it with `to_parquet` of the package datasets",
+}
+"""Suffix of a file that is not read -> problem and advice."""
+
+ABOUT_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_info", "dataset_infos", "state")
+"""Names, without suffix, of files about a dataset. Those in a folder are not data."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of records or text.
+
+    name: name for messages.
+    original: the file that was named; a dataset of the hub has none beside `path`.
+    path: the file to read: lines of JSON, or text in UTF-8. It is `original`, or a conversion of it.
+    has_lines: whether it has lines of JSON; if not, it is one text.
+    unit: "row" or "item", if the lines of `path` are rows of a table or items of an array; "" for lines of the file.
+    source: position of the name, in the list of names, that the file comes from.
+    """
+
+    name: str
+    original: Path
+    path: Path
+    has_lines: bool
+    unit: str = ""
+    source: int = 0
+
+    def place(self, line: int) -> str:
+        """FILE:LINE, or "FILE: row N", of line number `line` of `path`, from 1."""
+        return f"{self.name}: {self.unit} {line}" if self.unit else f"{self.name}:{line}"
+
+
+def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
+    """The files of data with these names.
+
+    Compressed files, JSON arrays, tables and datasets of the hub are converted once, into a cache (see `converted`).
+
+    Args:
+        names: files, folders, globs such as "data/*.jsonl", and datasets of the hub such as "hf:owner/name:train". A
+            folder stands for all files of known kinds in it and its folders, in order of their paths.
+
+    Raises:
+        InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
+        HubError: a dataset of the hub cannot be found or reached.
+    """
+    files: list[DataFile] = []
+    for source, name in enumerate(names):
+        if isinstance(name, str) and name.startswith(hub_dataset.PREFIX):
+            path = hub_dataset.lines_of(name)
+            files.append(DataFile(name, path, path, has_lines=True, unit="row", source=source))
+        else:
+            files += [_data_file(path, source) for path in _paths(as_path(name, InputError, "the name of a data file"))]
+    return files
+
+
+def _paths(path: Path) -> list[Path]:
+    """The files that a path names: itself, the files of a folder, or the matches of a glob."""
+    if path.is_dir():
+        return _files_in(path)
+    if os.path.lexists(path) or not glob.has_magic(str(path)):
+        return [path]
+    if not (matches := sorted(glob.glob(str(path), recursive=True))):
+        raise InputError(f"{shown(path)}: no file matches the pattern")
+    return [file for match in map(Path, matches) for file in (_files_in(match) if match.is_dir() else [match])]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of known kinds in a folder and its folders, in order of their paths; hidden ones are left out."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    known = [path for path in visible if _is_known(path)]
+    if not known:
+        raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}")
+    if others := [path.name for path in visible if path not in known]:
+        names = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        warnings.warn(f"{shown(folder)}: not read as data: {names}", stacklevel=2)
+    return known
+
+
+def _is_known(path: Path) -> bool:
+    """Whether a file in a folder is data, by its name."""
+    return _suffixes(path)[0] in (*JSON, *TABLES, *TEXT) and path.name.split(".")[0].lower() not in ABOUT_DATA
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """The suffix of the content, and of the compression ("" for none), in lower case."""
+    last = path.suffix.lower()
+    return (path.with_suffix("").suffix.lower(), last) if last in COMPRESSIONS else (last, "")
+
+
+def _data_file(path: Path, source: int) -> DataFile:
+    suffix, compression = _suffixes(path)
+    name = shown(path)
+    if suffix not in (*JSON, *TABLES, *TEXT, ""):
+        advice = ADVICE.get(suffix, f"has the suffix {suffix!r}, which is of no known kind")
+        raise InputError(f"{name}: {advice}. Known kinds are {KNOWN}; give a plain text the suffix .txt")
+    convert, unit = TABLES.get(suffix), "row" if suffix in TABLES else ""
+    if convert is None:
+        with open_file(path, InputError) as content, damage_named(name):
+            plain = decompressed(content, compression, name)
+            if suffix in JSON:
+                convert = items_of(plain, name)
+                unit = "item" if convert else ""
+            else:
+                _require_text(plain, name)
+    has_lines = suffix in (*JSON, *TABLES)
+    if convert is None and not compression:
+        return DataFile(name, path, path, has_lines, unit, source)
+
+    def parts(content: BinaryIO) -> Iterable[bytes]:
+        plain = decompressed(content, compression, name)
+        return convert(plain, name) if convert else iter(partial(plain.read, 1 << 20), b"")
+
+    with damage_named(name):
+        return DataFile(name, path, converted(path, parts), has_lines, unit, source)
+
+
+def _require_text(content: BinaryIO, name: str) -> None:
+    """Raise InputError for records of JSON in a file that has the name of a text: they would be trained on as text."""
+    first = first_line(content, LINE_BYTES)
+    try:
+        is_json = first.lstrip().startswith((b"{", b"[")) and isinstance(parse_json(first), dict | list)
+    except ValueError:
+        return
+    if is_json:
+        raise InputError(f"{name}: starts with JSON, and is named as a text; give it the suffix .jsonl or .json")

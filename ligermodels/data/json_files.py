@@ -1,0 +1,156 @@
+"""Files of JSON: one object per line, an array of objects, or an object with the array in a field."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, BinaryIO
+
+from ligermodels.convert.input_files import JSON_BYTES, parse_json
+from ligermodels.data.record_fields import is_record
+from ligermodels.data.records import LINE_BYTES
+from ligermodels.errors import InputError
+
+BOM = b"\xef\xbb\xbf"
+BLANK = " \t\r\n"
+PART = 1 << 20
+"""Characters of an array that are read at once."""
+
+
+def items_of(content: BinaryIO, name: str) -> Callable[[BinaryIO, str], Iterator[bytes]] | None:
+    """The function that writes the items of a JSON file as lines; None if the file has an object per line.
+
+    Args:
+        content: the file.
+        name: the file, for messages.
+
+    Raises:
+        InputError: an object around the records has several lists of objects.
+    """
+    first = first_line(content, JSON_BYTES)
+    if first.lstrip().startswith(b"["):
+        return array_lines
+    if not first.lstrip().startswith(b"{"):
+        return None
+    whole = _whole(first, content)
+    return None if whole is None or _wrapped(whole, name) is None else wrapped_lines
+
+
+def first_line(content: BinaryIO, most: int) -> bytes:
+    """The first `most` bytes of the first line that is not blank, without a byte order mark."""
+    line = content.readline(most).removeprefix(BOM)
+    while line and not line.strip():
+        line = content.readline(most)
+    return line
+
+
+def _whole(first: bytes, content: BinaryIO) -> dict[str, Any] | None:
+    """The object that is the whole file; None for lines with an object each, and for a file that is no JSON."""
+    with suppress(ValueError):
+        value = parse_json(first)
+        return None if is_record(value) or content.read(JSON_BYTES).strip() else value
+    with suppress(ValueError):
+        value = parse_json(first + content.read(JSON_BYTES))
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _wrapped(whole: dict[str, Any], name: str) -> list[Any] | None:
+    """The records in an object, which is the whole file; None if there are none."""
+    if is_record(whole):
+        return [whole]
+    lists = {
+        key: items
+        for key, items in whole.items()
+        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items)
+    }
+    if len(lists) > 1:
+        raise InputError(f"{name}: has several lists of records ({', '.join(lists)}); write one of them to a file")
+    return next(iter(lists.values()), None)
+
+
+def wrapped_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
+    """The records in an object around them, such as {"data": [...]}, as lines."""
+    for item in _wrapped(json.loads(content.read().removeprefix(BOM)), name) or []:
+        yield json.dumps(item, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def array_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
+    """The items of a JSON array as lines. Memory holds one item.
+
+    Args:
+        content: the file.
+        name: the file, for messages.
+
+    Raises:
+        InputError: the file is not JSON in UTF-8, or an item is longer than `LINE_BYTES`; the message names the line.
+    """
+    reader = _Reader(content, name)
+    reader.take("[")
+    while reader.next != "]":
+        if reader.count:
+            reader.take(",")
+        yield reader.value().translate({ord("\r"): " ", ord("\n"): " "}).encode() + b"\n"
+    reader.take("]")
+    if reader.next:
+        raise InputError(f"{name}:{reader.line}: has more than the array that it starts with")
+
+
+class _Reader:
+    """Reads values of JSON, one at a time, from a file."""
+
+    def __init__(self, content: BinaryIO, name: str) -> None:
+        self._file, self._name = io.TextIOWrapper(content, "utf-8-sig"), name
+        self._text, self._start, self._ended = "", 0, False
+        self.line, self.count = 1, 0
+
+    def _read(self) -> None:
+        try:
+            more = self._file.read(PART)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self._name}: not UTF-8 text after line {self.line}: {error.reason}") from None
+        self._text, self._start, self._ended = self._text[self._start :] + more, 0, not more
+
+    def _skip(self, end: int) -> None:
+        self.line += self._text.count("\n", self._start, end)
+        self._start = end
+
+    @property
+    def next(self) -> str:
+        """The next character that is not blank; "" at the end."""
+        while True:
+            end = self._start
+            while end < len(self._text) and self._text[end] in BLANK:
+                end += 1
+            self._skip(end)
+            if end < len(self._text) or self._ended:
+                return self._text[end : end + 1]
+            self._read()
+
+    def take(self, character: str) -> None:
+        """Go past `character`. Raises InputError for another one."""
+        if (found := self.next) != character:
+            what = repr(found) if found else "the end of the file"
+            raise InputError(f"{self._name}:{self.line}: expected {character!r} of a JSON array, found {what}")
+        self._skip(self._start + 1)
+
+    def value(self) -> str:
+        """The text of the next value."""
+        decoder, problem = JSONDecoder(), "it is too long"
+        while True:
+            self.next  # noqa: B018 - goes to the start of the value
+            try:
+                _, end = decoder.raw_decode(self._text, self._start)
+                if self._ended or self._text[end : end + 1] in tuple(f"{BLANK},]"):  # a number may go on
+                    text = self._text[self._start : end]
+                    self._skip(end)
+                    self.count += 1
+                    return text
+            except (JSONDecodeError, RecursionError) as error:
+                problem = str(error)
+            if self._ended or len(self._text) - self._start > LINE_BYTES:
+                raise InputError(f"{self._name}:{self.line}: item {self.count + 1}: not JSON ({problem})")
+            self._read()

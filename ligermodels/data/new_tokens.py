@@ -1,0 +1,96 @@
+"""New special tokens for a chat template: a tokenizer with them, and a checkpoint with rows for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ligermodels.convert.companions import tokenizer_files
+from ligermodels.convert.config_json import read_json
+from ligermodels.convert.files import PROCESSORS
+from ligermodels.convert.input_files import is_present
+from ligermodels.convert.more_rows import config_for, write_more_rows
+from ligermodels.data import fingerprint
+from ligermodels.data.converted import cached
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointError
+
+GENERATION = "generation_config.json"
+
+
+def missing_tokens(tokenizer: Path, tokens: Sequence[str]) -> list[str]:
+    """The `tokens` that the tokenizer in a folder does not have."""
+    if not tokens:
+        return []
+    backend = Tokenizer(tokenizer).backend
+    return [token for token in tokens if backend.token_to_id(token) is None]
+
+
+def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str]) -> Path:
+    """A folder in the cache with a copy of a checkpoint that has new special tokens.
+
+    Only files that differ are written; the others are links. Each new row of the embeddings and the LM head is the mean
+    of the old tokens' rows.
+
+    Args:
+        config: path of config.json.
+        tokenizer: folder of the tokenizer files.
+        weights: folder of the weights; None leaves them out.
+        tokens: texts of the new tokens.
+
+    Returns:
+        The folder, with config.json, the tokenizer and the weights.
+
+    Raises:
+        ConfigError: embeddings of this model cannot be resized.
+        CheckpointError: files are missing or damaged, or the embeddings are quantised.
+        InputError: the cache cannot be written.
+    """
+    files = fingerprint.of_checkpoint(config, tokenizer, weights)
+
+    def write(target: Path) -> None:
+        target.mkdir()
+        used, size = _write_tokenizer(tokenizer, target, tokens)
+        fields, vocab_size = config_for(config, size)
+        (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False))
+        if weights is not None:
+            write_more_rows(weights, target, used=used, size=size, vocab_size=vocab_size)
+        for name in (GENERATION, *PROCESSORS):
+            if is_present(config.parent / name, CheckpointError):
+                (target / name).symlink_to((config.parent / name).resolve())
+
+    key = json.dumps([str(config.parent.absolute()), files, list(tokens)])
+    return cached("checkpoints", key, config.parent.name, write)
+
+
+def _write_tokenizer(folder: Path, target: Path, tokens: Sequence[str]) -> tuple[int, int]:
+    """Write a tokenizer with new tokens. Returns its number of ids without and with them."""
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    used = max(backend.get_vocab().values()) + 1
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens])
+    ids = {token: backend.get_vocab()[token] for token in tokens}
+    for name, path in tokenizer_files(folder).items():
+        written = target / name
+        written.parent.mkdir(exist_ok=True)
+        if name == "tokenizer.json":
+            backend.save(str(written))
+        elif name == "added_tokens.json":
+            written.write_text(json.dumps({**read_json(path), **ids}, indent=2, ensure_ascii=False))
+        elif name == "tokenizer_config.json":
+            written.write_text(json.dumps(_with_added(read_json(path), ids), indent=2, ensure_ascii=False))
+        else:
+            written.symlink_to(path.resolve())
+    return used, max(backend.get_vocab().values()) + 1
+
+
+def _with_added(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+    """tokenizer_config.json with the new tokens, if it lists added tokens."""
+    if "added_tokens_decoder" not in config:
+        return config
+    fields = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    added = {str(id): {"content": token, **fields} for token, id in ids.items()}
+    return {**config, "added_tokens_decoder": {**config["added_tokens_decoder"], **added}}

@@ -1,0 +1,105 @@
+"""A survey of data: which tokens of its documents are trained on, and counts over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ligermodels.data.batches import Batch
+from ligermodels.data.corpus import Indices
+from ligermodels.data.documents import Documents
+from ligermodels.data.encoding import Tokens
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.layers import IGNORE_INDEX
+
+PERCENTILES = ("0", "10", "50", "90", "99", "100")
+"""Percentiles of the lengths of documents; 0 is the shortest, 100 the longest."""
+
+
+class Span(NamedTuple):
+    """Consecutive tokens as text, and whether they are trained on."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Counts over the documents of some data.
+
+    documents: number of documents that can be used.
+    tokens, trained_tokens: number of their tokens, and of those with a label, before any is cut.
+    lengths: percentile of PERCENTILES -> tokens of a document.
+    sequences: number of sequences of an epoch.
+    used_tokens: number of tokens in the sequences.
+    targets: number of tokens in the sequences that are predicted from the tokens before them, and trained on.
+    """
+
+    documents: int
+    tokens: int
+    trained_tokens: int
+    lengths: dict[str, int]
+    sequences: int
+    used_tokens: int
+    targets: int
+
+
+def survey(documents: Documents, indices: Indices, sequences: Iterable[Batch]) -> Survey:
+    """Read all documents, once alone and once in sequences.
+
+    Args:
+        documents: the documents.
+        indices: the documents to use, int64.
+        sequences: the sequences of one epoch, as training gets them, one per batch.
+
+    Raises:
+        InputError: there is nothing to learn in any document.
+    """
+    lengths: list[int] = []
+    place = trained = 0
+    while place < len(indices):
+        some = indices[place : place + documents.at_once(indices[place:])]
+        place += len(some)
+        for tokens in documents.read(some):
+            if tokens is not None:
+                lengths.append(len(tokens.ids))
+                trained += sum(label != IGNORE_INDEX for label in tokens.labels)
+    count = used = targets = 0
+    for count, batch in enumerate(sequences, start=1):  # noqa: B007 - the number of the last one
+        labels: NDArray[np.int64] = batch["labels"][0].numpy().copy()
+        labels[batch["cu_seqlens"][:-1].numpy()] = IGNORE_INDEX  # the first token of a piece follows no token
+        used += labels.size
+        targets += int((labels != IGNORE_INDEX).sum())
+    percentiles = np.percentile(lengths, list(map(int, PERCENTILES)), method="nearest") if lengths else ()
+    return Survey(
+        documents=len(lengths),
+        tokens=sum(lengths),
+        trained_tokens=trained,
+        lengths=dict(zip(PERCENTILES, map(int, percentiles), strict=False)),
+        sequences=count,
+        used_tokens=used,
+        targets=targets,
+    )
+
+
+def spans(tokens: Tokens, tokenizer: Tokenizer) -> list[Span]:
+    """The text of a document, special tokens included, in spans of tokens that are trained on or not.
+
+    The texts are exact where a span ends with a whole character.
+    """
+    found, end = [], 0
+    for is_trained, run in groupby(tokens.labels, lambda label: label != IGNORE_INDEX):
+        start, end = end, end + len(list(run))
+        found.append(Span(_text_of(tokens.ids, start, end, tokenizer), is_trained))
+    return found
+
+
+def _text_of(ids: Sequence[int], start: int, end: int, tokenizer: Tokenizer) -> str:
+    """The text of tokens `start` to `end`, as the continuation of the tokens before them."""
+    before, text = (tokenizer.decode(ids[:stop], skip_special_tokens=False) for stop in (start, end))
+    return text.removeprefix(before) if text.startswith(before) else tokenizer.decode(ids[start:end])

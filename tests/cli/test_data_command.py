@@ -1,0 +1,86 @@
+"""`ligermodels data` shows the tokens that are trained on, and counts them as training does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from chat_templates import tokenizer_of
+from typer.testing import CliRunner
+
+from ligermodels import console
+from ligermodels.cli import app
+from ligermodels.data.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = tokenizer_of("qwen2.5", tmp_path)
+    tokenizer.backend.decoder = tokenizers.decoders.ByteLevel()
+    end = tokenizer.backend.token_to_id("<|endoftext|>")
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": end}))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    return tmp_path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    records = [{"messages": CHAT}, {"text": "Hi"}, 5, {"messages": CHAT[:1]}, {"prompt": "Hi", "completion": " there!"}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_tokens_that_are_trained_on_are_marked(model: Path, data: Path) -> None:
+    lines = run(data, "--model", model).split("\n")
+    end = "<|endoftext|>"
+    assert lines[0].startswith(f"{data}:1: ") and lines[1:7] == [
+        "<|im_start|>user", "Hi there!<|im_end|>", "<|im_start|>assistant", "⟦Hello, you?<|im_end|>⟧", "", "",
+    ]  # fmt: skip
+    assert lines[7] == f"{data}:2: 2 tokens, 2 trained on" and lines[8] == f"⟦Hi{end}⟧"
+    assert lines[11] == f"Hi⟦ there!{end}⟧"
+    assert ["documents", "3"] in [line.split() for line in lines]
+
+
+def test_counts(model: Path, data: Path) -> None:
+    tokenizer = Tokenizer(model)
+    chat = "<|im_start|>user\nHi there!<|im_end|>\n<|im_start|>assistant\nHello, you?<|im_end|>\n"
+    size, answer, rest = (len(tokenizer.encode(text)) for text in (chat, "Hello, you?<|im_end|>", " there!"))
+    counts = json.loads(run(data, "--model", model, "--json", "--documents", 1, "--seq-len", size - 1))
+    assert (counts["documents"], counts["unusable"]) == (3, 1)
+    assert counts["tokens"] == size + 2 + 1 + rest + 1
+    assert counts["trained_tokens"] == answer + 2 + rest + 1
+    assert counts["lengths"]["100"] == size and counts["lengths"]["0"] == 2
+    # The last token of the chat (a line end) is cut, and the first token of "Hi" follows no token.
+    assert counts["used_tokens"] == counts["tokens"] - 1 and counts["targets"] == counts["trained_tokens"] - 1
+    assert counts["notes"] == {
+        "have nothing to learn; they are left out": [1, 0],
+        f"have more than seq_len ({size - 1}) tokens: truncated": [1, 1],
+    }
+    (shown,) = counts["shown"]
+    assert shown["spans"][1] == {"text": "Hello, you?<|im_end|>", "is_trained": True} and shown["cut"] == 1
+    dropped = json.loads(
+        run(data, "--model", model, "--json", "--seq-len", size - 1, "--excess-length-strategy", "drop")
+    )
+    assert dropped["used_tokens"] == 2 + 1 + rest + 1 and dropped["notes"].popitem()[1] == [1, size]
+
+
+def test_colours_on_a_terminal(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert console.console().is_terminal
+    out = run(data, "--model", model, "--documents", 1)
+    assert "\x1b[32mHello, you?<|im_end|>\x1b[0m" in out and "⟦" not in out

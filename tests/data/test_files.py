@@ -1,0 +1,186 @@
+"""Files of every kind give the same records; what is of no known kind is an error, and never trained on as text."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ligermodels.data import json_files
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.records import read_record
+from ligermodels.errors import InputError
+
+RECORDS = [{"prompt": "Hi, you", "completion": 'é "1"\n2'}, {"prompt": "Do", "completion": "No 3"}]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+CSV = 'prompt,completion\r\n"Hi, you","é ""1""\n2"\r\n\r\nDo,No 3\r\n'
+TEXT = "# Title\n\nprompt,completion\n"
+ARRAY = json.dumps(RECORDS, indent=1, ensure_ascii=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def zst(content: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(records: list[dict[str, object]], path: Path) -> Path:
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    writer.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda content: content, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst,
+}  # fmt: skip
+
+FILES = {
+    "lines.jsonl": (LINES, ["lines.jsonl:1", "lines.jsonl:2"]),
+    "lines.json": (LINES, ["lines.json:1", "lines.json:2"]),
+    "array.json": ("\ufeff \n" + ARRAY, ["array.json: item 1", "array.json: item 2"]),
+    "array.jsonl": (json.dumps(RECORDS), ["array.jsonl: item 1", "array.jsonl: item 2"]),
+    "wrapped.json": (json.dumps({"version": 1, "data": RECORDS}), ["wrapped.json: item 1", "wrapped.json: item 2"]),
+    "indented.json": (json.dumps({"train": RECORDS}, indent=2), ["indented.json: item 1", "indented.json: item 2"]),
+    "table.csv": (CSV, ["table.csv: row 2", "table.csv: row 4"]),
+    "table.tsv": (CSV.replace("Hi, you", "Hi| you").replace(",", "\t").replace("|", ","),
+                  ["table.tsv: row 2", "table.tsv: row 4"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compression", PACK)
+@pytest.mark.parametrize("name", FILES)
+def test_kinds_of_files_hold_the_same_records(tmp_path: Path, name: str, compression: str) -> None:
+    content, names = FILES[name]
+    path = tmp_path / (name + compression)
+    path.write_bytes(PACK[compression](content.encode()))
+    corpus = Corpus([path])
+    assert [tuple(read_record(corpus.read(i)[0])[0])[:2] for i in range(len(corpus))] == [
+        tuple(record.values()) for record in RECORDS
+    ]
+    expected = [place.replace(name, name + compression) for place in names]
+    assert [corpus.name(i).removeprefix(f"{tmp_path}/") for i in range(len(corpus))] == expected
+
+
+@pytest.mark.parametrize("compression", PACK)
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
+def test_texts_are_texts(tmp_path: Path, name: str, compression: str) -> None:
+    (tmp_path / (name + compression)).write_bytes(PACK[compression](TEXT.encode()))
+    corpus = Corpus([tmp_path / (name + compression)])
+    assert corpus.read(0) == (TEXT.encode(), False, True, True) and len(corpus) == 1
+
+
+def test_a_table_of_parquet(tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "é"}]},
+        {"messages": None},
+    ]
+    corpus = Corpus([parquet(chats, tmp_path / "a.parquet")])
+    assert [json.loads(corpus.read(i)[0]) for i in range(2)] == chats
+    assert corpus.name(1) == f"{tmp_path}/a.parquet: row 2"
+    odd = Corpus([parquet([{"text": b"Hi"}, {"text": b"\xff"}], tmp_path / "b.parquet")])
+    assert read_record(odd.read(0)[0])[0] == ("", "Hi", True)
+    with pytest.raises(ValueError, match='"text" must be a string'):
+        read_record(odd.read(1)[0])
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"c.parquet: cannot be read as Parquet"):
+        Corpus([tmp_path / "c.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.xlsx", b"PK", r"is a spreadsheet: save it as .csv.*Known kinds are .jsonl, .ndjson, .json, .csv.*\.zst"),
+        ("a.zip", b"PK", "is an archive: unpack it"),
+        ("a.arrow", b"ARROW1", "is an Arrow file: write it with `to_parquet`"),
+        ("a.npy", b"1", r"has the suffix '.npy', which is of no known kind"),
+        ("a.npy.gz", b"1", r"has the suffix '.npy', which is of no known kind"),
+        ("a.txt", b'\n{"text": "a"}\n{"text": "b"}\n', "txt: starts with JSON, and is named as a text"),
+        ("a", b'[{"text": "a"}]', "a: starts with JSON, and is named as a text"),
+        ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: is damaged, or is not what its suffix says"),
+        ("a.txt.gz", gzip.compress(b"aaaa" * 100)[:-9], "a.txt.gz: is damaged"),
+        ("a.csv", b"text,text\na,b\n", "two columns are named 'text'"),
+        ("a.csv", b"prompt,completion\na,b\nc\n", "a.csv: row 3: has 1 cells, and the header has 2"),
+        ("a.csv", b'prompt\n"a" b\n', "a.csv: row 2: "),
+        ("a.csv", b"text\n\xff\n", "a.csv: row 2: not UTF-8"),
+        ("a.json", b'[{"text": "a"},\n{"text": }]', r"a.json:2: item 2: not JSON"),
+        ("a.json", b'[{"text": "a"}\n{"text": "b"}]', r"a.json:2: expected ',' of a JSON array, found '{'"),
+        ("a.json", b'[{"text": "a"}', r"a.json:1: expected ',' of a JSON array, found the end of the file"),
+        ("a.json", b'[{"text": "a"}]\n[]', r"a.json:2: has more than the array"),
+        ("a.json", b'[{"text": "\xff"}]', r"a.json: not UTF-8 text after line 1"),
+        ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', r"several lists of records \(train, test\)"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_understood_are_errors(
+    tmp_path: Path, cache: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        Corpus([tmp_path / name])
+    assert not list(cache.glob("data/*")) and not list(cache.glob("data/.*.partial"))
+
+
+def test_a_table_without_a_header_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("Hi,Hello!\nYou,I\n")
+    corpus = Corpus([tmp_path / "a.csv"])
+    with pytest.raises(ValueError, match='its fields are: "Hi", "Hello!"'):
+        read_record(corpus.read(0)[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+def test_arrays_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(json_files, "PART", size)
+    items = [12, -3.5e7, "a]\u2028", {"a": [1, {"b": "}"}]}, None, [[]], True]
+    (tmp_path / "a.json").write_text(json.dumps(items, indent=2))
+    corpus = Corpus([tmp_path / "a.json"])
+    assert [json.loads(corpus.read(i)[0]) for i in range(len(corpus))] == items
+    (tmp_path / "b.json").write_text(" [ ] ")
+    assert len(Corpus([tmp_path / "b.json"])) == 0
+
+
+def test_a_conversion_is_made_once_and_again_for_another_content(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "a.csv"
+    for text, count in (("a", 1), ("a", 1), ("bb", 2)):
+        path.write_text(f"text\n{text}\n")
+        os.utime(path, (1, 1))
+        corpus = Corpus([path])
+        assert read_record(corpus.read(0)[0])[0] == ("", text, True)
+        assert len(list(cache.glob("data/*-a.csv"))) == count
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    files = {
+        "b.jsonl": '{"text": "b"}', "a/z.csv": "text\nz\n", "c.txt": "c", "README.md": "# A", ".hidden/x.jsonl": "{",
+        "dataset_info.json": "{}", "script.py": "1", "a/LICENSE.txt": "L", "no_suffix": "n",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(content)
+    with pytest.warns(UserWarning, match=r"d: not read as data: README.md, LICENSE.txt, dataset_info.json, no_suff"):
+        corpus = Corpus([tmp_path / "d"])
+    names = [corpus.name(i).removeprefix(f"{tmp_path}/d/") for i in range(len(corpus))]
+    assert names == ["a/z.csv: row 2", "b.jsonl:1", "c.txt:1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [Corpus([str(tmp_path / pattern)]).name(0) for pattern in ("d/*.jsonl", "**/z.*")] == [
+            f"{tmp_path}/d/b.jsonl:1", f"{tmp_path}/d/a/z.csv: row 2",
+        ]  # fmt: skip
+        (tmp_path / "[a]*.txt").write_text("a")
+        assert len(Corpus([tmp_path / "[a]*.txt", str(tmp_path / "d/b.jsonl")])) == 2
+    with pytest.raises(InputError, match=r"d/\*\.parquet: no file matches the pattern"):
+        Corpus([tmp_path / "d/*.parquet"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty: has no file of a known kind, which are \.jsonl"):
+        Corpus([tmp_path / "empty"])

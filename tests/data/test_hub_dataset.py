@@ -1,0 +1,103 @@
+"""Datasets of the hub, read by the package datasets from a folder in the place of the hub."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi
+
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.hub_dataset import HubDataset
+from ligermodels.errors import HubError, InputError
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hf:owner/name", ("owner/name", None, "train", None)),
+        ("hf:owner/na.me:test", ("owner/na.me", None, "test", None)),
+        ("hf:owner/name/con-fig:train[:10]", ("owner/name", "con-fig", "train", 10)),
+    ],
+)
+def test_names(name: str, parts: tuple[object, ...]) -> None:
+    assert HubDataset.named(name) == parts
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:name", "hf:a/b/c/d", "hf:a/b:train[10%:]", "hf:a/b:", "hf:a b/c"])
+def test_other_names_are_errors(name: str) -> None:
+    with pytest.raises(InputError, match=r"is no name of a dataset; it must be hf:owner/name\[/config\]\[:split\]"):
+        Corpus([name])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """owner/name, in a folder that the package takes for the repository; the value is its commit."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.chdir(tmp_path)
+    commits = {"owner/name": "c1"}
+
+    def dataset_info(self: HfApi, repo: str, **_: Any) -> SimpleNamespace:
+        if repo not in commits:
+            raise ConnectionError("no route")
+        return SimpleNamespace(sha=commits[repo])
+
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
+    import datasets
+
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, revision, **options: load(*args, **options))
+    write(["a", "b", "c"])
+    return commits
+
+
+def write(texts: list[str]) -> None:
+    Path("owner/name").mkdir(parents=True, exist_ok=True)
+    Path("owner/name/train.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts))
+    Path("owner/name/test.jsonl").write_text(json.dumps({"text": "t", "n": 1}))
+
+
+def texts(name: str) -> list[str]:
+    corpus = Corpus([name])
+    return [json.loads(corpus.read(i)[0])["text"] for i in range(len(corpus))]
+
+
+def test_rows_are_records(hub: dict[str, str]) -> None:
+    assert texts("hf:owner/name") == ["a", "b", "c"] and texts("hf:owner/name:test") == ["t"]
+    assert texts("hf:owner/name:train[:2]") == ["a", "b"]
+    assert Corpus(["hf:owner/name"]).name(2) == "hf:owner/name: row 3"
+
+
+def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
+    assert texts("hf:owner/name") == ["a", "b", "c"]
+    write(["d"])
+    assert texts("hf:owner/name") == ["a", "b", "c"]
+    hub["owner/name"] = "c2"
+    assert texts("hf:owner/name") == ["d"]
+    hub.clear()  # the hub cannot be reached
+    assert texts("hf:owner/name") == ["d"]
+    with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
+        texts("hf:owner/name:test")
+
+
+def test_what_the_dataset_does_not_have_is_named(hub: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"hf:owner/name:valid: .*Available splits: \['train', 'test'\]"):
+        texts("hf:owner/name:valid")
+    with pytest.raises(InputError, match=r"hf:owner/name/other: .*'other' not found. Available: \['default'\]"):
+        texts("hf:owner/name/other")
+    assert not list((tmp_path / "cache/datasets").glob("*name*"))
+
+
+@pytest.mark.parametrize(
+    ("package", "data"), [("datasets", "hf:owner/name"), ("pyarrow", "a.parquet"), ("pyarrow", "a.jsonl.zst")]
+)
+def test_packages_are_optional(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch, package: str, data: str) -> None:
+    Path("a.parquet").write_bytes(b"PAR1")
+    Path("a.jsonl.zst").write_bytes(b"1")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=rf"^{data}: .* needs the package {package}: pip install 'ligermodels\[data"):
+        Corpus([data])

@@ -1,0 +1,115 @@
+"""Mixtures: weights are shares of documents, the same for a seed, and a stream resumes in them."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chat_templates import tokenizer_of
+
+from ligermodels.data.batches import Batch
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.documents import Documents
+from ligermodels.data.mixture import Mixture
+from ligermodels.data.packing import PackedBatches
+from ligermodels.errors import ConfigError
+from ligermodels.training import FineTuningRecipe
+from ligermodels.training.inputs import mixture_of, mixture_summary, packed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "counts"),
+    [
+        ((300, 700), (3, 1), (300, 100)),
+        ((300, 700), (0.3, 0.7), (300, 700)),
+        ((10, 1000, 50), (0.5, 0.25, 0.25), (10, 5, 5)),
+        ((1000, 10), (1, 0.0001), (1000, 1)),
+        ((7,), (0.1,), (7,)),
+    ],
+)
+def test_weights_are_shares_of_documents(
+    sizes: tuple[int, ...], weights: tuple[float, ...], counts: tuple[int, ...]
+) -> None:
+    bounds = np.cumsum([0, *sizes])
+    sources = [np.arange(a, b) for a, b in pairwise(bounds)]
+    mixture, used = Mixture(sources, weights), Counter[int]()
+    for number in range(12):
+        epoch = mixture.epoch(number, seed=3)
+        assert tuple(int(np.isin(epoch, source).sum()) for source in sources) == counts and len(mixture) == sum(counts)
+        assert np.array_equal(epoch, Mixture(sources, weights).epoch(number, seed=3))
+        used.update(epoch.tolist())
+    for source, count in zip(sources, counts, strict=True):
+        times = [used[int(index)] for index in source]
+        assert sum(times) == 12 * count and max(times) - min(times) <= 1
+    if len(mixture) > 20:
+        assert not np.array_equal(mixture.epoch(0, seed=3), mixture.epoch(0, seed=4))
+        assert not np.array_equal(mixture.epoch(0, seed=3), mixture.epoch(1, seed=3))
+
+
+def test_a_source_without_documents_is_named() -> None:
+    with pytest.raises(ConfigError, match="source 2 of data has no document"):
+        Mixture([np.arange(3), np.arange(0)], [1, 1])
+
+
+def ids_of(batches: Iterable[Batch]) -> list[list[int]]:
+    return [batch["input_ids"][0].tolist() for batch in batches]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> FineTuningRecipe:
+    (tmp_path / "many").mkdir()
+    for name, count, text in (
+        ("a.jsonl", 6, "Hi"),
+        ("many/b.jsonl", 10, "Hello there"),
+        ("many/c.jsonl", 10, "Hello there"),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'text': text})}\n" * count)
+    data = (str(tmp_path / "a.jsonl"), str(tmp_path / "many"))
+    return FineTuningRecipe(data=data, data_weights="3,1", seq_len=8, batch_tokens=8)
+
+
+def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None:
+    documents = Documents(Corpus(recipe.data), tokenizer_of("qwen2.5", tmp_path))
+    indices = np.arange(len(documents))
+    mixture = mixture_of(recipe, documents, indices)
+    assert recipe.data_weights == (3.0, 1.0) and mixture is not None and len(mixture) == 8
+    assert mixture_summary(recipe, documents, mixture) == (
+        f"data_weights: an epoch has of {tmp_path}/a.jsonl 6 of 6 documents, 65% of the bytes; of {tmp_path}/many 2 of "
+        "20 documents, 35% of the bytes"
+    )
+
+    def stream() -> PackedBatches:
+        return packed(recipe, documents, indices, batch_size=1, seed=5, epochs=6)
+
+    whole = list(stream())
+    assert stream().num_documents == 8
+    assert sum(batch["input_ids"].numel() for batch in whole) == 6 * (6 * 1 + 2 * 2)
+    for place in (0, 1, 5, 7):
+        first, second = stream(), stream()
+        for _ in islice(first, place):
+            pass
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [batch["input_ids"].tolist() for batch in second] == [
+            batch["input_ids"].tolist() for batch in whole[place:]
+        ]
+    unweighted = packed(recipe, documents, indices, batch_size=1, seed=None, epochs=1)
+    assert torch.cat([batch["input_ids"] for batch in unweighted], 1).numel() == 6 + 20 * 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], "has 1 weights for 2 values of data"),
+        ("1,2,3", "has 3 weights for 2"),
+        ([1.0, 0], "must be positive numbers, got 1.0, 0.0"),
+        ("1,x", "must be numbers, got '1,x'"),
+        ([1, {}], "data_weights"),
+    ],
+)
+def test_weights_that_are_none(weights: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FineTuningRecipe(data=("a", "b"), data_weights=weights)

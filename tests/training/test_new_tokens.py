@@ -1,0 +1,145 @@
+"""Base models trained on chats by a built-in template: new tokens, resized embeddings, and exports that agree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from chat_templates import tokenizer_of
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo import LLAMA, make_checkpoint
+
+import ligermodels as lm
+from ligermodels.convert.config_json import read_json
+from ligermodels.data.new_tokens import missing_tokens, with_tokens
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.training import Console, FineTuningRecipe, fine_tune
+from ligermodels.training.base import Base
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEW = ("<|im_start|>", "<|im_end|>")
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
+    """A tiny Llama 3 base model, with `spare` unused rows. Returns the number of its tokens."""
+    tokenizer = tokenizer_of("llama-3.1", folder)
+    tokenizer.backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    fields = {"bos_token": begin, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    used = max(tokenizer.backend.get_vocab().values()) + 1
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    ids = {"bos_token_id": tokenizer.backend.token_to_id(begin), "eos_token_id": tokenizer.backend.token_to_id(end)}
+    make_checkpoint(folder, {**LLAMA, **small, "vocab_size": used + spare, **ids, **config})
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    return used
+
+
+def recipe_of(base: Path, data: Path, **settings: Any) -> FineTuningRecipe:
+    common = {"validation_fraction": 0, "seq_len": 32, "batch_tokens": 32, "steps": 2, "checkpoint_every": None}
+    return FineTuningRecipe().changed({"base": base, "data": data, "chat_template": "chatml", **common, **settings})
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 4)
+    return tmp_path / "chats.jsonl"
+
+
+@pytest.mark.parametrize("shard", [None, "20KB"])
+@pytest.mark.parametrize("spare", [0, 1, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_new_tokens_are_those_of_transformers(
+    tmp_path: Path, spare: int, tied: bool, shard: str | None
+) -> None:
+    base = tmp_path / "base"
+    used = make_base(base, spare=spare, tie_word_embeddings=tied)
+    before = AutoModelForCausalLM.from_pretrained(base)
+    if shard:
+        (base / "model.safetensors").unlink()
+        before.save_pretrained(base, max_shard_size=shard)
+        assert (base / "model.safetensors.index.json").is_file()
+    assert missing_tokens(base, NEW) == list(NEW)
+    folder = with_tokens(base / "config.json", base, base, NEW)
+    after = AutoModelForCausalLM.from_pretrained(folder)
+    size = used + max(spare, 2)
+    assert (
+        read_json(folder / "config.json")["vocab_size"] == size
+        and len(AutoTokenizer.from_pretrained(folder)) == used + 2
+    )
+    with torch.no_grad():  # transformers' mean is of all rows: leave only those that tokens have
+        before.resize_token_embeddings(used)
+        before.resize_token_embeddings(used + 2)  # noise of 1e-9 times the covariance
+    for resized, expected in (
+        (after.get_input_embeddings(), before.get_input_embeddings()),
+        (after.get_output_embeddings(), before.get_output_embeddings()),
+    ):
+        torch.testing.assert_close(resized.weight[: used + 2], expected.weight, rtol=0, atol=1e-4)
+        assert torch.equal(resized.weight[:used], expected.weight[:used]) and len(resized.weight) == size
+    assert any(path.is_symlink() for path in folder.glob("*.safetensors")) == bool(shard)
+    assert with_tokens(base / "config.json", base, base, NEW) == folder
+    lm.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_export_of_a_base_model_with_new_tokens(tmp_path: Path, chats: Path, tied: bool) -> None:
+    base, out, said = tmp_path / "base", tmp_path / "out", list[str]()
+    used = make_base(base, tie_word_embeddings=tied)
+    fine_tune(recipe_of(base, chats), out, console=Console(say=said.append))
+    assert "the tokenizer and the embeddings get <|im_start|>, <|im_end|> for the chat template" in said
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end == used + 1 and model.config.vocab_size == used + 2 == len(tokenizer)
+    assert model.generation_config.eos_token_id == [model.config.eos_token_id, end]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    assert ids[0].tolist() == Tokenizer(out).encode(text) and (ids == end).sum() == 2
+    with torch.no_grad():
+        torch.testing.assert_close(lm.from_pretrained(out)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+        start = AutoModelForCausalLM.from_pretrained(with_tokens(base / "config.json", base, base, NEW))
+        assert not torch.equal(model.get_input_embeddings().weight[end], start.get_input_embeddings().weight[end])
+
+
+def test_a_config_without_weights_gets_a_larger_vocabulary(tmp_path: Path, chats: Path) -> None:
+    base = tmp_path / "base"
+    used = make_base(base)
+    (base / "model.safetensors").unlink()
+    fine_tune(recipe_of(base, chats, dtype="float32"), tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == used + 2
+
+
+def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Path) -> None:
+    base = tmp_path / "base"
+    make_base(base)
+    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.* not trained by LoRA"):
+        fine_tune(recipe_of(base, chats, lora_rank=2), tmp_path / "out")
+    fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
+    assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
+    found = Base.find(recipe_of(base, chats, chat_template="llama3"))
+    assert found.tokenizer == base and not found.new_tokens
+
+
+def test_embeddings_that_cannot_be_resized_are_named(tmp_path: Path) -> None:
+    make_base(tmp_path, spare=2)
+    config = read_json(tmp_path / "config.json")
+    for change, message in (
+        ({"vocab_size_per_layer_input": 5, "vocab_size": config["vocab_size"] - 2}, "vocab_size_per_layer_input"),
+        ({"vocab_size": None}, "vocab_size: there is none"),
+    ):
+        changed = {key: value for key, value in {**config, **change}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=message):
+            with_tokens(tmp_path / "config.json", tmp_path, None, NEW)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = lm.from_pretrained(tmp_path).hf_state_dict()
+    halved = {name: tensor.to(torch.float8_e4m3fn) if "embed" in name else tensor for name, tensor in weights.items()}
+    save_file(halved, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' is quantised"):
+        with_tokens(tmp_path / "config.json", tmp_path, tmp_path, NEW)
