@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from ligermodels.arguments import check_flag, is_sequence
-from ligermodels.convert.config_json import short
 from ligermodels.convert.input_files import as_path
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
@@ -23,7 +23,7 @@ from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_temp
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.data.turns import Turns
 from ligermodels.data.versions import Versions
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, short
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn: `role`, `content`, and other keys that templates read (`tool_calls`, `name` ...)."""
@@ -64,6 +64,8 @@ class ChatTemplate:
         rendering.render(name, source, self.now, None)
         self.omitted, self.frames = set[tuple[object, str]](), dict[Any, Frame]()
         self.tool_use: ChatTemplate | None = None
+        self.warn: Callable[[str], object] = _warn
+        """Called once for each part of messages that the template omits."""
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
     @classmethod
@@ -291,6 +293,10 @@ def join_turns(first: Message, second: Message) -> Message:
     """Join two turns into a turn with the role of the second; a blank line separates contents that are not empty."""
     contents = filter(None, (first["content"], second["content"]))
     return {**first, **second, "content": "\n\n".join(contents)}
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 @lru_cache(maxsize=8)

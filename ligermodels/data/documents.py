@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
-from ligermodels.data.encoding import Encoder, TextPiece, Tokens
+from ligermodels.data.encoding import Content, Encoded, Encoder, Tokens
 from ligermodels.data.ends import eos_of_checkpoint
 from ligermodels.data.notes import Notes
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
@@ -77,7 +78,8 @@ class Documents:
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         self.encoder = Encoder(tokenizer, template, ends)
         self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
-        self._max_bad_lines, self._packing_strategy, self._unused = max_bad_lines, packing_strategy, set[str]()
+        self._max_bad_lines, self._unused, self._warned = max_bad_lines, set[str](), set[str]()
+        self._splits = {"whole": packing_strategy == "wrapped", "text": packing_strategy != "bfd", "piece": True}
 
     @classmethod
     def of_checkpoint(
@@ -162,24 +164,26 @@ class Documents:
 
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
-        documents: list[Tokens | None] = []
-        texts: dict[int, tuple[TextPiece, bool]] = {}
-        for position, index in enumerate(map(int, indices)):
-            documents.append(None)
-            with self._skipping(index):
-                record, is_line, starts, ends = self._record(index)
-                splits = self._packing_strategy == "wrapped"
-                if not isinstance(record, Completion):
-                    documents[position] = Tokens(*self.encoder.chat(*record), splits)
-                elif record.prompt:
-                    documents[position] = Tokens(*self.encoder.completion(record), splits)
-                else:
-                    piece = TextPiece(record.completion, starts, ends and record.is_finished)
-                    texts[position] = piece, not is_line or self._packing_strategy != "bfd"
-        encoded = self.encoder.texts([piece for piece, _ in texts.values()])
-        for (position, (_, splits)), ids in zip(texts.items(), encoded, strict=True):
-            documents[position] = Tokens(ids, ids, splits) if ids else None
-        return documents
+        indices = list(map(int, indices))
+        encoded = self.encoder.documents([self.content(index) for index in indices])
+        return [self._tokens(index, document) for index, document in zip(indices, encoded, strict=True)]
+
+    def content(self, index: int) -> Content:
+        """The bytes of a document."""
+        return Content(*self.corpus.read(index))
+
+    def _tokens(self, index: int, document: Encoded) -> Tokens | None:
+        """The tokens of a document, and messages about it; None if it has none."""
+        self._note_unused(index, document.unused)
+        for message in document.warnings:
+            if (kind := re.sub(r"\d+", "", message)) not in self._warned:
+                self._warned.add(kind)
+                warnings.warn(message, stacklevel=3)
+        with self._skipping(index):
+            document.check()
+            ids, labels = document.ids.tolist(), document.labels.tolist()
+            return Tokens(ids, labels, self._splits[document.form]) if ids else None
+        return None
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of the first of these documents to `read` together, at least one: they fit into memory."""
@@ -200,22 +204,18 @@ class Documents:
         for index in map(int, indices):
             records.append(None)
             with self._skipping(index):
-                records[-1] = self._record(index)[0]
+                record, unused = self.content(index).record()
+                self._note_unused(index, unused)
+                if isinstance(record, Completion) and not record.completion:
+                    raise NothingToLearn("the text is empty")
+                records[-1] = record
         return records
 
-    def _record(self, index: int) -> tuple[Record, bool, bool, bool]:
-        """The record of a document, and whether it is a line of JSON, starts a text, and ends a text.
-
-        Raises ValueError for an invalid line, NothingToLearn for an empty text.
-        """
-        content, is_line, starts, ends = self.corpus.read(index)
-        record, unused = read_record(content) if is_line else (Completion("", content.decode()), [])
-        if new := [name for name in unused if name not in self._unused]:
+    def _note_unused(self, index: int, names: Iterable[str]) -> None:
+        """Report fields that are not used, once each."""
+        if new := [name for name in names if name not in self._unused]:
             self._unused.update(new)
             self.notes.say(f"{self.name(index)}: has fields that are not used: {', '.join(new)}")
-        if isinstance(record, Completion) and not record.completion:
-            raise NothingToLearn("the text is empty")
-        return record, is_line, starts, ends
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:
