@@ -112,14 +112,15 @@ def _finite(value: Any) -> Any:
 def progress(title: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
     """A progress bar on standard error; call the yielded function to move it.
 
-    Without a terminal it prints a line for each note; in a notebook it rewrites one line in place.
+    Without a terminal it prints a line for each note, and every LINE_SECONDS; in a notebook it rewrites one line in
+    place.
     """
     screen = console(stderr=True)
     if screen.is_jupyter:
         yield _notebook_line(title, in_bytes)
         return
     if not screen.is_terminal:
-        yield lambda done, total, note="": say(f"{title}: {done} of {total}, {note}") if note else None
+        yield _plain_lines(title, in_bytes)
         return
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     # A title that is too long is folded, so that the amount and the time are always complete.
@@ -137,6 +138,27 @@ class _Bar(Progress):
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         yield from (Text(task.fields["note"], overflow="fold") for task in self.tasks if task.fields["note"])
+
+
+LINE_SECONDS = 5.0
+"""Seconds between lines about progress that has no note, where there is no terminal."""
+
+
+def _plain_lines(title: str, in_bytes: bool) -> ProgressUpdate:
+    last = time.monotonic()
+
+    def update(done: int, total: int, note: str = "") -> None:
+        nonlocal last
+        if note:
+            say(f"{title}: {done} of {total}, {note}")
+        elif time.monotonic() - last >= LINE_SECONDS:
+            amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
+            say(f"{title}: {' of '.join(amounts)}")
+        else:
+            return
+        last = time.monotonic()
+
+    return update
 
 
 def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:

@@ -68,6 +68,19 @@ class ChatTemplate:
         """Called once for each part of messages that the template omits."""
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: without functions."""
+        return {name: value for name, value in vars(self).items() if name != "warn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, warn=_warn)
+
+    @property
+    def key(self) -> list[Any]:
+        """All that texts of chats depend on beside the chats, as JSON types; the time only if it is written."""
+        template = [self.source, self.tokens, self.now.isoformat() if "strftime_now" in self.source else None]
+        return [*template, self.tool_use.key if self.tool_use else None]
+
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
         """The chat template of a checkpoint.

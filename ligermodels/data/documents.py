@@ -21,6 +21,7 @@ from ligermodels.data.encoding import Content, Encoded, Encoder, Tokens
 from ligermodels.data.ends import eos_of_checkpoint
 from ligermodels.data.notes import Notes
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
+from ligermodels.data.source import EncodedSource
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 
@@ -78,6 +79,7 @@ class Documents:
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         self.encoder = Encoder(tokenizer, template, ends)
         self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
+        self.source = EncodedSource(self.content, self.encoder)
         self._max_bad_lines, self._unused, self._warned = max_bad_lines, set[str](), set[str]()
         self._splits = {"whole": packing_strategy == "wrapped", "text": packing_strategy != "bfd", "piece": True}
 
@@ -165,8 +167,21 @@ class Documents:
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
         indices = list(map(int, indices))
-        encoded = self.encoder.documents([self.content(index) for index in indices])
+        encoded = self.source.read(indices)
         return [self._tokens(index, document) for index, document in zip(indices, encoded, strict=True)]
+
+    @property
+    def units_ahead(self) -> int:
+        """Groups of documents to announce (`ahead`) before the group that is read."""
+        return self.source.units_ahead
+
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Start to encode documents that will be read together later, if there are processes that encode."""
+        self.source.ahead(list(map(int, indices)))
+
+    def close(self) -> None:
+        """End the processes that encode."""
+        self.source.close()
 
     def content(self, index: int) -> Content:
         """The bytes of a document."""
@@ -258,6 +273,7 @@ class TokenDocuments:
     def __init__(self, documents: Iterable[Sequence[int]], *, splits: bool = True) -> None:
         self.documents, self.bad = [list(ids) for ids in documents], set[int]()
         self.splits, self.notes = splits, Notes(warnings.warn)
+        self.units_ahead = 0
 
     @classmethod
     def chunks(cls, documents: Iterable[Sequence[int]], size: int) -> TokenDocuments:
@@ -270,6 +286,9 @@ class TokenDocuments:
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """These documents as tokens with labels; None for documents without tokens."""
         return [Tokens(ids, ids, self.splits) if (ids := self.documents[index]) else None for index in indices]
+
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Nothing: the documents are tokens already."""
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of these documents to `read` together: all of them."""

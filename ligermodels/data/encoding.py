@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -97,6 +99,8 @@ class Encoder:
         self, tokenizer: Tokenizer, template: Callable[[], ChatTemplate] | None, eos_token_ids: Sequence[int]
     ) -> None:
         self.tokenizer, self._make_template, self.eos_token_ids = tokenizer, template, list(eos_token_ids)
+        self._lock = threading.Lock()
+        """Held while documents are encoded: the template has state."""
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -105,8 +109,36 @@ class Encoder:
             raise CheckpointError("there are chats in the data, and no chat template for them")
         return self._make_template()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: with the template, or the reason why there is none, in place of the function."""
+        template = self._template_or_reason()
+        return {"tokenizer": self.tokenizer, "eos_token_ids": self.eos_token_ids, "template": template}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["tokenizer"], partial(_usable, state["template"]), state["eos_token_ids"])  # type: ignore[misc]
+
+    def _template_or_reason(self) -> ChatTemplate | str:
+        try:
+            return self.template
+        except CheckpointError as error:
+            return str(error)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """All that the tokens depend on beside the documents, as JSON types."""
+        template = self._template_or_reason()
+        return {
+            "tokenizer": hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest(),
+            "eos_token_ids": self.eos_token_ids,
+            "template": None if isinstance(template, str) else template.key,
+        }
+
     def documents(self, contents: Sequence[Content]) -> list[Encoded]:
         """Documents as tokens; each as if it were the only one. Raises CheckpointError if the template is unusable."""
+        with self._lock:
+            return self._documents(contents)
+
+    def _documents(self, contents: Sequence[Content]) -> list[Encoded]:
         documents, texts = list[Encoded](), dict[int, TextPiece]()
         for position, content in enumerate(contents):
             form: Literal["whole", "text", "piece"] = "whole"
@@ -209,3 +241,10 @@ class Encoder:
         last = [*ids[-1:], *after][-1:]
         is_ended = not self.eos_token_ids or (last and last[0] in self.eos_token_ids)
         return after if is_ended else [*after, self.eos_token_ids[0]]
+
+
+def _usable(template: ChatTemplate | str) -> ChatTemplate:
+    """A template. Raises CheckpointError with the reason if there is none."""
+    if isinstance(template, str):
+        raise CheckpointError(template)
+    return template

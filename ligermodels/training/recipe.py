@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
+from ligermodels.training.tokenising_settings import TOKENISING, TokenisingSettings
 
 R = TypeVar("R", bound="TrainingRecipe")
 
@@ -48,7 +49,7 @@ CONDITIONS: tuple[Condition, ...] = (
 """Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
 
-class TrainingRecipe(BaseModel):
+class TrainingRecipe(TokenisingSettings):
     """Settings of a run. The same recipe and data give the same run.
 
     Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
@@ -78,6 +79,7 @@ class TrainingRecipe(BaseModel):
             "micro_batch_tokens",
             "parallel",
             "tokenizer",
+            *TOKENISING,
         }
     )
     """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path

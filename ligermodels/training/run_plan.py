@@ -35,6 +35,7 @@ from ligermodels.training.inputs import (
     same_recipe,
 )
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.tokenising import start_tokenising
 
 B = TypeVar("B", bound=Iterator[Batch])
 
@@ -146,10 +147,15 @@ def plan_run(
     if checkpoint:
         require_same_content(content, checkpoint["content"])
     training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    start_tokenising(recipe, documents, console)
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
-        steps = _count_steps(recipe, documents, training, validation, console)
+        try:
+            steps = _count_steps(recipe, documents, training, validation, console)
+        except BaseException:
+            documents.close()
+            raise
         check_longer(steps, checkpoint.get("steps", 0))
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
     if warmup > steps:
