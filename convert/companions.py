@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import CHAT_TEMPLATES, PROCESSORS, TOKENIZER
-from ligermodels.convert.input_files import is_present
-from ligermodels.errors import CheckpointError
+from ligermodels.convert.input_files import is_present, read_json_object
+from ligermodels.errors import CheckpointError, ConfigError
 
 
 class Companions(NamedTuple):
@@ -30,7 +29,7 @@ class Companions(NamedTuple):
     def of(cls, folder: Path) -> Companions:
         """The companions in `folder`; ConfigError if its generation_config.json holds no JSON object."""
         generation = folder / "generation_config.json"
-        config = read_json(generation) if is_present(generation, CheckpointError) else None
+        config = read_json_object(generation, ConfigError) if is_present(generation, CheckpointError) else None
         return cls(config, tokenizer_files(folder), _present(folder, PROCESSORS))
 
 

@@ -8,6 +8,9 @@ from typing import Any, Literal, get_args
 
 from ligermodels.errors import InputError, short
 
+IGNORE_INDEX = -100
+"""Label of tokens that are not trained on."""
+
 LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 

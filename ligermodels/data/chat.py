@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from ligermodels.arguments import check_flag, is_sequence
-from ligermodels.convert.config_json import short
 from ligermodels.convert.input_files import as_path
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
@@ -23,7 +23,7 @@ from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_temp
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.data.turns import Turns
 from ligermodels.data.versions import Versions
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, short
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn: `role`, `content`, and other keys that templates read (`tool_calls`, `name` ...)."""
@@ -64,7 +64,22 @@ class ChatTemplate:
         rendering.render(name, source, self.now, None)
         self.omitted, self.frames = set[tuple[object, str]](), dict[Any, Frame]()
         self.tool_use: ChatTemplate | None = None
+        self.warn: Callable[[str], object] = _warn
+        """Called once for each part of messages that the template omits."""
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: without functions."""
+        return {name: value for name, value in vars(self).items() if name != "warn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, warn=_warn)
+
+    @property
+    def key(self) -> list[Any]:
+        """All that texts of chats depend on beside the chats, as JSON types; the time only if it is written."""
+        template = [self.source, self.tokens, self.now.isoformat() if "strftime_now" in self.source else None]
+        return [*template, self.tool_use.key if self.tool_use else None]
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> ChatTemplate:
@@ -291,6 +306,10 @@ def join_turns(first: Message, second: Message) -> Message:
     """Join two turns into a turn with the role of the second; a blank line separates contents that are not empty."""
     contents = filter(None, (first["content"], second["content"]))
     return {**first, **second, "content": "\n\n".join(contents)}
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 @lru_cache(maxsize=8)

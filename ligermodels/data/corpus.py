@@ -97,6 +97,19 @@ class Corpus:
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return {"files": len(files), "bytes": sum(file.size for file in self._files), "digest": digest[:16]}
 
+    def versions(self) -> list[Any]:
+        """The files' content, time of the last change, and bounds of documents, for the key of a cache."""
+        return [
+            {
+                **of_file(file.path, InputError),
+                "name": "",
+                "changed": os.stat(file.path).st_mtime_ns,
+                "lines": file.has_lines,
+                "documents": hashlib.sha256(file.starts.tobytes()).hexdigest(),
+            }
+            for file in self._files
+        ]
+
     def _find(self, index: int) -> tuple[_File, int]:
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,10 +17,11 @@ from typing import Any, Literal
 
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
-from ligermodels.data.encoding import Encoder, TextPiece, Tokens
+from ligermodels.data.encoding import Content, Encoded, Encoder, Tokens
 from ligermodels.data.ends import eos_of_checkpoint
 from ligermodels.data.notes import Notes
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
+from ligermodels.data.source import EncodedSource
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 
@@ -77,7 +79,9 @@ class Documents:
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         self.encoder = Encoder(tokenizer, template, ends)
         self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
-        self._max_bad_lines, self._packing_strategy, self._unused = max_bad_lines, packing_strategy, set[str]()
+        self.source = EncodedSource(self.content, self.encoder)
+        self._max_bad_lines, self._unused, self._warned = max_bad_lines, set[str](), set[str]()
+        self._splits = {"whole": packing_strategy == "wrapped", "text": packing_strategy != "bfd", "piece": True}
 
     @classmethod
     def of_checkpoint(
@@ -162,24 +166,39 @@ class Documents:
 
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
-        documents: list[Tokens | None] = []
-        texts: dict[int, tuple[TextPiece, bool]] = {}
-        for position, index in enumerate(map(int, indices)):
-            documents.append(None)
-            with self._skipping(index):
-                record, is_line, starts, ends = self._record(index)
-                splits = self._packing_strategy == "wrapped"
-                if not isinstance(record, Completion):
-                    documents[position] = Tokens(*self.encoder.chat(*record), splits)
-                elif record.prompt:
-                    documents[position] = Tokens(*self.encoder.completion(record), splits)
-                else:
-                    piece = TextPiece(record.completion, starts, ends and record.is_finished)
-                    texts[position] = piece, not is_line or self._packing_strategy != "bfd"
-        encoded = self.encoder.texts([piece for piece, _ in texts.values()])
-        for (position, (_, splits)), ids in zip(texts.items(), encoded, strict=True):
-            documents[position] = Tokens(ids, ids, splits) if ids else None
-        return documents
+        indices = list(map(int, indices))
+        encoded = self.source.read(indices)
+        return [self._tokens(index, document) for index, document in zip(indices, encoded, strict=True)]
+
+    @property
+    def units_ahead(self) -> int:
+        """Groups of documents to announce (`ahead`) before the group that is read."""
+        return self.source.units_ahead
+
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Start to encode documents that will be read together later, if there are processes that encode."""
+        self.source.ahead(list(map(int, indices)))
+
+    def close(self) -> None:
+        """End the processes that encode."""
+        self.source.close()
+
+    def content(self, index: int) -> Content:
+        """The bytes of a document."""
+        return Content(*self.corpus.read(index))
+
+    def _tokens(self, index: int, document: Encoded) -> Tokens | None:
+        """The tokens of a document, and messages about it; None if it has none."""
+        self._note_unused(index, document.unused)
+        for message in document.warnings:
+            if (kind := re.sub(r"\d+", "", message)) not in self._warned:
+                self._warned.add(kind)
+                warnings.warn(message, stacklevel=3)
+        with self._skipping(index):
+            document.check()
+            ids, labels = document.ids.tolist(), document.labels.tolist()
+            return Tokens(ids, labels, self._splits[document.form]) if ids else None
+        return None
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of the first of these documents to `read` together, at least one: they fit into memory."""
@@ -200,20 +219,12 @@ class Documents:
         for index in map(int, indices):
             records.append(None)
             with self._skipping(index):
-                records[-1] = self._record(index)[0]
+                record, unused = self.content(index).record()
+                self._note_unused(index, unused)
+                if isinstance(record, Completion) and not record.completion:
+                    raise NothingToLearn("the text is empty")
+                records[-1] = record
         return records
-
-    def _record(self, index: int) -> tuple[Record, bool, bool, bool]:
-        """The record of a document, and whether it is a line of JSON, starts a text, and ends a text.
-
-        Raises ValueError for an invalid line, NothingToLearn for an empty text.
-        """
-        content, is_line, starts, ends = self.corpus.read(index)
-        record, unused = read_record(content) if is_line else (Completion("", content.decode()), [])
-        self._note_unused(index, unused)
-        if isinstance(record, Completion) and not record.completion:
-            raise NothingToLearn("the text is empty")
-        return record, is_line, starts, ends
 
     def _note_unused(self, index: int, names: Iterable[str]) -> None:
         """Report fields that are not used, once each."""
@@ -262,6 +273,7 @@ class TokenDocuments:
     def __init__(self, documents: Iterable[Sequence[int]], *, splits: bool = True) -> None:
         self.documents, self.bad = [list(ids) for ids in documents], set[int]()
         self.splits, self.notes = splits, Notes(warnings.warn)
+        self.units_ahead = 0
 
     @classmethod
     def chunks(cls, documents: Iterable[Sequence[int]], size: int) -> TokenDocuments:
@@ -274,6 +286,9 @@ class TokenDocuments:
     def read(self, indices: Iterable[int]) -> list[Tokens | None]:
         """These documents as tokens with labels; None for documents without tokens."""
         return [Tokens(ids, ids, self.splits) if (ids := self.documents[index]) else None for index in indices]
+
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Nothing: the documents are tokens already."""
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of these documents to `read` together: all of them."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
 from ligermodels.data.record_fields import is_cut
-from ligermodels.data.records import Completion, NothingToLearn
+from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import IGNORE_INDEX
 
 
 class Tokens(NamedTuple):
@@ -42,6 +47,51 @@ class Example(NamedTuple):
     mismatched: Tokens | None = None
 
 
+class Content(NamedTuple):
+    """The bytes of a document, and whether it is a line of JSON, starts a text, and ends a text."""
+
+    content: bytes
+    is_line: bool
+    starts: bool
+    ends: bool
+
+    def record(self) -> tuple[Record, list[str]]:
+        """The record, and the names of its fields that are not used. Raises ValueError if it is invalid."""
+        return read_record(self.content) if self.is_line else (Completion("", self.content.decode()), [])
+
+
+class Encoded(NamedTuple):
+    """A document as tokens, or the reason why it has none. It depends on the document's content, the tokenizer and the
+    chat template alone, not on other documents.
+
+    ids: token ids, int32.
+    trained: for each token whether it is trained on; None for all.
+    form: "whole" for chats and completions, "text" for texts in lines of JSON, "piece" for pieces of a text file.
+    problem: "" for a usable document, else the reason why it is unusable or empty.
+    is_empty: whether it is valid and has nothing to learn.
+    unused: names of fields that are not used.
+    warnings: warnings of the chat template.
+    """
+
+    ids: NDArray[np.int32] = np.empty(0, np.int32)
+    trained: NDArray[np.bool_] | None = None
+    form: Literal["whole", "text", "piece"] = "whole"
+    problem: str = ""
+    is_empty: bool = False
+    unused: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """The ids, -100 for tokens that are not trained on, int32."""
+        return self.ids if self.trained is None else np.where(self.trained, self.ids, np.int32(IGNORE_INDEX))
+
+    def check(self) -> None:
+        """Raise ValueError for an unusable document, NothingToLearn for an empty one."""
+        if self.problem:
+            raise (NothingToLearn if self.is_empty else ValueError)(self.problem)
+
+
 class TextPiece(NamedTuple):
     """A piece of a text; `starts` and `ends` say whether it is the first and the last piece."""
 
@@ -63,7 +113,8 @@ class Encoder:
         self, tokenizer: Tokenizer, template: Callable[[], ChatTemplate] | None, eos_token_ids: Sequence[int]
     ) -> None:
         self.tokenizer, self._make_template, self.eos_token_ids = tokenizer, template, list(eos_token_ids)
-        self._written: set[str] = set()
+        self._lock = threading.Lock()
+        """Held while documents are encoded: the template has state."""
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -71,6 +122,72 @@ class Encoder:
         if self._make_template is None:
             raise CheckpointError("there are chats in the data, and no chat template for them")
         return self._make_template()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: with the template, or the reason why there is none, in place of the function."""
+        template = self._template_or_reason()
+        return {"tokenizer": self.tokenizer, "eos_token_ids": self.eos_token_ids, "template": template}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["tokenizer"], partial(_usable, state["template"]), state["eos_token_ids"])  # type: ignore[misc]
+
+    def _template_or_reason(self) -> ChatTemplate | str:
+        try:
+            return self.template
+        except CheckpointError as error:
+            return str(error)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """All that the tokens depend on beside the documents, as JSON types."""
+        template = self._template_or_reason()
+        return {
+            "tokenizer": hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest(),
+            "eos_token_ids": self.eos_token_ids,
+            "template": None if isinstance(template, str) else template.key,
+        }
+
+    def documents(self, contents: Sequence[Content]) -> list[Encoded]:
+        """Documents as tokens; each as if it were the only one. Raises CheckpointError if the template is unusable."""
+        with self._lock:
+            return self._documents(contents)
+
+    def _documents(self, contents: Sequence[Content]) -> list[Encoded]:
+        documents, texts = list[Encoded](), dict[int, TextPiece]()
+        for position, content in enumerate(contents):
+            form: Literal["whole", "text", "piece"] = "whole"
+            unused: list[str] = []
+            warnings: list[str] = []
+            ids, labels, problem, is_empty = list[int](), list[int](), "", False
+            try:
+                record, unused = content.record()
+                if not isinstance(record, Completion):
+                    self._collect_warnings(warnings)
+                    ids, labels = self.chat(*record)
+                elif not record.completion:
+                    raise NothingToLearn("the text is empty")
+                elif record.prompt:
+                    ids, labels = self.completion(record)
+                else:
+                    form = "text" if content.is_line else "piece"
+                    texts[position] = TextPiece(record.completion, content.starts, content.ends and record.is_finished)
+            except CheckpointError:  # The template is missing or unusable: the document is not at fault.
+                raise
+            except ValueError as error:
+                problem, is_empty = str(error), isinstance(error, NothingToLearn)
+            trained = None if labels == ids else np.asarray(labels) != IGNORE_INDEX
+            array = np.asarray(ids, np.int32)
+            documents.append(Encoded(array, trained, form, problem, is_empty, tuple(unused), tuple(warnings)))
+        for (position, _), ids in zip(texts.items(), self.texts(list(texts.values())), strict=True):
+            documents[position] = documents[position]._replace(ids=np.asarray(ids, np.int32))
+        return documents
+
+    def _collect_warnings(self, warnings: list[str]) -> None:
+        """Append the template's warnings about the next chat to `warnings`, also those that it has given before."""
+        for template in (self.template, self.template.tool_use):
+            if template is not None:
+                template.omitted.clear()
+                template.warn = warnings.append
 
     def texts(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
         """Token ids of pieces of texts: after the first piece's BOS, and before the last piece's EOS."""
@@ -104,7 +221,7 @@ class Encoder:
             NothingToLearn: no token has a label.
         """
         for name in ("tools", "documents"):
-            if name in variables and name not in self._written:
+            if name in variables:
                 self._check_written(messages, variables, name)
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         if is_cut(messages[-1]):  # The token that ends the turn is the template's, not the model's.
@@ -125,7 +242,6 @@ class Encoder:
                 raise ValueError(
                     f'{self.template.name}: does not write the "{name}" of the chat; give another template'
                 )
-        self._written.add(name)
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""
@@ -139,3 +255,10 @@ class Encoder:
         last = [*ids[-1:], *after][-1:]
         is_ended = not self.eos_token_ids or (last and last[0] in self.eos_token_ids)
         return after if is_ended else [*after, self.eos_token_ids[0]]
+
+
+def _usable(template: ChatTemplate | str) -> ChatTemplate:
+    """A template. Raises CheckpointError with the reason if there is none."""
+    if isinstance(template, str):
+        raise CheckpointError(template)
+    return template

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -105,9 +104,8 @@ def _warn_of_omission(versions: Versions, text: str, i: int, part: str) -> None:
         return
     if part != "reasoning" or not any(message.get("role") == "assistant" for message in later):
         template.omitted.add((role, part))
-        warnings.warn(
-            f"{template.name}: does not write the {part} of the {role} (message {i}): the model is trained without it",
-            stacklevel=2,
+        template.warn(
+            f"{template.name}: does not write the {part} of the {role} (message {i}): the model is trained without it"
         )
 
 

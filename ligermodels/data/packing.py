@@ -91,6 +91,8 @@ class PackedBatches:
         elif self._seed is not None:
             self._order = self._indices[permutation(len(self._indices), self._seed, epoch)]
         self._pool = Pool(self._seq_len)
+        self._units, self._end = deque[Indices](), place
+        """Groups of documents to read together, the next group first; and the place after them."""
 
     @property
     def num_documents(self) -> int:
@@ -131,11 +133,10 @@ class PackedBatches:
         """The pieces of the next sequence; none after the last epoch."""
         while self._epoch != self._epochs:
             while not self._pool.is_full and self._place < len(self._order):
-                some = self._order[self._place : self._place + AT_ONCE]
-                some = some[: self._documents.at_once(some)]
-                for piece in self._read(some):
+                self._announce()
+                for piece in self._read(self._units[0]):
                     self._pool.add(piece)
-                self._place += len(some)
+                self._place += len(self._units.popleft())
             if not self._pool:
                 self._end_epoch()
                 continue
@@ -144,6 +145,14 @@ class PackedBatches:
                 self._num_rows += 1
                 return row
         return []
+
+    def _announce(self) -> None:
+        """Divide the next documents into groups, so that some can be encoded ahead of their use."""
+        while len(self._units) <= self._documents.units_ahead and self._end < len(self._order):
+            some = self._order[self._end : self._end + AT_ONCE]
+            self._units.append(some[: self._documents.at_once(some)])
+            self._documents.ahead(self._units[-1])
+            self._end += len(self._units[-1])
 
     def _end_epoch(self) -> None:
         self._documents.notes.say_totals()

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.convert.companions import chat_templates
-from ligermodels.convert.config_json import read_json, short
-from ligermodels.convert.input_files import as_path, is_present, read_text, shown
+from ligermodels.convert.input_files import as_path, is_present, read_json_object, read_text, shown
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.data.built_in_templates import template_file
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, ConfigError, short
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens in templates."""
@@ -50,7 +49,7 @@ def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> 
     sources = {name: Source(str(path), read_text(path, CheckpointError)) for name, path in files.items()}
     for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
         if not sources and is_present(path, CheckpointError):
-            sources = _named(read_json(path).get("chat_template"), f"{path}: chat_template")
+            sources = _named(_read(path).get("chat_template"), f"{path}: chat_template")
     if not sources:
         raise CheckpointError(
             f"{shown(folder)}: has no chat template (base models have none): give the file of one, or a name: "
@@ -65,10 +64,14 @@ def read_tokens(folder: Path) -> dict[str, str]:
     """Name -> text of the special tokens of a checkpoint, variables of its chat templates."""
     tokens: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_json(folder / name) if is_present(folder / name, CheckpointError) else {}
+        config = _read(folder / name) if is_present(folder / name, CheckpointError) else {}
         texts = {key: token_text(config.get(key)) for key in TOKENS}
         tokens |= {key: text for key, text in texts.items() if text is not None}
     return tokens
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path, ConfigError)
 
 
 def _named(field: Any, place: str) -> dict[str, Source]:

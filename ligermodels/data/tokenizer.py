@@ -11,7 +11,6 @@ from ligermodels.convert.hub import resolve
 from ligermodels.convert.input_files import TOKENIZER_BYTES, as_path, read_bytes
 from ligermodels.convert.journal import settle
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.generation.text_stream import TextStream
 
 __all__ = ["Tokenizer"]
 
@@ -137,6 +136,8 @@ class Tokenizer:
 
     def continuation(self, prompt: Sequence[int], new: Iterable[int]) -> str:
         """Text of the token ids `new`, decoded as the continuation of the token ids `prompt`."""
+        from ligermodels.generation.text_stream import TextStream  # imports torch, which encoding does not need
+
         stream = TextStream(self, prompt)
         return "".join([*map(stream.push, new), stream.flush()])
 

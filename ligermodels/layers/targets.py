@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
@@ -16,8 +17,6 @@ from ligermodels.layers.packing import assert_async, check_plain, check_same_tok
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 from ligermodels.ops.runtime.devices import is_recording
-
-IGNORE_INDEX = -100
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:

@@ -19,6 +19,7 @@ from ligermodels.training.data_form import DataForm
 from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
+from ligermodels.training.tokenising_settings import TOKENISING, TokenisingSettings
 
 R = TypeVar("R", bound="TrainingRecipe")
 
@@ -50,7 +51,7 @@ CONDITIONS: tuple[Condition, ...] = (
 """Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
 
-class TrainingRecipe(OptimizerSettings):
+class TrainingRecipe(OptimizerSettings, TokenisingSettings):
     """Settings of a run. The same recipe and data give the same run.
 
     Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
@@ -80,6 +81,7 @@ class TrainingRecipe(OptimizerSettings):
             "micro_batch_tokens",
             "parallel",
             "tokenizer",
+            *TOKENISING,
         }
         | monitoring.MAY_CHANGE
     )

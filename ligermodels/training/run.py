@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -96,10 +96,11 @@ def run_job(
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=ranks, console=console)
-        state = build_state(
-            plan, job, checkpoints, prepare_base=prepare_base, device=device, attention=attention, console=console
-        )
-        outcome, is_ctrl_c = _train(state, folder, ranks, console, callbacks)
+        with closing(plan.documents):
+            state = build_state(
+                plan, job, checkpoints, prepare_base=prepare_base, device=device, attention=attention, console=console
+            )
+            outcome, is_ctrl_c = _train(state, folder, ranks, console, callbacks)
         ranks.gather(None)  # no rank leaves while another rank needs it
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")

@@ -39,6 +39,7 @@ from ligermodels.training.inputs import (
     same_recipe,
 )
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.tokenising import start_tokenising
 
 B = TypeVar("B", bound=Iterator[Batch])
 
@@ -162,11 +163,16 @@ def plan_run(
     training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
     if (mixture := mixture_of(recipe, documents, training)) is not None:
         console.say(mixture_summary(recipe, documents, mixture))
+    start_tokenising(recipe, documents, console)
     counts = dict[str, Count]()
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
-        steps, counts = _count_steps(recipe, documents, training, validation, console)
+        try:
+            steps, counts = _count_steps(recipe, documents, training, validation, console)
+        except BaseException:
+            documents.close()
+            raise
     for message in data_messages(recipe, steps, len(training), len(validation), counts):
         console.say(message)
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
