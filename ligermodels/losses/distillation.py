@@ -21,7 +21,7 @@ def generalized_jsd_loss(
     *,
     beta: float = 0.5,
     **options: Any,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """Generalized Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649), without the logits in memory.
 
     For each token beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student.
@@ -35,11 +35,13 @@ def generalized_jsd_loss(
         beta: in [0, 1]. 0 is the forward KL, KL(teacher || student), and 1 the reverse KL, KL(student || teacher): the
             limits of the divergence over beta and over 1 - beta, because the divergence itself vanishes there.
             Default: 0.5.
-        options: bias, teacher_bias, temperature, reduction, softcap, logit_scale, teacher_softcap,
-            teacher_logit_scale, memory_budget and num_tokens of `ops.linear_distillation`.
+        options: bias, teacher_bias, temperature, reduction, token_weights, softcap, logit_scale, teacher_softcap,
+            teacher_logit_scale, return_acceptance, return_agreement, memory_budget and num_tokens of
+            `ops.linear_distillation`; call that op for other divergences, such as the total variation.
 
     Returns:
-        The mean over the tokens of the mask, or another `reduction`; float32 (float64 for float64 `hidden`).
+        The mean over the tokens of the mask, or another `reduction`; float32 (float64 for float64 `hidden`). With
+        return_acceptance or return_agreement a tuple of the loss and these, as `ops.linear_distillation`.
 
     Raises:
         InputError: beta is not in [0, 1], or shapes, dtypes, devices or options do not fit.

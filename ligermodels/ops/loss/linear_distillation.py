@@ -78,10 +78,11 @@ def linear_distillation(
         teacher_softcap: the softcap of the teacher's logits. Default: no cap.
         teacher_logit_scale: the factor of the teacher's logits. Default: 1.
         return_acceptance: also return, for each token, the sum over classes of the smaller of the student's and the
-            teacher's probability: the probability that speculative sampling accepts a token that the student draws.
-            The distributions are those of the divergence, at its temperature. (...), the dtype of the loss.
-        return_agreement: also return, for each token, whether the largest logits of both are at the same class, as
-            greedy decoding asks. bool (...).
+            teacher's probability: the probability that speculative sampling accepts a token that the student samples.
+            Both distributions are the ones that the divergence compares: over the V classes, with softcap, scale and
+            temperature. (...), the dtype of the loss.
+        return_agreement: also return, for each token, whether both sides have the largest logit at the same class, so
+            that greedy decoding accepts the token. bool (...).
         memory_budget: bytes for the logits of a chunk, of both sides, and everything computed from them; a chunk has at
             least one row. Gradients, and the float32 sum of the weight's gradient as in `linear_cross_entropy`, may
             come in addition. Default: 1 GiB.
@@ -91,8 +92,8 @@ def linear_distillation(
 
     Returns:
         The divergence, float32 (float64 for float64 `hidden`); or a tuple of the divergence and the requested extras,
-        in the order acceptance, agreement. These have no gradient and no token weight, and are 0 and False outside of
-        the mask, whatever the reduction.
+        in the order acceptance, agreement. Under every reduction these are per token, without token weights and without
+        a gradient, and 0 and False outside the mask.
 
     Raises:
         InputError: shapes, dtypes, devices or options do not fit.
