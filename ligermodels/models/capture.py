@@ -16,7 +16,7 @@ Checkpoints of draft heads name these states by one of two numbers:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ def capture(
         return_hidden_states=sorted(checked),
         return_last_hidden_state=True,
     )
-    return Captured(torch.cat(output.hidden_states, dim=-1), output.last_hidden_state)
+    states = torch.cat(cast("tuple[Tensor, ...]", output.hidden_states), dim=-1)
+    return Captured(states, cast(Tensor, output.last_hidden_state))
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
