@@ -78,7 +78,7 @@ class DistillationModel(nn.Module):
 
     def _head_divergence(self, hidden: Tensor, taught: Tensor, mask: Tensor, num_tokens: int | None) -> Tensor:
         head, other, size = self.model.head, self.teacher.head, self._vocab_size
-        return generalized_jsd_loss(
+        return generalized_jsd_loss(  # type: ignore[return-value]  # a tensor without extras
             hidden, head.weight[:size], taught, other.weight[:size], mask, reduction="sum", num_tokens=num_tokens,
             bias=None if head.bias is None else head.bias[:size],
             teacher_bias=None if other.bias is None else other.bias[:size],
