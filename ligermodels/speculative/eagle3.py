@@ -263,7 +263,7 @@ class Eagle3Model(MultiHeadModel):
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
         if self.embed is not None:
-            return cast(Tensor, self.embed(input_ids))
+            return self.embed(input_ids)
         return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Eagle3Model(MultiHeadModel):
             project = partial(F.linear, weight=call_gathered(self.base, self.projection.rows, dtype))
 
         def lm_head(hidden: Tensor) -> Tensor:
-            return cast(Tensor, project(hidden if self.config.norm_output else head.norm(hidden)))
+            return project(hidden if self.config.norm_output else head.norm(hidden))
 
         def step(embeds: Tensor, hidden: Tensor, *, layer: int, **options: Any) -> Tensor:
             return cast(DraftStates, head(embeds, hidden, **options)).next

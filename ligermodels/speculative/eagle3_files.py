@@ -71,7 +71,7 @@ def save_head(
     state = _state(model)
     if model.lm_head is None:
         state[LM_HEAD] = call_gathered(base, model.projection.rows, base.dtype)
-    further = {} if model.vocabulary.is_whole and not form.always_tables else model.vocabulary.tables()
+    further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
     if form.embedding:
         further[formats.EMBEDDING] = _embedding(model)
     dtype = str(model.head.reader.fc.weight.dtype).removeprefix("torch.")

@@ -106,18 +106,16 @@ class Profile:
     prefix: prefix of the layer's tensors.
     config: (config, target, num_steps, dtype) -> config.json.
     embedding: whether the embedding is in the file. Servers take the model's own where it is not.
-    always_tables: whether d2t and t2d are in the file for the whole vocabulary too.
     """
 
     prefix: str
     config: Any
     embedding: bool
-    always_tables: bool
 
 
 PROFILES = {
-    "speculators": Profile("layers.0", speculators_config, embedding=True, always_tables=False),
-    "specforge": Profile("midlayer", specforge_config, embedding=False, always_tables=True),
+    "speculators": Profile("layers.0", speculators_config, embedding=True),
+    "specforge": Profile("midlayer", specforge_config, embedding=False),
 }
 
 
