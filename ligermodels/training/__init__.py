@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
+    from ligermodels.training.muon_matrices import hidden_matrices
+    from ligermodels.training.muon_optimizer import Muon, muon
     from ligermodels.training.optimizer import adamw
     from ligermodels.training.recipe import TrainingRecipe
+    from ligermodels.training.recording import RecordableOptimizer, Recording
     from ligermodels.training.reports import OutputMetrics, StepMetrics
     from ligermodels.training.run import run_job
     from ligermodels.training.schedule import lr_schedule, schedule_factor, warmup_cosine
@@ -34,6 +37,7 @@ _get, __dir__ = lazy_names(
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
+        "muon_matrices": ("hidden_matrices",),
         "job": ("Job",),
         "cuda_graph": ("GraphStep", "graph_step"),
         "loop": ("train",),
@@ -41,8 +45,10 @@ _get, __dir__ = lazy_names(
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
+        "muon_optimizer": ("Muon", "muon"),
         "optimizer": ("adamw",),
         "recipe": ("TrainingRecipe",),
+        "recording": ("RecordableOptimizer", "Recording"),
         "reports": ("OutputMetrics", "StepMetrics"),
         "run": ("run_job",),
         "schedule": ("lr_schedule", "schedule_factor", "warmup_cosine"),
@@ -69,15 +75,20 @@ __all__ = [
     "Job",
     "MTPRecipe",
     "MedusaRecipe",
+    "Muon",
     "Outcome",
     "OutputMetrics",
+    "RecordableOptimizer",
+    "Recording",
     "StepMetrics",
     "TrainingRecipe",
     "adamw",
     "clip_gradients",
     "fine_tune",
     "graph_step",
+    "hidden_matrices",
     "lr_schedule",
+    "muon",
     "read_recipe",
     "run_job",
     "schedule_factor",

@@ -15,7 +15,10 @@ from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError, short
 from ligermodels.ops import adamw_step
-from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
+from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
+from ligermodels.ops.optimizer.rounding import Shard
+from ligermodels.training.graph_numbers import GraphNumbers
+from ligermodels.training.recording import Recording
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -35,7 +38,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     # Defaults of the class, because copies of an optimizer take only its state, groups and defaults.
-    graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
+    graph_numbers: GraphNumbers | None = None  # while a CUDA graph of the step is recorded
     steps_in_backward = False
 
     def __init__(
@@ -100,8 +103,8 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         for index, group, parameter in self.indexed_parameters():
             if parameter.grad is not None:
-                self.start_state(parameter)
-                self._update(parameter, self.param_groups[group], index)
+                self.start_state(parameter, index)
+                self.update_parameter(parameter, self.param_groups[group], index)
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
@@ -124,13 +127,13 @@ class FusedAdamW(torch.optim.AdamW):
         def update(parameter: Tensor, index: int, group: int) -> None:
             if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
-            this.start_state(parameter)
+            this.start_state(parameter, index)
             if parameter.is_cuda:
                 if parameter.device not in streams:
                     streams[parameter.device] = torch.cuda.Stream(parameter.device)
                 this._update_on(streams[parameter.device], parameter, this.param_groups[group], index)
             else:
-                this._update(parameter, this.param_groups[group], index)
+                this.update_parameter(parameter, this.param_groups[group], index)
             parameter.grad = None
 
         handles = [
@@ -151,7 +154,7 @@ class FusedAdamW(torch.optim.AdamW):
         main = torch.cuda.current_stream(parameter.device)
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            self._update(parameter, group, index)
+            self.update_parameter(parameter, group, index)
         local_shard(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
 
         def join() -> None:
@@ -159,42 +162,69 @@ class FusedAdamW(torch.optim.AdamW):
 
         torch.autograd.Variable._execution_engine.queue_callback(join)  # at the end of the backward pass
 
+    # -- one parameter: what a subclass changes ------------------------------------------------------------------------
+
     @torch.no_grad()
-    def start_state(self, parameter: Tensor) -> None:
+    def start_state(self, parameter: Tensor, index: int) -> None:
         """Create the state of a parameter that has none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            state.update(self.new_state(parameter, index))
         if state["step"].device.type != "cpu":  # torch's fused AdamW counts on the GPU; reading it waits
             state["step"] = state["step"].cpu()
 
+    def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
+        """The state of a parameter before its first step, without the number of steps."""
+        return {
+            name: torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+
+    def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
+        """The numbers of a parameter's update that change from step to step.
+
+        Args:
+            group: the options of its group.
+            step: number of the step, from 1.
+            index: index of the parameter.
+        """
+        return adamw_numbers(step, float(group["lr"]), group["betas"], group["weight_decay"])
+
     @torch.no_grad()
-    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+    def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        """Update one parameter, and count its step unless a CUDA graph is recorded."""
         state, seeds = self.state[parameter], self.rounding_seeds(index)
-        p, g, m, v = (local_shard(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+        tensors = [local_shard(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        options = {"betas": group["betas"], "eps": group["eps"]}
         if self.graph_numbers is not None:
-            adamw_step_in_memory(p, g, m, v, **self.graph_numbers.of(index), betas=group["betas"], eps=group["eps"])
+            numbers, key = self.graph_numbers.of(index)
+            adamw_step_in_memory(*tensors, numbers=numbers, key=key, **options)
             return
         state["step"] += 1
         adamw_step(
-            p,
-            g,
-            m,
-            v,
+            *tensors,
             step=int(state["step"]),
             lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
             weight_decay=group["weight_decay"],
             rounding_seeds=seeds,
-            shard=None if seeds is None else _shard(parameter),
+            shard=None if seeds is None else shard_of(parameter),
+            **options,
         )
 
     def rounding_seeds(self, index: int) -> tuple[int, int] | None:
         """Seeds of stochastic rounding. The index gives parameters of the same shape different random bits."""
         return (self.defaults["seed"], index) if self.defaults["rounding"] == "stochastic" else None
+
+    # -- CUDA graphs: see `RecordableOptimizer` ------------------------------------------------------------------------
+
+    def recording_refusal(self) -> str:
+        """Why the step cannot be recorded now; "" if it can."""
+        return "the optimizer steps in the backward pass" if self.steps_in_backward else ""
+
+    def recording(self) -> Recording:
+        """The numbers of the step, in tensors."""
+        return GraphNumbers(self)
 
 
 def local_shard(x: Any) -> Tensor:
@@ -202,7 +232,7 @@ def local_shard(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _shard(parameter: Tensor) -> Shard | None:
+def shard_of(parameter: Tensor) -> Shard | None:
     """The position of this rank's shard in a sharded parameter; None for a plain parameter."""
     box = local_box(parameter) if is_dtensor(parameter) else None
     return None if box is None else Shard(parameter.shape, box.starts)

@@ -9,6 +9,9 @@ from torch import nn
 from torch.optim import Adafactor, Optimizer
 
 from ligermodels.training.fused_adamw import FusedAdamW
+from ligermodels.training.muon_matrices import hidden_matrices
+from ligermodels.training.muon_optimizer import Muon
+from ligermodels.training.optimizer_settings import OptimizerName
 from ligermodels.training.parameter_groups import parameter_groups
 
 
@@ -40,22 +43,29 @@ def adamw(
 
 
 def optimizer_named(
-    name: str,
+    name: OptimizerName,
     groups: list[dict[str, Any]],
     *,
+    model: nn.Module,
     betas: tuple[float, float],
+    momentum: float = 0.95,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
 ) -> Optimizer:
     """The optimizer of a recipe.
 
     Args:
-        name: "adamw" or "adafactor".
+        name: name of the optimizer.
         groups: parameter groups with learning rates.
+        model: the model that is trained; Muon finds the hidden matrices in it.
         betas: AdamW: decay rates of the moments.
-        rounding: AdamW: rounding of bfloat16 parameters.
-        seed: AdamW: seed of stochastic rounding.
+        momentum: Muon: decay rate of the momentum.
+        rounding: AdamW and Muon: rounding of bfloat16 parameters.
+        seed: AdamW and Muon: seed of stochastic rounding.
     """
     if name == "adafactor":
         return Adafactor(groups)
+    if name == "muon":
+        matrices = hidden_matrices(model)
+        return Muon(groups, betas=betas, matrices=matrices, momentum=momentum, rounding=rounding, seed=seed)
     return FusedAdamW(groups, betas=betas, rounding=rounding, seed=seed)
