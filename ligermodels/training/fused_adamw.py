@@ -17,6 +17,7 @@ from ligermodels.errors import InputError, short
 from ligermodels.ops import adamw_step
 from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
 from ligermodels.ops.optimizer.rounding import Shard
+from ligermodels.training.blockwise_state import CODES, SCALES, average_of, local_tensor, new_blockwise
 from ligermodels.training.graph_numbers import GraphNumbers
 from ligermodels.training.recording import Recording
 
@@ -51,6 +52,7 @@ class FusedAdamW(torch.optim.AdamW):
         *,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         seed: int = 0,
+        state_bits: Literal[8] | None = None,
     ) -> None:
         """
         Args:
@@ -59,16 +61,22 @@ class FusedAdamW(torch.optim.AdamW):
             betas: decay rates of the first and second moments.
             eps: added to the square root of the second moment.
             weight_decay: decoupled weight decay.
-            rounding: rounding of bfloat16 parameters and states.
+            rounding: rounding of bfloat16 parameters and states, and of 8-bit states.
             seed: seed of "stochastic" rounding. The random bits depend on the seed, the step and the index of the
                 parameter, so a run is reproducible with any sharding. A state dict does not contain the seed.
+            state_bits: 8: the moments of matrices have 8 bits per element, with a scale for every 256 elements of a
+                row. Default: None, moments have the dtype of the parameter; those of vectors always do.
 
         Raises:
-            InputError: unknown rounding, a number out of range, or no parameter requires a gradient.
+            InputError: unknown rounding or number of bits, a number out of range, or no parameter requires a gradient.
         """
         _check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if rounding not in ("nearest", "stochastic"):
             raise InputError(f"rounding: must be 'nearest' or 'stochastic', got {rounding!r}")
+        if state_bits not in (None, 8):
+            raise InputError(
+                f"state_bits: must be 8, or None for states in the dtype of the parameter, got {state_bits}"
+            )
         if not isinstance(params, Iterable):
             raise InputError(f"params: must be parameters, or groups of them, got {short(params)}")
         if not isinstance(params, Tensor):  # torch raises an error for a Tensor
@@ -76,7 +84,11 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
-        self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
+        self.defaults |= {
+            "rounding": rounding,
+            "seed": seed,
+            "state_bits": state_bits,
+        }  # not in the groups: a state dict replaces them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
@@ -93,6 +105,11 @@ class FusedAdamW(torch.optim.AdamW):
         for group in groups:
             _check_group(group)
         super().load_state_dict(state_dict)
+        saved = [index for group in groups for index in group["params"]]
+        for index, _, parameter in self.indexed_parameters():  # torch casts all states to the dtype of the parameter
+            for name, value in content["state"].get(saved[index], {}).items():
+                if name.endswith((CODES, SCALES)):
+                    self.state[parameter][name] = value.to(parameter.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -155,7 +172,7 @@ class FusedAdamW(torch.optim.AdamW):
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             self.update_parameter(parameter, group, index)
-        local_shard(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
+        local_tensor(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
 
         def join() -> None:
             torch.cuda.current_stream(parameter.device).wait_stream(stream)
@@ -176,10 +193,13 @@ class FusedAdamW(torch.optim.AdamW):
 
     def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
         """The state of a parameter before its first step, without the number of steps."""
-        return {
-            name: torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            for name in ("exp_avg", "exp_avg_sq")
-        }
+        return self.new_average("exp_avg", parameter) | self.new_average("exp_avg_sq", parameter)
+
+    def new_average(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """A running average of zeros in the state of a parameter."""
+        if self.defaults["state_bits"] == 8 and parameter.ndim > 1:
+            return new_blockwise(name, parameter)
+        return {name: torch.zeros_like(parameter, memory_format=torch.contiguous_format)}
 
     def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
         """The numbers of a parameter's update that change from step to step.
@@ -195,15 +215,17 @@ class FusedAdamW(torch.optim.AdamW):
     def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
         """Update one parameter, and count its step unless a CUDA graph is recorded."""
         state, seeds = self.state[parameter], self.rounding_seeds(index)
-        tensors = [local_shard(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        parts = local_tensor(parameter), local_tensor(parameter.grad)
+        averages = average_of(state, "exp_avg"), average_of(state, "exp_avg_sq")
         options = {"betas": group["betas"], "eps": group["eps"]}
         if self.graph_numbers is not None:
             numbers, key = self.graph_numbers.of(index)
-            adamw_step_in_memory(*tensors, numbers=numbers, key=key, **options)
+            adamw_step_in_memory(*parts, *averages, numbers=numbers, key=key, **options)
             return
         state["step"] += 1
         adamw_step(
-            *tensors,
+            *parts,
+            *averages,
             step=int(state["step"]),
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
@@ -225,11 +247,6 @@ class FusedAdamW(torch.optim.AdamW):
     def recording(self) -> Recording:
         """The numbers of the step, in tensors."""
         return GraphNumbers(self)
-
-
-def local_shard(x: Any) -> Tensor:
-    """This process's shard of a sharded tensor, or the tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def shard_of(parameter: Tensor) -> Shard | None:

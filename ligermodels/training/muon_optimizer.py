@@ -15,7 +15,8 @@ from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError
 from ligermodels.ops.optimizer.muon import apply_update, momentum_step, newton_schulz
 from ligermodels.ops.optimizer.rounding import rounding_key
-from ligermodels.training.fused_adamw import FusedAdamW, local_shard, shard_of
+from ligermodels.training.blockwise_state import average_of, local_tensor
+from ligermodels.training.fused_adamw import FusedAdamW, shard_of
 from ligermodels.training.muon_matrices import Rows, hidden_matrices
 from ligermodels.training.parameter_groups import parameter_groups
 
@@ -29,6 +30,7 @@ def muon(
     weight_decay: float = 0.1,
     momentum: float = 0.95,
     rounding: Literal["nearest", "stochastic"] = "nearest",
+    state_bits: Literal[8] | None = None,
 ) -> Muon:
     """Muon for the hidden matrices of a model, AdamW for its other parameters.
 
@@ -38,6 +40,7 @@ def muon(
         weight_decay: weight decay, for matrices only.
         momentum: decay rate of Muon's momentum.
         rounding: rounding of bfloat16 parameters.
+        state_bits: 8: states of matrices have 8 bits per element. Default: None, they have the parameter's dtype.
 
     Returns:
         The optimizer.
@@ -50,7 +53,8 @@ def muon(
         >>> schedule = lr_schedule(optimizer, "wsd", 1000, warmup_steps=40)
     """
     groups = parameter_groups([(model.parameters(), lr)], weight_decay)
-    return Muon(groups, lr=lr, matrices=hidden_matrices(model), momentum=momentum, rounding=rounding)
+    matrices = hidden_matrices(model)
+    return Muon(groups, lr=lr, matrices=matrices, momentum=momentum, rounding=rounding, state_bits=state_bits)
 
 
 class Muon(FusedAdamW):
@@ -82,6 +86,7 @@ class Muon(FusedAdamW):
         adjust_lr_fn: AdjustLR = "match_rms_adamw",
         rounding: Literal["nearest", "stochastic"] = "nearest",
         seed: int = 0,
+        state_bits: Literal[8] | None = None,
     ) -> None:
         """
         Args:
@@ -97,8 +102,10 @@ class Muon(FusedAdamW):
             adjust_lr_fn: factor of the learning rate of a matrix with A rows and B columns. "match_rms_adamw":
                 0.2 sqrt(max(A, B)), for learning rates of AdamW (Liu et al., 2025, https://arxiv.org/abs/2502.16982).
                 "original": sqrt(max(1, A / B)), for learning rates of about 0.02; give embeddings a group with another.
-            rounding: rounding of bfloat16 parameters and of AdamW's states.
+            rounding: rounding of bfloat16 parameters, of AdamW's states and of 8-bit states.
             seed: seed of "stochastic" rounding.
+            state_bits: 8: the momentum, and AdamW's moments of matrices, have 8 bits per element. Default: None, they
+                have the dtype of the parameter.
 
         Raises:
             InputError: a number is out of range, a name is unknown, a parameter in `matrices` has neither 2 nor 3
@@ -108,7 +115,7 @@ class Muon(FusedAdamW):
             raise InputError(f"momentum: must be below 1, got {momentum}")
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise InputError(f"adjust_lr_fn: must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}")
-        super().__init__(params, lr, betas, eps, weight_decay, rounding=rounding, seed=seed)
+        super().__init__(params, lr, betas, eps, weight_decay, rounding=rounding, seed=seed, state_bits=state_bits)
         indices = {id(parameter): index for index, _, parameter in self.indexed_parameters()}
         for parameter in matrices:
             if parameter.ndim not in (2, 3):
@@ -130,7 +137,7 @@ class Muon(FusedAdamW):
     def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
         if index not in self.defaults["matrices"]:
             return super().new_state(parameter, index)
-        return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.contiguous_format)}
+        return self.new_average("momentum_buffer", parameter)
 
     def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
         matrices = self.defaults["matrices"].get(index)
@@ -155,15 +162,15 @@ class Muon(FusedAdamW):
             numbers, key = self.step_numbers(group, step, index), None if seeds is None else rounding_key(seeds, step)
         shard = None if key is None else shard_of(parameter)
         direction = momentum_step(
-            local_shard(parameter.grad),
-            local_shard(state["momentum_buffer"]),
+            local_tensor(parameter.grad),
+            average_of(state, "momentum_buffer"),
             beta=self.defaults["momentum"],
             nesterov=self.defaults["nesterov"],
             key=key,
             shard=shard,
         )
         update = matrices.orthogonalized(parameter, direction)
-        apply_update(local_shard(parameter), update, numbers=numbers, key=key, shard=shard)
+        apply_update(local_tensor(parameter), update, numbers=numbers, key=key, shard=shard)
 
 
 class _Matrices:
@@ -178,7 +185,7 @@ class _Matrices:
 
     def __init__(self, parameter: Tensor, rows: Rows, steps: int, adjust_lr_fn: AdjustLR) -> None:
         columns, self._steps = parameter.shape[-1], steps
-        self._rows = [part.to(local_shard(parameter).device) for part in rows]
+        self._rows = [part.to(local_tensor(parameter).device) for part in rows]
         factors = [_factor(len(part), columns, adjust_lr_fn) for part in rows]
         self.factor = max(factors)  # the factors of other matrices are relative to it
         self._factors = [factor / self.factor for factor in factors]

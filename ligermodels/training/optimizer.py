@@ -22,6 +22,7 @@ def adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    state_bits: Literal[8] | None = None,
 ) -> FusedAdamW:
     """AdamW for a model's parameters; parameters that require no gradient are left out.
 
@@ -31,6 +32,7 @@ def adamw(
         weight_decay: weight decay, for matrices only.
         betas: decay rates of the first and second moments.
         eps: added to the square root of the second moment.
+        state_bits: 8: moments of matrices have 8 bits per element. Default: None, they have the parameter's dtype.
 
     Raises:
         InputError: no parameter requires a gradient, or a number is out of range.
@@ -39,7 +41,8 @@ def adamw(
         >>> optimizer = adamw(model.parameters(), 2e-5)
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """
-    return FusedAdamW(parameter_groups([(parameters, lr)], weight_decay), lr=lr, betas=betas, eps=eps)
+    groups = parameter_groups([(parameters, lr)], weight_decay)
+    return FusedAdamW(groups, lr=lr, betas=betas, eps=eps, state_bits=state_bits)
 
 
 def optimizer_named(
@@ -65,7 +68,8 @@ def optimizer_named(
     """
     if name == "adafactor":
         return Adafactor(groups)
-    if name == "muon":
-        matrices = hidden_matrices(model)
-        return Muon(groups, betas=betas, matrices=matrices, momentum=momentum, rounding=rounding, seed=seed)
-    return FusedAdamW(groups, betas=betas, rounding=rounding, seed=seed)
+    options: dict[str, Any] = {"betas": betas, "rounding": rounding, "seed": seed}
+    options["state_bits"] = 8 if name.endswith("8bit") else None
+    if name.startswith("muon"):
+        return Muon(groups, matrices=hidden_matrices(model), momentum=momentum, **options)
+    return FusedAdamW(groups, **options)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from ligermodels.errors import ConfigError, short
 
-OptimizerName = Literal["adamw", "adafactor", "muon"]
+OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 
@@ -22,7 +22,9 @@ class OptimizerSettings(BaseModel):
     """Settings of the optimizer and the learning-rate schedule, a part of `TrainingRecipe`."""
 
     optimizer: OptimizerName = Field(
-        "adamw", description="muon: Muon for hidden matrices, AdamW for the others; adafactor needs less memory."
+        "adamw",
+        description="muon: Muon for hidden matrices, AdamW for the others; adamw8bit, muon8bit: states in 8 bits; "
+        "adafactor needs the least memory.",
     )
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.")
     schedule: ScheduleName = Field(
@@ -76,7 +78,7 @@ OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]],
         lambda settings: settings["optimizer"] != "adafactor",
         "is a setting of AdamW, and the optimizer is another",
     ),
-    (("momentum",), lambda settings: settings["optimizer"] == "muon", "is a setting of Muon"),
+    (("momentum",), lambda settings: settings["optimizer"].startswith("muon"), "is a setting of Muon"),
     (
         ("min_lr_ratio",),
         lambda settings: settings["schedule"] not in ("constant", "inverse_sqrt"),
