@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.models.hidden_matrices import hidden_matrices
     from ligermodels.training.callback import Callback
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
-    from ligermodels.training.muon_matrices import hidden_matrices
     from ligermodels.training.muon_optimizer import Muon, muon
     from ligermodels.training.optimizer import adamw
     from ligermodels.training.recipe import TrainingRecipe
@@ -37,7 +37,6 @@ _get, __dir__ = lazy_names(
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
-        "muon_matrices": ("hidden_matrices",),
         "job": ("Job",),
         "cuda_graph": ("GraphStep", "graph_step"),
         "loop": ("train",),
@@ -45,7 +44,7 @@ _get, __dir__ = lazy_names(
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
-        "muon_optimizer": ("Muon", "muon"),
+        "muon_optimizer": ("Muon", "hidden_matrices", "muon"),
         "optimizer": ("adamw",),
         "recipe": ("TrainingRecipe",),
         "recording": ("RecordableOptimizer", "Recording"),

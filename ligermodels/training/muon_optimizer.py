@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError
+from ligermodels.models.hidden_matrices import Rows, hidden_matrices
 from ligermodels.ops.optimizer.muon import apply_update, momentum_step, newton_schulz
 from ligermodels.ops.optimizer.rounding import rounding_key
 from ligermodels.training.blockwise_state import average_of, local_tensor
 from ligermodels.training.fused_adamw import FusedAdamW, shard_of
-from ligermodels.training.muon_matrices import Rows, hidden_matrices
 from ligermodels.training.parameter_groups import parameter_groups
 
 AdjustLR = Literal["match_rms_adamw", "original"]

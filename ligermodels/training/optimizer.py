@@ -8,10 +8,10 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Adafactor, Optimizer
 
+from ligermodels.arguments import OptimizerName
+from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.training.fused_adamw import FusedAdamW
-from ligermodels.training.muon_matrices import hidden_matrices
 from ligermodels.training.muon_optimizer import Muon
-from ligermodels.training.optimizer_settings import OptimizerName
 from ligermodels.training.parameter_groups import parameter_groups
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import ConfigError, short
 
-OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 

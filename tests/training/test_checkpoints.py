@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import CheckpointError
 from ligermodels.training import adamw, metrics
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.optimizer import optimizer_named
-from ligermodels.training.optimizer_settings import OptimizerName
 from ligermodels.training.parameter_groups import parameter_groups
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from zoo import CONFIGS
 
 import ligermodels as lm
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import GraphWarning, InputError
 from ligermodels.training import FineTuningRecipe, FusedAdamW, Muon, adamw, fine_tune, graph_step, hidden_matrices
 from ligermodels.training.optimizer import optimizer_named
-from ligermodels.training.optimizer_settings import OptimizerName
 from ligermodels.training.parameter_groups import parameter_groups
 from ligermodels.training.step import EagerStep
 

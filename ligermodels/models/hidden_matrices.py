@@ -67,9 +67,14 @@ def _rows(parameter: nn.Parameter, mapping: WeightMapping | None) -> Rows:
     numbers: Any = torch.arange(int(torch.tensor(stack).prod()) * rows if stack else rows)
     parts: dict[str, list[Tensor]] = {}
     try:
+        count = 0
         for view in mapping.views:
+            if count == rows:  # the first of a stack is complete
+                break
             seen = view.view(numbers.view(*stack, rows, 1) if stack else numbers).flatten()
-            parts.setdefault(view.source, []).append(seen[seen < rows])  # of the first of a stack
+            seen = seen[seen < rows]
+            count += len(seen)
+            parts.setdefault(view.source, []).append(seen)
     except (IndexError, RuntimeError):  # views of columns
         return (every,)
     matrices = [torch.cat(part).sort().values for part in parts.values()]
