@@ -154,6 +154,7 @@ class Muon(FusedAdamW):
             return
         state, seeds = self.state[parameter], self.rounding_seeds(index)
         numbers: Any
+        key: Any
         if self.graph_numbers is not None:
             numbers, key = self.graph_numbers.of(index)
         else:

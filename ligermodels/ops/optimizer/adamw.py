@@ -1,7 +1,7 @@
 """One step of AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), in one pass over memory."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def adamw_step(
     """
     tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
     if not use_kernels(*tensors[:2]) and parameter.device.type == "cpu" and _rounds_nothing(tensors):
-        p, g, m, v = ([x] for x in tensors)
+        p, g, m, v = ([cast(Tensor, x)] for x in tensors)
         torch_adamw(
             p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
             lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
@@ -115,7 +115,7 @@ def adamw_step_in_memory(
         eps: added to the root of exp_avg_sq.
 
     Raises:
-        InputError: as for `adamw_step`.
+        InputError: shapes or devices do not fit, or a tensor updated in place is not contiguous.
     """
     tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
     if use_kernels(*tensors[:2]):

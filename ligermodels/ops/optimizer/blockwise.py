@@ -103,7 +103,17 @@ def check_blockwise(op: str, name: str, state: Blockwise, parameter: Tensor) -> 
 def launch_blocks(
     launched: Any, op: str, tensors: Sequence[Any], numbers: Sequence[Tensor | float], key: Any, shard: Shard | None
 ) -> None:
-    """Launch a kernel on `tensors`, the first of which gives the shape, with 8 blocks of 8-bit states per program."""
+    """Launch a kernel on tensors and 8-bit states of one shape, with eight blocks of each per program.
+
+    Args:
+        launched: the kernel; its arguments are the tensors, `columns, blocks, count, size, first, apart` (see
+            `_adamw8_step_kernel`), the numbers and the key.
+        op: name of the op, for error messages.
+        tensors: tensors and `Blockwise` states; the first is a tensor.
+        numbers: numbers, or a tensor of some of them in place of the first.
+        key: key of stochastic rounding, an int or a tensor of it; None rounds to nearest.
+        shard: which part of the whole tensor the first tensor is; None if it is the whole.
+    """
     like = tensors[0]
     columns, blocks = like.shape[-1], num_blocks(like.shape[-1])
     sizes = (*like.shape[:-1], blocks)
@@ -126,7 +136,15 @@ def launch_blocks(
 def store(
     target: Average, x: Tensor, generator: torch.Generator | None, shard: Shard | None, signed: bool = True
 ) -> None:
-    """Write x to a tensor or to 8 bits; with a generator rounded stochastically to bfloat16 or to codes."""
+    """Write x to a tensor or to 8 bits.
+
+    Args:
+        target: the tensor or the state.
+        x: the numbers, of its shape.
+        generator: random bits for stochastic rounding to bfloat16 or to codes; None rounds to nearest.
+        shard: which part of the whole tensor x is; None if it is the whole.
+        signed: the code of a state.
+    """
     if isinstance(target, Blockwise):
         draws = None if generator is None else random_integers(generator, x, shard, 256)
         for part, value in zip(target, encode(x, signed=signed, draws=draws), strict=True):
@@ -139,7 +157,17 @@ def store(
 
 @triton.jit
 def encode_blocks(x, draws, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr) -> Any:
-    """`encode` of blocks (n, BLOCK_SIZE). Returns codes, int32, and scales (n,)."""
+    """`encode` in a kernel.
+
+    Args:
+        x: blocks (n, BLOCK_SIZE), float32.
+        draws: integers from 0 to 255, of the shape of x; read with STOCHASTIC.
+        SIGNED: which code.
+        STOCHASTIC: whether codes are rounded by `draws`; otherwise to nearest.
+
+    Returns:
+        Codes, int32, and scales (n,).
+    """
     scales = tl.max(tl.abs(x), axis=1)
     y = tl.div_rn(tl.abs(x), tl.maximum(scales, 1.2e-38)[:, None])
     z = 1.0 + y * 61439.0 if SIGNED else tl.maximum(y * 4026531840.0, 1.0)
@@ -156,7 +184,16 @@ def encode_blocks(x, draws, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr) -> A
 
 @triton.jit
 def decode_blocks(codes, scales, SIGNED: tl.constexpr) -> Any:
-    """`decode` of blocks: codes (n, BLOCK_SIZE), uint8, and scales (n,)."""
+    """`decode` in a kernel.
+
+    Args:
+        codes: uint8 (n, BLOCK_SIZE).
+        scales: float32 (n,).
+        SIGNED: which code.
+
+    Returns:
+        The numbers, float32 (n, BLOCK_SIZE).
+    """
     codes = codes.to(tl.int32)
     if SIGNED:
         y = tl.div_rn(((codes & 127) * 1048576 + 1065353216).to(tl.float32, bitcast=True) - 1.0, 61439.0)
@@ -168,8 +205,16 @@ def decode_blocks(codes, scales, SIGNED: tl.constexpr) -> Any:
 
 @triton.jit
 def tile(columns, blocks, count) -> Any:
-    """The eight blocks of this program: their numbers (8,), the indices of their elements (8, 256), and which of these
-    are in the tensor."""
+    """The eight blocks of this program.
+
+    Args:
+        columns: columns of the tensor.
+        blocks: blocks per row.
+        count: blocks of the tensor.
+
+    Returns:
+        Numbers of the blocks (8,), indices of their elements (8, 256), and whether an index is in the tensor (8, 256).
+    """
     b = tl.program_id(0).to(tl.int64) * 8 + tl.arange(0, 8)
     column = (b % blocks)[:, None] * 256 + tl.arange(0, 256)[None, :]
     return b, (b // blocks)[:, None] * columns + column, (column < columns) & (b < count)[:, None]
@@ -177,8 +222,19 @@ def tile(columns, blocks, count) -> Any:
 
 @triton.jit
 def tile_words(key, b, size, first, apart, STOCHASTIC: tl.constexpr) -> Any:
-    """Random words of 32 bits for the elements of blocks `b`, (8, 256): as in the whole tensor; zeros if nothing is
-    rounded stochastically. Philox gives four words for each counter."""
+    """Random words of 32 bits for the elements of blocks, the same in a shard as in the whole tensor.
+
+    Args:
+        key: key of the random words.
+        b: numbers of the blocks (8,).
+        size: blocks per row, where a row is contiguous in the whole tensor.
+        first: number of the first block in the whole tensor.
+        apart: distance between starts of rows in the whole tensor, in blocks.
+        STOCHASTIC: whether words are needed.
+
+    Returns:
+        Words (8, 256), uint32; zeros without STOCHASTIC. Philox gives four words for each counter.
+    """
     if STOCHASTIC:
         whole = first + b // size * apart + b % size
         w, x, y, z = tl.randint4x(key, whole[:, None] * 64 + tl.arange(0, 64)[None, :])

@@ -62,15 +62,34 @@ def shard_rows(name: str, shard: Shard | None, sizes: Sequence[int]) -> tuple[in
 
 
 def elements(parameter: Tensor, shard: Shard | None, op: str) -> tuple[int, int, int, int, bool]:
-    """How a kernel goes through a parameter: `shard_rows`, programs per row, and whether rows begin at multiples of
-    four elements of the whole tensor."""
+    """How the programs of a kernel go through a parameter.
+
+    Args:
+        parameter: the parameter, or this rank's shard of it.
+        shard: which part of the whole parameter it is; None if it is the whole.
+        op: name of the op, for error messages.
+
+    Returns:
+        The three results of `shard_rows`, the number of programs per row, and whether rows begin at multiples of four
+        elements of the whole tensor.
+    """
     first, size, distance = shard_rows(op, shard, parameter.shape)
     aligned = first % 4 == 0 and distance % 4 == 0
     return first, size, distance, -(-(size if aligned else size + 3) // BLOCK), aligned
 
 
 def random_integers(generator: torch.Generator, like: Tensor, shard: Shard | None, end: int) -> Tensor:
-    """Random integers from 0 to end - 1, int32, of the shape of `like`: the part `shard` of those of the whole."""
+    """Random integers, the same for an element in a shard as in the whole tensor.
+
+    Args:
+        generator: the generator.
+        like: a tensor of the shape and device of the result.
+        shard: which part of the whole tensor it is; None if it is the whole.
+        end: the integers are from 0 to end - 1.
+
+    Returns:
+        Integers, int32.
+    """
     shape, starts = (like.shape, [0] * like.ndim) if shard is None else shard
     draws = torch.randint(end, tuple(shape), generator=generator, device=like.device, dtype=torch.int32)
     for dim, (start, size) in enumerate(zip(starts, like.shape, strict=True)):
@@ -79,7 +98,16 @@ def random_integers(generator: torch.Generator, like: Tensor, shard: Shard | Non
 
 
 def rounded_reference(x: Tensor, generator: torch.Generator, shard: Shard | None) -> Tensor:
-    """x rounded stochastically to bfloat16, as float32: adds a random number of 16 bits, then clears the last 16."""
+    """x rounded stochastically to bfloat16: a random number of 16 bits is added, then the last 16 bits are cleared.
+
+    Args:
+        x: the numbers, any floating dtype.
+        generator: random bits.
+        shard: which part of the whole tensor x is; None if it is the whole.
+
+    Returns:
+        The rounded numbers, float32.
+    """
     draws = random_integers(generator, x, shard, 2**16)
     rounded = (x.float().view(torch.int32) + draws >> 16 << 16).view(torch.float32)
     return torch.where(x.isnan(), x.float(), rounded)
@@ -94,6 +122,15 @@ def rounded(x, draws) -> Any:
 
 @triton.jit
 def random_words(key, first, COUNT: tl.constexpr) -> Any:
-    """COUNT random words of 32 bits, four for each of the counters `first`, `first` + 1, ... of Philox."""
+    """Random words of 32 bits.
+
+    Args:
+        key: key of Philox.
+        first: first counter; each counter gives four words.
+        COUNT: number of words.
+
+    Returns:
+        Words (COUNT,), uint32.
+    """
     a, b, c, d = tl.randint4x(key, first + tl.arange(0, COUNT // 4))
     return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (COUNT,))
