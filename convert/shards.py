@@ -74,6 +74,21 @@ def fill_shard(tensor: Tensor, whole: Tensor) -> None:
         tensor.to_local().copy_(box.of(whole))  # type: ignore[attr-defined]
 
 
+def sharded_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised DTensor of `shape`, sharded as the DTensor `tensor`, from which only its last dimension differs.
+    If `tensor` is sharded along the last dimension, the shards of both have the same proportion of it."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    local = tensor.to_local()
+    columns = local.shape[-1] * shape[-1] // tensor.shape[-1] if tensor.shape[-1] else shape[-1]
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        torch.empty((*local.shape[:-1], columns), dtype=dtype, device=local.device),
+        tensor.device_mesh, tensor.placements, run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+
+
 def within(view: Tensor, start: int, first: int, last: int) -> Iterator[tuple[Tensor, int]]:
     """The parts of a view that lie within a range of its storage. Adjacent rows are returned as one part.
 

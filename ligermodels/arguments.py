@@ -15,6 +15,7 @@ LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 
 QuantizedFormat = Literal["float8", "int4", "nf4"]
+OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
 """Formats of quantised weights: see `ops.quantize_weight`."""
 
 MOST_HEADS = 1000

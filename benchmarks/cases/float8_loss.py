@@ -42,7 +42,8 @@ from ligermodels.errors import InputError, TrainingError
 from ligermodels.evaluation import evaluate
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training import StepMetrics, train, warmup_cosine
-from ligermodels.training.optimizer import optimizer_named, parameter_groups
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.parameter_groups import parameter_groups
 
 SETTINGS = GpuDemoSettings(
     corpus_bytes=250_000_000, vocab_size=8192, hidden_size=512, num_layers=6, head_dim=64, seq_len=1024, batch_size=64,
@@ -146,7 +147,7 @@ def trained(provider: str, s: DemoSettings, data: Data) -> dict[str, Any]:
     model = lm.from_config(config, dtype=getattr(torch, s.dtype), device=measure.DEVICE)
     PROVIDERS[provider](model)
     groups = parameter_groups([(model.parameters(), s.learning_rate)], weight_decay=0.1)
-    optimizer = optimizer_named("adamw", groups, betas=(0.9, 0.95), rounding="stochastic", seed=s.seed)
+    optimizer = optimizer_named("adamw", groups, model=model, betas=(0.9, 0.95), rounding="stochastic", seed=s.seed)
     schedule = warmup_cosine(optimizer, s.steps, warmup_steps=s.steps // 20)
     tests, per_step, points = held_out_rows(held_out, s), s.batch_size * s.seq_len, list[list[float]]()
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ligermodels.arguments import QuantizedFormat
+from ligermodels.arguments import OptimizerName, QuantizedFormat
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
 from ligermodels.errors import arguments_named
@@ -28,7 +28,7 @@ def plan(
     quantize: Annotated[
         QuantizedFormat | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
     ] = None,
-    optimizer: Annotated[Literal["adamw", "adafactor"], typer.Option(help="Optimizer.")] = "adamw",
+    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer.")] = "adamw",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     as_json: AsJson = False,
@@ -69,6 +69,7 @@ def plan(
     show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
     flags += f" --quantize {quantize}" if quantize else ""
+    flags += f" --optimizer {optimizer}" if optimizer != "adamw" else ""
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if fastest["expert"] > 1:
         model.activation_checkpointing = fastest["activation_checkpointing"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Literal, NamedTuple
 
-from ligermodels.arguments import check_count
+from ligermodels.arguments import OptimizerName, check_count
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.models.causal_lm import CausalLM
@@ -63,7 +63,7 @@ def candidates(
     batch_tokens: int,
     seq_len: int,
     *,
-    optimizer: str = "adamw",
+    optimizer: OptimizerName = "adamw",
     hardware: Hardware | None = None,
 ) -> list[Candidate]:
     """Plans that fit into memory, the fastest first by `step_cost`.
@@ -79,7 +79,7 @@ def candidates(
         memory: memory of a GPU in bytes; the fraction RESERVED is left free.
         batch_tokens: tokens per optimizer step over all GPUs.
         seq_len: tokens per sequence.
-        optimizer: "adamw", or on one GPU "adafactor".
+        optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on one GPU "adafactor".
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
@@ -183,7 +183,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _largest_that_fit(
-    model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], optimizer: str
+    model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], optimizer: OptimizerName
 ) -> dict[Degrees, tuple[int, StepMemory]]:
     """For each division that fits, the largest micro-batch that divides `sequences` and fits, and its memory.
 
@@ -203,14 +203,14 @@ def _largest_that_fit(
     return fitting
 
 
-def worst_memory(model: CausalLM, plan: Candidate, seq_len: int, *, optimizer: str = "adamw") -> StepMemory:
+def worst_memory(model: CausalLM, plan: Candidate, seq_len: int, *, optimizer: OptimizerName = "adamw") -> StepMemory:
     """Memory of a rank in the worst case of expert parallelism: all tokens of all ranks go to this rank's experts.
 
     Args:
         model: the model on the meta device, with the plan's activation checkpointing.
         plan: a plan of `candidates`.
         seq_len: tokens per sequence.
-        optimizer: "adamw" or "adafactor".
+        optimizer: name of the optimizer.
     """
     spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
     load = float(plan.degrees.expert)
@@ -224,7 +224,7 @@ def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepT
 
 
 def _refusal(
-    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], optimizer: str
+    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], optimizer: OptimizerName
 ) -> str:
     """The message if no plan fits: memory of the smallest plan, and how to reduce it."""
     memories = []
@@ -238,7 +238,9 @@ def _refusal(
     if least.activations > states:
         advice = ["shorter sequences"]
     if any(parameter.requires_grad and parameter.ndim > 1 for parameter in model.decoder.embed.parameters()):
-        advice.append("LoRA" if optimizer == "adafactor" or gpus > 1 else "LoRA, or adafactor in place of AdamW")
+        advice.append("LoRA")
+        if optimizer in ("adamw", "muon"):
+            advice.append(f"states in 8 bits (optimizer {optimizer}8bit)")
     where = "over all" if width > 1 else "on each"
     return (
         f"no plan fits: one sequence of {seq_len} tokens {where} of {gpus} GPUs, all sharded and recomputed, takes "

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import numpy as np
 from torch import nn
 
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Compute
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.hidden_matrices import hidden_matrices
+from ligermodels.parallel.optimizer_states import state_bytes
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 
@@ -55,7 +59,7 @@ def step_memory(
     tensor: int = 1,
     expert: int = 1,
     expert_load: float = 1.0,
-    optimizer: str = "adamw",
+    optimizer: OptimizerName = "adamw",
 ) -> StepMemory:
     """Memory of a training step on each GPU.
 
@@ -74,7 +78,7 @@ def step_memory(
         expert: ranks that experts are divided over, out of shard x context.
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert` (all tokens
             of all ranks go to this rank's experts).
-        optimizer: "adamw", or on unsharded parameters "adafactor".
+        optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
 
     Raises:
         InputError: the model is not on the meta device, or a number is out of range.
@@ -131,22 +135,29 @@ class StepTrace:
         )  # fmt: skip
         self._traced(context)  # raises errors of the model now
 
+    @functools.cached_property
+    def _hidden(self) -> set[int]:
+        """Ids of the parameters that Muon orthogonalises."""
+        return {id(parameter) for parameter in hidden_matrices(self.model)}
+
     def _traced(self, divided: int) -> Trace:
         return self._trace(several=self._in_float8 and divided * self.shares.tensor > 1)
 
-    def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: str = "adamw") -> StepMemory:
+    def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: OptimizerName = "adamw") -> StepMemory:
         """Memory of the step on each GPU.
 
         Args:
             shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`).
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
-            optimizer: "adamw", or on unsharded parameters "adafactor".
+            optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
 
         Raises:
             InputError: a number is out of range, or the optimizer is unknown.
             ConfigError: `expert` does not divide shard x context, or Adafactor on sharded parameters.
         """
+        if optimizer not in get_args(OptimizerName):
+            raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
         if shard < 1:
             raise InputError(f"shard: must be at least 1, got {shard}")
         shares, divided = self.shares, shard * self.context
@@ -164,7 +175,14 @@ class StepTrace:
         activations, peak = self._traced(divided).replay(
             np.array([share.nbytes for share in shares]), np.array(sharded)
         )
-        states = (_state_bytes(s.parameter, shard_bytes(s), optimizer) for s in shares if s.parameter.requires_grad)
+        states = (
+            state_bytes(
+                s.parameter, s.shape[-1] if s.shape else 1, shard_bytes(s), optimizer,
+                orthogonalized=optimizer.startswith("muon") and id(s.parameter) in self._hidden,
+            )
+            for s in shares
+            if s.parameter.requires_grad
+        )  # fmt: skip
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
@@ -172,19 +190,6 @@ class StepTrace:
             activations=activations,
             backward=peak - activations,
         )
-
-
-def _state_bytes(parameter: nn.Parameter, kept: int, optimizer: str) -> int:
-    """Bytes of the optimizer's states: AdamW has two moments in the parameter's dtype, Adafactor a row and a column per
-    matrix. `kept`: bytes of the parameter on this rank."""
-    if optimizer == "adamw":
-        return 2 * kept
-    if optimizer == "adafactor":
-        if kept < parameter.nbytes:
-            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
-        rows = parameter.numel() if parameter.ndim < 2 else sum(parameter.shape[-2:]) * parameter.shape[:-2].numel()
-        return rows * parameter.itemsize
-    raise InputError(f"optimizer: must be 'adamw' or 'adafactor', got {optimizer!r}")
 
 
 def _gathered(model: CausalLM, shares: Shares) -> int:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ligermodels.models.hidden_matrices import hidden_matrices
     from ligermodels.training.callback import Callback, Event
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
     from ligermodels.training.mtp import train_mtp
     from ligermodels.training.mtp_recipe import MTPRecipe
+    from ligermodels.training.muon_optimizer import Muon, muon
     from ligermodels.training.optimizer import adamw
     from ligermodels.training.preview import DryRun, dry_run
     from ligermodels.training.recipe import TrainingRecipe
+    from ligermodels.training.recording import RecordableOptimizer, Recording
     from ligermodels.training.reports import OutputMetrics, StepMetrics
     from ligermodels.training.run import run_job
     from ligermodels.training.schedule import lr_schedule, schedule_factor, warmup_cosine
@@ -44,9 +47,11 @@ _get, __dir__ = lazy_names(
         "medusa_recipe": ("MedusaRecipe", "read_recipe"),
         "mtp": ("train_mtp",),
         "mtp_recipe": ("MTPRecipe",),
+        "muon_optimizer": ("Muon", "hidden_matrices", "muon"),
         "optimizer": ("adamw",),
         "preview": ("DryRun", "dry_run"),
         "recipe": ("TrainingRecipe",),
+        "recording": ("RecordableOptimizer", "Recording"),
         "reports": ("OutputMetrics", "StepMetrics"),
         "run": ("run_job",),
         "schedule": ("lr_schedule", "schedule_factor", "warmup_cosine"),
@@ -76,8 +81,11 @@ __all__ = [
     "Job",
     "MTPRecipe",
     "MedusaRecipe",
+    "Muon",
     "Outcome",
     "OutputMetrics",
+    "RecordableOptimizer",
+    "Recording",
     "StepMetrics",
     "TrainingRecipe",
     "adamw",
@@ -85,7 +93,9 @@ __all__ = [
     "dry_run",
     "fine_tune",
     "graph_step",
+    "hidden_matrices",
     "lr_schedule",
+    "muon",
     "read_recipe",
     "run_job",
     "schedule_factor",

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.saving import written_whole
-from ligermodels.convert.shards import is_dtensor
+from ligermodels.convert.shards import is_dtensor, sharded_like
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.layers.sharding import reshard
 
@@ -299,8 +299,8 @@ def _read_tensors(
 ) -> dict[str, Tensor]:
     """The tensors in a checkpoint with names that start with `prefix`.
 
-    `like` maps a name to a tensor or None: if this is a sharded tensor of the same shape, the result is sharded in the
-    same way; other results are on the CPU.
+    `like` maps a name to a tensor or None: if this is a sharded tensor of the same shape, or only its last dimension
+    differs (scales of 8-bit states), the result is sharded in the same way; other results are on the CPU.
     """
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -308,8 +308,9 @@ def _read_tensors(
         for name, stored_tensor in stored.items():
             if isinstance(stored_tensor, TensorStorageMetadata) and name.startswith(prefix):
                 other, dtype = like(name), stored_tensor.properties.dtype
-                if other is not None and is_dtensor(other) and other.shape == stored_tensor.size:
-                    tensors[name] = torch.empty_like(other, dtype=dtype, requires_grad=False)
+                size = stored_tensor.size
+                if other is not None and is_dtensor(other) and size and other.shape[:-1] == size[:-1]:
+                    tensors[name] = sharded_like(other, size, dtype)
                 else:
                     tensors[name] = torch.empty(stored_tensor.size, dtype=dtype)
         with warnings.catch_warnings():

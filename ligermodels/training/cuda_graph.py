@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import GraphWarning, InputError
@@ -20,8 +21,7 @@ from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.targets import IGNORE_INDEX
-from ligermodels.training.fused_adamw import FusedAdamW
-from ligermodels.training.graph_numbers import GraphNumbers
+from ligermodels.training.recording import RecordableOptimizer, Recording
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
 
@@ -36,7 +36,7 @@ backward, in which an H100 has some 1e12 operations."""
 
 def graph_step(
     model: Trainable,
-    optimizer: FusedAdamW,
+    optimizer: Optimizer,
     *,
     max_grad_norm: float | None = 1.0,
     output_metrics: Callable[[Any], OutputMetrics] | None = None,
@@ -49,7 +49,8 @@ def graph_step(
 
     Args:
         model: the model, on a GPU; calling it with a batch returns an object with `loss`.
-        optimizer: optimizer of the parameters to train; `step_in_backward` is not supported.
+        optimizer: a `RecordableOptimizer` of the parameters to train, such as `FusedAdamW` or `Muon`;
+            `step_in_backward` is not supported.
         max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
         output_metrics: metrics to return, from an output of the model; None for no metrics.
 
@@ -119,16 +120,21 @@ class GraphStep:
 
 
 def _state_of(step: EagerStep) -> Any:
-    """What a graph takes for constant, beside its inputs: addresses of parameters and averages, which parameters are
+    """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
     trained, settings of the optimizer, and whether modules are in training mode."""
     groups = step.optimizer.param_groups
-    averages = [step.optimizer.state.get(p, {}).get("exp_avg") for group in groups for p in group["params"]]
+    states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
     return (
         [(p.data_ptr(), p.requires_grad) for p in step.model.parameters()],
-        [None if x is None else x.data_ptr() for x in averages],
-        [(group.get("betas"), group.get("eps"), len(group["params"])) for group in groups],
+        [x.data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
+        [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
+        [len(group["params"]) for group in groups],
         [module.training for module in step.model.modules()] if isinstance(step.model, nn.Module) else [],
     )
+
+
+_RATES = ("params", "lr", "initial_lr", "weight_decay")
+"""Options of groups that may change from step to step: see `RecordableOptimizer`."""
 
 
 class _CannotRecord(Exception):
@@ -199,7 +205,7 @@ class _RecordedStep:
             static.copy_(tensor.pin_memory() if is_pinned else tensor, non_blocking=True)
 
 
-def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
+def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
     buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
@@ -209,8 +215,7 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
     try:
         with torch.random.fork_rng(devices):
             step.backward(parts, options)
-            numbers = GraphNumbers(cast(FusedAdamW, step.optimizer))
-            numbers.warm_up()
+            numbers = cast(RecordableOptimizer, step.optimizer).recording()
     finally:
         step.optimizer.zero_grad(set_to_none=True)
         for buffer, value in buffers:
@@ -254,10 +259,10 @@ def refusal(step: EagerStep, parts: Parts) -> str:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     if step.ranks.size > 1 or any(hasattr(p, "device_mesh") for p in model.parameters()):
         return "the model is sharded over ranks"
-    if not isinstance(step.optimizer, FusedAdamW):
-        return f"{type(step.optimizer).__name__} does not support it; FusedAdamW does"
-    if step.optimizer.steps_in_backward:
-        return "the optimizer steps in the backward pass"
+    if not isinstance(step.optimizer, RecordableOptimizer):
+        return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
+    if reason := step.optimizer.recording_refusal():
+        return reason
     for reason in (getattr(module, "unrecordable", None) for module in modules):
         if reason:
             return str(reason)

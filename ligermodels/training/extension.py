@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -45,10 +44,9 @@ def check_schedule(
     if not checkpoint:
         return True
     before, steps_before = settings_before(recipe, checkpoint["recipe"]), checkpoint["steps"]
-    warmup_before = checkpoint.get("warmup_steps", warmup_steps)
-    old = partial(schedule_factor, steps=steps_before, warmup_steps=warmup_before, **schedule_options(before))
-    new = partial(schedule_factor, steps=steps, warmup_steps=warmup_steps, **schedule_options(now))
-    differs = next((step for step in range(start) if old(step) != new(step)), None)
+    old = _factors(before, steps_before, int(checkpoint.get("warmup_steps", warmup_steps)), start)
+    new = _factors(now, steps, warmup_steps, start)
+    differs = next((step for step in range(start) if old[step] != new[step]), None)
     if differs is None and steps >= start:
         return True
     if steps < steps_before:
@@ -63,6 +61,12 @@ def check_schedule(
                 "taken would have had another learning rate; give the old value, or resume from a checkpoint before it"
             )
     return False
+
+
+def _factors(settings: Mapping[str, Any], steps: int, warmup_steps: int, count: int) -> list[float]:
+    """Factors of the learning rate in the first `count` steps of a run."""
+    options = {"steps": steps, "warmup_steps": warmup_steps, **schedule_options(settings)}
+    return [schedule_factor(step, **options) for step in range(count)]
 
 
 def warmup_steps(recipe_steps: int | None, steps: int, checkpoint: Mapping[str, Any]) -> int:

@@ -15,7 +15,11 @@ from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError, short
 from ligermodels.ops import adamw_step
-from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
+from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
+from ligermodels.ops.optimizer.rounding import Shard
+from ligermodels.training.blockwise_state import CODES, SCALES, average_of, local_tensor, new_blockwise
+from ligermodels.training.graph_numbers import GraphNumbers
+from ligermodels.training.recording import Recording
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -35,7 +39,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     # Defaults of the class, because copies of an optimizer take only its state, groups and defaults.
-    graph_numbers: Any = None  # `GraphNumbers` while a CUDA graph of the step is recorded
+    graph_numbers: GraphNumbers | None = None  # while a CUDA graph of the step is recorded
     steps_in_backward = False
 
     def __init__(
@@ -48,6 +52,7 @@ class FusedAdamW(torch.optim.AdamW):
         *,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         seed: int = 0,
+        state_bits: Literal[8] | None = None,
     ) -> None:
         """
         Args:
@@ -56,16 +61,22 @@ class FusedAdamW(torch.optim.AdamW):
             betas: decay rates of the first and second moments.
             eps: added to the square root of the second moment.
             weight_decay: decoupled weight decay.
-            rounding: rounding of bfloat16 parameters and states.
+            rounding: rounding of bfloat16 parameters and states, and of 8-bit states.
             seed: seed of "stochastic" rounding. The random bits depend on the seed, the step and the index of the
                 parameter, so a run is reproducible with any sharding. A state dict does not contain the seed.
+            state_bits: 8: the moments of matrices have 8 bits per element, with a scale for every 256 elements of a
+                row. Default: None, moments have the dtype of the parameter; those of vectors always do.
 
         Raises:
-            InputError: unknown rounding, a number out of range, or no parameter requires a gradient.
+            InputError: unknown rounding or number of bits, a number out of range, or no parameter requires a gradient.
         """
         _check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if rounding not in ("nearest", "stochastic"):
             raise InputError(f"rounding: must be 'nearest' or 'stochastic', got {rounding!r}")
+        if state_bits not in (None, 8):
+            raise InputError(
+                f"state_bits: must be 8, or None for states in the dtype of the parameter, got {state_bits}"
+            )
         if not isinstance(params, Iterable):
             raise InputError(f"params: must be parameters, or groups of them, got {short(params)}")
         if not isinstance(params, Tensor):  # torch raises an error for a Tensor
@@ -73,7 +84,11 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if not any(parameter.requires_grad for group in self.param_groups for parameter in group["params"]):
             raise InputError("no parameter requires a gradient: there is nothing to train")
-        self.defaults |= {"rounding": rounding, "seed": seed}  # not in the groups: a state dict replaces them
+        self.defaults |= {
+            "rounding": rounding,
+            "seed": seed,
+            "state_bits": state_bits,
+        }  # not in the groups: a state dict replaces them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
@@ -90,6 +105,11 @@ class FusedAdamW(torch.optim.AdamW):
         for group in groups:
             _check_group(group)
         super().load_state_dict(state_dict)
+        saved = [index for group in groups for index in group["params"]]
+        for index, _, parameter in self.indexed_parameters():  # torch casts all states to the dtype of the parameter
+            for name, value in content["state"].get(saved[index], {}).items():
+                if name.endswith((CODES, SCALES)):
+                    self.state[parameter][name] = value.to(parameter.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,8 +120,8 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         for index, group, parameter in self.indexed_parameters():
             if parameter.grad is not None:
-                self.start_state(parameter)
-                self._update(parameter, self.param_groups[group], index)
+                self.start_state(parameter, index)
+                self.update_parameter(parameter, self.param_groups[group], index)
         return loss
 
     def step_in_backward(self) -> list[RemovableHandle]:
@@ -124,13 +144,13 @@ class FusedAdamW(torch.optim.AdamW):
         def update(parameter: Tensor, index: int, group: int) -> None:
             if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
-            this.start_state(parameter)
+            this.start_state(parameter, index)
             if parameter.is_cuda:
                 if parameter.device not in streams:
                     streams[parameter.device] = torch.cuda.Stream(parameter.device)
                 this._update_on(streams[parameter.device], parameter, this.param_groups[group], index)
             else:
-                this._update(parameter, this.param_groups[group], index)
+                this.update_parameter(parameter, this.param_groups[group], index)
             parameter.grad = None
 
         handles = [
@@ -151,58 +171,85 @@ class FusedAdamW(torch.optim.AdamW):
         main = torch.cuda.current_stream(parameter.device)
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            self._update(parameter, group, index)
-        local_shard(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
+            self.update_parameter(parameter, group, index)
+        local_tensor(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
 
         def join() -> None:
             torch.cuda.current_stream(parameter.device).wait_stream(stream)
 
         torch.autograd.Variable._execution_engine.queue_callback(join)  # at the end of the backward pass
 
+    # -- one parameter: what a subclass changes ------------------------------------------------------------------------
+
     @torch.no_grad()
-    def start_state(self, parameter: Tensor) -> None:
+    def start_state(self, parameter: Tensor, index: int) -> None:
         """Create the state of a parameter that has none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            state.update(self.new_state(parameter, index))
         if state["step"].device.type != "cpu":  # torch's fused AdamW counts on the GPU; reading it waits
             state["step"] = state["step"].cpu()
 
+    def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
+        """The state of a parameter before its first step, without the number of steps."""
+        return self.new_average("exp_avg", parameter) | self.new_average("exp_avg_sq", parameter)
+
+    def new_average(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """A running average of zeros in the state of a parameter."""
+        if self.defaults["state_bits"] == 8 and parameter.ndim > 1:
+            return new_blockwise(name, parameter)
+        return {name: torch.zeros_like(parameter, memory_format=torch.contiguous_format)}
+
+    def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
+        """The numbers of a parameter's update that change from step to step.
+
+        Args:
+            group: the options of its group.
+            step: number of the step, from 1.
+            index: index of the parameter.
+        """
+        return adamw_numbers(step, float(group["lr"]), group["betas"], group["weight_decay"])
+
     @torch.no_grad()
-    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+    def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        """Update one parameter, and count its step unless a CUDA graph is recorded."""
         state, seeds = self.state[parameter], self.rounding_seeds(index)
-        p, g, m, v = (local_shard(x) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+        parts = local_tensor(parameter), local_tensor(parameter.grad)
+        averages = average_of(state, "exp_avg"), average_of(state, "exp_avg_sq")
+        options = {"betas": group["betas"], "eps": group["eps"]}
         if self.graph_numbers is not None:
-            adamw_step_in_memory(p, g, m, v, **self.graph_numbers.of(index), betas=group["betas"], eps=group["eps"])
+            numbers, key = self.graph_numbers.of(index)
+            adamw_step_in_memory(*parts, *averages, numbers=numbers, key=key, **options)
             return
         state["step"] += 1
         adamw_step(
-            p,
-            g,
-            m,
-            v,
+            *parts,
+            *averages,
             step=int(state["step"]),
             lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
             weight_decay=group["weight_decay"],
             rounding_seeds=seeds,
-            shard=None if seeds is None else _shard(parameter),
+            shard=None if seeds is None else shard_of(parameter),
+            **options,
         )
 
     def rounding_seeds(self, index: int) -> tuple[int, int] | None:
         """Seeds of stochastic rounding. The index gives parameters of the same shape different random bits."""
         return (self.defaults["seed"], index) if self.defaults["rounding"] == "stochastic" else None
 
+    # -- CUDA graphs: see `RecordableOptimizer` ------------------------------------------------------------------------
 
-def local_shard(x: Any) -> Tensor:
-    """This process's shard of a sharded tensor, or the tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    def recording_refusal(self) -> str:
+        """Why the step cannot be recorded now; "" if it can."""
+        return "the optimizer steps in the backward pass" if self.steps_in_backward else ""
+
+    def recording(self) -> Recording:
+        """The numbers of the step, in tensors."""
+        return GraphNumbers(self)
 
 
-def _shard(parameter: Tensor) -> Shard | None:
+def shard_of(parameter: Tensor) -> Shard | None:
     """The position of this rank's shard in a sharded parameter; None for a plain parameter."""
     box = local_box(parameter) if is_dtensor(parameter) else None
     return None if box is None else Shard(parameter.shape, box.starts)

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import ConfigError, short
 
-OptimizerName = Literal["adamw", "adafactor"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 
@@ -21,7 +21,11 @@ Patterns = dict[str, Annotated[float, Field(ge=0)]]
 class OptimizerSettings(BaseModel):
     """Settings of the optimizer and the learning-rate schedule, a part of `TrainingRecipe`."""
 
-    optimizer: OptimizerName = Field("adamw", description="adafactor needs less memory.")
+    optimizer: OptimizerName = Field(
+        "adamw",
+        description="muon: Muon for hidden matrices, AdamW for the others; adamw8bit, muon8bit: states in 8 bits; "
+        "adafactor needs the least memory.",
+    )
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.")
     schedule: ScheduleName = Field(
         "cosine", description="Learning rate after the warm-up; wsd: constant, then a decay in the last steps."
@@ -42,8 +46,9 @@ class OptimizerSettings(BaseModel):
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's beta2.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum.")
     rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="AdamW: rounding of bfloat16 parameters; nearest loses small updates."
+        "stochastic", description="AdamW and Muon: rounding of bfloat16 parameters; nearest loses small updates."
     )
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the gradient to this norm; null in a recipe: no clipping."
@@ -70,9 +75,10 @@ class OptimizerSettings(BaseModel):
 OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
         ("beta1", "beta2", "rounding"),
-        lambda settings: settings["optimizer"] == "adamw",
+        lambda settings: settings["optimizer"] != "adafactor",
         "is a setting of AdamW, and the optimizer is another",
     ),
+    (("momentum",), lambda settings: settings["optimizer"].startswith("muon"), "is a setting of Muon"),
     (
         ("min_lr_ratio",),
         lambda settings: settings["schedule"] not in ("constant", "inverse_sqrt"),

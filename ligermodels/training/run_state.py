@@ -156,7 +156,9 @@ def build_state(
             learning_rate_patterns=recipe.learning_rate_patterns,
             weight_decay_patterns=recipe.weight_decay_patterns,
         ),
+        model=job.model,
         betas=(recipe.beta1, recipe.beta2),
+        momentum=recipe.momentum,
         rounding=recipe.rounding,
         seed=recipe.seed,
     )
@@ -185,7 +187,7 @@ def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], 
 
 
 def _warn_of_lost_updates(model: CausalLM, recipe: TrainingRecipe, say: Callable[[str], object]) -> None:
-    is_stochastic = recipe.optimizer == "adamw" and recipe.rounding == "stochastic"
+    is_stochastic = recipe.optimizer != "adafactor" and recipe.rounding == "stochastic"
     if model.dtype.itemsize < 4 and not (is_stochastic and model.dtype == torch.bfloat16):
         say(
             f"{model.dtype} loses small updates; dtype: float32 keeps them, and so does bfloat16 with "

@@ -11,6 +11,8 @@ from ligermodels import ops
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
+from ligermodels.ops.optimizer.blockwise import Blockwise
+from ligermodels.ops.optimizer.muon import apply_update, momentum_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -185,3 +187,31 @@ def adamw_step_in_graph(dtypes: tuple[torch.dtype, ...], stochastic: bool) -> No
     numbers, key = torch.ones(4, dtype=torch.float64), torch.ones(2, dtype=torch.int64) if stochastic else None
     tensors = [leaf(8, 60, dtype=dtype, grad=False) for dtype in dtypes]
     adamw_step_in_memory(*tensors, numbers=numbers, key=key, betas=(0.9, 0.99), eps=1e-8)
+
+
+def blockwise(*shape: int) -> Blockwise:
+    scales = torch.ones(*shape[:-1], -(-shape[-1] // 256))
+    return Blockwise(torch.zeros(shape, dtype=torch.uint8), scales)
+
+
+@calls("adamw_step with 8-bit states", dtypes=((F32, F32), (BF16, BF16), (BF16, F32)), seeds=(None, (1,)), graph=BOTH)
+def adamw8_step(dtypes: tuple[torch.dtype, ...], seeds: Any, graph: bool) -> None:
+    tensors = [leaf(8, 300, dtype=dtype, grad=False) for dtype in dtypes] + [blockwise(8, 300), blockwise(8, 300)]
+    options = {"betas": (0.9, 0.99), "eps": 1e-8}
+    if graph:
+        numbers, key = torch.ones(4, dtype=torch.float64), torch.ones(2, dtype=torch.int64) if seeds else None
+        adamw_step_in_memory(*tensors, numbers=numbers, key=key, **options)
+    else:
+        ops.adamw_step(*tensors, step=1, lr=1e-3, weight_decay=0.1, rounding_seeds=seeds, **options)
+
+
+@calls("Muon's momentum and update", dtypes=((F32, F32), (BF16, BF16), (BF16, F32)), stochastic=BOTH, graph=BOTH)
+def muon(dtypes: tuple[torch.dtype, ...], stochastic: bool, graph: bool) -> None:
+    parameter, gradient = (leaf(8, 300, dtype=dtype, grad=False) for dtype in dtypes)
+    numbers = torch.ones(4, dtype=torch.float64) if graph else (1.0, 0.1)
+    key = (torch.ones(2, dtype=torch.int64) if graph else 1) if stochastic else None
+    update = momentum_step(gradient, blockwise(8, 300), beta=0.95, key=key)
+    apply_update(parameter, update, numbers=numbers, key=key)
+    apply_update(
+        parameter[:, :37].contiguous(), update[:, :37], numbers=numbers, key=key, shard=Shard((16, 75), (0, 38))
+    )

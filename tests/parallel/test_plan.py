@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from zoo import BASE, CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
 from benchmarks.cases.models import CONFIGS as MODELS
+from ligermodels.arguments import OptimizerName
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
@@ -22,6 +23,8 @@ from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import check_tensor_parallel
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.parameter_groups import parameter_groups
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/training-h200.jsonl"
@@ -112,6 +115,25 @@ def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     assert adafactor.optimizer_states < whole.optimizer_states / 100
     lm.add_lora(model, 4)
     assert step_memory(model, 1, 256).optimizer_states < whole.optimizer_states / 100
+
+
+@pytest.mark.parametrize("kind", ["llama-3", "qwen3_moe", "lora"])
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_states_are_those_of_the_optimizer(kind: str, optimizer: OptimizerName) -> None:
+    """Bytes of the states after a step of the optimizer that a recipe makes; AdamW's counters are on the host."""
+    models = []
+    for device in ("meta", "cpu"):
+        model = lm.from_config(CONFIGS["llama-3" if kind == "lora" else kind], dtype=torch.bfloat16, device=device)
+        models.append(lm.add_lora(model, 4) if kind == "lora" else model)
+    made = optimizer_named(
+        optimizer, parameter_groups([(models[1].parameters(), 1e-3)], 0.0), model=models[1], betas=(0.9, 0.95)
+    )
+    for p in models[1].parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    made.step()
+    states = [x for state in made.state.values() for key, x in state.items() if key != "step"]
+    found = step_memory(models[0], 1, 8, optimizer=optimizer).optimizer_states
+    assert found == sum(x.nbytes for x in states) > 0
 
 
 def test_experts_and_projections_are_divided() -> None:
@@ -249,10 +271,12 @@ def test_the_plans_that_fit() -> None:
         candidates(model, 4, int(80e9), 4 * 8 * 2048, 2048, optimizer="adafactor")
     alone = candidates(model, 1, int(17e9), 8192, 8192)
     assert {each.activation_checkpointing for each in alone} == {"full", "selective"}
-    with pytest.raises(ConfigError, match=r"no plan fits: one sequence of 2048 tokens.*more GPUs.*LoRA"):
+    with pytest.raises(ConfigError, match=r"no plan fits: one sequence of 2048 tokens.*more GPUs.*LoRA; states in 8"):
         candidates(model, 1, int(4e9), 2048, 2048)
     with pytest.raises(InputError, match=r"tokens: 10240 must be a multiple of seq_len x gpus"):
         candidates(model, 4, int(4e9), 5 * 2048, 2048)
+    with pytest.raises(InputError, match=r"optimizer: must be one of adamw, adafactor, muon, .*, got 'sgd'"):
+        step_memory(model, 1, 8, optimizer="sgd")
     with pytest.raises(InputError, match="meta device"):
         step_memory(lm.from_config({**BASE, "model_type": "llama"}), 1, 8)
 
@@ -264,6 +288,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"ligermodels train {tmp_path} --gpus 2 " in result.output
     assert "--shard 2" in result.output
+    eight = CliRunner().invoke(app, [*command, "--optimizer", "muon8bit"])
+    assert eight.exit_code == 0 and " --optimizer muon8bit" in eight.output, eight.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert rows[0]["memory_bytes"] < 24e9
     assert rows[0]["tokens_per_s"] == pytest.approx(16384 / rows[0]["step_s"])

@@ -41,6 +41,7 @@ PAGES = {
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
+    "docs/optimizers.md": {"out", "stable"},
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),

@@ -4,15 +4,18 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
+from ligermodels.arguments import OptimizerName
 from ligermodels.errors import CheckpointError
 from ligermodels.training import adamw, metrics
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.optimizer import optimizer_named, parameter_groups
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.parameter_groups import parameter_groups
 
 
 def small(seed: int, width: int = 5) -> nn.Sequential:
@@ -22,11 +25,11 @@ def small(seed: int, width: int = 5) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
 def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) -> None:
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         groups = parameter_groups([(model.parameters(), 1e-2)], 0.1)
-        return optimizer_named(kind, groups, betas=(0.8, 0.99))
+        return optimizer_named(kind, groups, model=model, betas=(0.8, 0.99))
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         found = []
@@ -69,7 +72,8 @@ def test_checkpoints_of_torchs_adamw_and_of_ours_fit_either(tmp_path: Path) -> N
         model = small(seed).float()
         groups = parameter_groups([(model.parameters(), 1e-2)], 0.1)
         betas = (0.8, 0.99)
-        return model, optimizer_named("adamw", groups, betas=betas) if ours else torch.optim.AdamW(groups, betas=betas)
+        own = optimizer_named("adamw", groups, model=model, betas=betas)
+        return model, own if ours else torch.optim.AdamW(groups, betas=betas)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for i in range(3):

@@ -45,9 +45,7 @@ def test_patterns_by_hand() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_named() -> None:
-    with pytest.raises(
-        InputError, match=r"learning_rate_patterns: 'embed' matches no trained parameter; .*decoder\.emb"
-    ):
+    with pytest.raises(InputError, match=r"learning_rate_patterns: 'embed' matches no .*; .* decoder\.embed\."):
         groups_of(learning_rate_patterns={"embed": 0.1})
     with pytest.raises(InputError, match="weight_decay_patterns: 'lm_head'"):
         groups_of(weight_decay_patterns={"lm_head": 0.1})
@@ -83,8 +81,8 @@ def test_the_default_learning_rate_of_lora() -> None:
 def test_a_run_has_them_and_says_them(base: Path, data: Path, tmp_path: Path) -> None:
     said: list[str] = []
     recipe = FineTuningRecipe(
-        base=str(base), data=str(data), max_bad_lines=1, steps=2, seq_len=16, batch_tokens=32, excess_length_strategy="split", lora_rank=2,
-        learning_rate_patterns={"mixer": 0.5}, schedule="constant", warmup_steps=0, report_every=1,
+        base=str(base), data=str(data), max_bad_lines=1, steps=2, seq_len=16, batch_tokens=32, lora_rank=2,
+        excess_length_strategy="split", learning_rate_patterns={"mixer": 0.5}, schedule="constant", warmup_steps=0,
     )  # fmt: skip
     fine_tune(recipe, tmp_path / "out", console=Console(said.append))
     assert "adamw: learning rate 0.0002 (the default), mixer 0.5, schedule constant" in said

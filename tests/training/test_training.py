@@ -85,10 +85,10 @@ def test_groups_have_their_own_rates_on_one_way() -> None:
     medusa = lm.MedusaModel.from_base(small(), num_heads=2)
     medusa.base.requires_grad_()
     rates = [(medusa.head_parameters(), 4e-3), (medusa.base.parameters(), 1e-3)]
-    for kind in ("adamw", "adafactor"):
+    for kind in ("adamw", "adafactor", "muon"):
         groups = parameter_groups(((list(parameters), lr) for parameters, lr in rates), 0.5)
         rates = [(medusa.head_parameters(), 4e-3), (medusa.base.parameters(), 1e-3)]
-        optimizer = optimizer_named(kind, groups, betas=(0.9, 0.99))
+        optimizer = optimizer_named(kind, groups, model=medusa, betas=(0.9, 0.99))
         schedule = warmup_cosine(optimizer, 10, warmup_steps=2)
         assert [group["lr"] for group in optimizer.param_groups] == [2e-3, 2e-3, 5e-4, 5e-4]
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0, 0.5, 0.0]

@@ -1,0 +1,233 @@
+"""Every optimizer of a recipe: 8-bit states, CUDA graphs, steps in the backward pass, and runs that are resumed."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import losses, recipe_for
+from torch import Tensor, nn
+from zoo import CONFIGS
+
+import ligermodels as lm
+from ligermodels.arguments import OptimizerName
+from ligermodels.errors import GraphWarning, InputError
+from ligermodels.training import FineTuningRecipe, FusedAdamW, Muon, adamw, fine_tune, graph_step, hidden_matrices
+from ligermodels.training.optimizer import optimizer_named
+from ligermodels.training.parameter_groups import parameter_groups
+from ligermodels.training.step import EagerStep
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OURS = ("adamw", "adamw8bit", "muon", "muon8bit")
+
+
+def model_of(name: str = "llama-2", dtype: torch.dtype = torch.bfloat16) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(CONFIGS[name], dtype=dtype)
+
+
+def optimizer_of(name: OptimizerName, model: nn.Module, lr: float = 1e-2, **options: Any) -> Any:
+    groups = parameter_groups([(model.parameters(), lr)], 0.1)
+    options = {"betas": (0.9, 0.95), "rounding": "stochastic", "seed": 3, **options}
+    return optimizer_named(name, groups, model=model, **options)
+
+
+def ids(step: int, size: int = 12) -> Tensor:
+    return torch.randint(3, 131, (2, size), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        loss = model(ids(step), labels=ids(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
+def test_states_have_eight_bits(name: OptimizerName) -> None:
+    """Of matrices: codes, and a float32 for each 256 elements of a row; of vectors the dtype of the parameter."""
+    model = model_of("qwen3_moe")
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, range(1))
+    hidden = hidden_matrices(model) if name == "muon8bit" else {}
+    for p in model.parameters():
+        found = {key: (x.dtype, tuple(x.shape)) for key, x in optimizer.state[p].items() if key != "step"}
+        keys = ["momentum_buffer"] if p in hidden else ["exp_avg", "exp_avg_sq"]
+        if p.ndim == 1:
+            assert found == {key: (torch.bfloat16, tuple(p.shape)) for key in keys}
+        else:
+            scales = (*p.shape[:-1], -(-p.shape[-1] // 256))
+            assert found == {f"{key}_codes": (torch.uint8, tuple(p.shape)) for key in keys} | {
+                f"{key}_scales": (torch.float32, scales) for key in keys
+            }
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_state_dict_resumes_bit_for_bit(name: OptimizerName) -> None:
+    """Also in a model of another dtype than the states have, to which torch would cast them; and a copy."""
+    model = model_of()
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, range(2))
+    other = model_of()
+    other.load_state_dict(model.state_dict())
+    again = optimizer_of(name, other)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    both = copy.deepcopy((model, optimizer))  # a copy of the optimizer has copies of the parameters
+    wanted = train(model, optimizer, range(2, 5))
+    assert train(other, again, range(2, 5)) == train(*both, range(2, 5)) == wanted
+    check_equal(model, other)
+    for a, b in zip(optimizer.state_dict()["state"].values(), again.state_dict()["state"].values(), strict=True):
+        assert {key: x.dtype for key, x in a.items()} == {key: x.dtype for key, x in b.items()}
+
+
+def test_torchs_adamw_does_not_take_codes_for_moments() -> None:
+    model = model_of()
+    optimizer = optimizer_of("adamw8bit", model)
+    train(model, optimizer, range(1))
+    theirs = torch.optim.AdamW(model.parameters())
+    state = optimizer.state_dict()
+    state["param_groups"] = [{**theirs.state_dict()["param_groups"][0], "params": list(range(len(state["state"])))}]
+    theirs.load_state_dict(state)
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(model, theirs, range(1))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_steps_in_the_backward_pass(name: OptimizerName) -> None:
+    models = [model_of(), model_of()]
+    optimizers = [optimizer_of(name, model) for model in models]
+    optimizers[1].step_in_backward()
+    assert train(models[0], optimizers[0], range(3)) == train(models[1], optimizers[1], range(3))
+    check_equal(*models)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
+def test_training_goes_as_with_states_of_more_bits(name: OptimizerName) -> None:
+    """The loss of a text that is learnt by heart falls as with states in the dtype of the parameters."""
+
+    def learn(name: OptimizerName) -> list[float]:
+        model = model_of(dtype=torch.float32)
+        optimizer = optimizer_of(name, model, lr=1e-2)
+        found = []
+        for _ in range(15):
+            loss = model(ids(0), labels=ids(0)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    wanted, found = learn(name.removesuffix("8bit")), learn(name)  # type: ignore[arg-type]
+    assert wanted[0] == found[0] > 4 and wanted[-1] < 0.5 * wanted[0]
+    assert found[-1] == pytest.approx(wanted[-1], abs=0.05 * wanted[0])
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=(pytest.mark.gpu, pytest.mark.kernels))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["adamw8bit", "muon", "muon8bit"])
+def test_graphs_are_bit_for_bit_the_steps_without(name: OptimizerName, device: str) -> None:
+    ends = []
+    for graphed in (False, True):
+        model = model_of().to(device)
+        optimizer = optimizer_of(name, model)
+        eager = EagerStep(model, optimizer, 1.0)
+        take: Callable[..., Any] = graph_step(model, optimizer) if graphed else eager
+        for step in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            batch = {"input_ids": ids(step).to(device), "labels": ids(step).to(device)}
+            options = {"num_items_in_batch": torch.tensor(22, device=device)}
+            take([batch], **options) if graphed else take([batch], options)
+        ends.append(model)
+    assert not graphed or (take._graphs and not take._is_off)  # type: ignore[attr-defined]
+    check_equal(*ends)
+
+
+class TensorSGD(torch.optim.SGD):
+    """An optimizer of a user's own that fulfils the contract: its learning rate is in a tensor."""
+
+    rate: Tensor | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                rate = torch.tensor(group["lr"]) if self.rate is None else self.rate
+                p.data -= rate * p.grad
+
+    def recording_refusal(self) -> str:
+        return "it is Sunday" if self.param_groups[0]["lr"] == 0 else ""
+
+    def recording(self) -> Any:
+        optimizer = self
+
+        class Numbers:
+            rate = torch.zeros(())
+
+            def advance(self) -> None:
+                self.rate.fill_(optimizer.param_groups[0]["lr"])
+
+            def __enter__(self) -> None:
+                optimizer.rate = self.rate
+
+            def __exit__(self, *_: object) -> None:
+                optimizer.rate = None
+
+        return Numbers()
+
+
+def test_an_optimizer_that_fulfils_the_contract_is_recorded() -> None:
+    ends = []
+    for graphed in (False, True):
+        model = model_of(dtype=torch.float32)
+        optimizer = TensorSGD(model.parameters(), lr=0.1)
+        take: Any = graph_step(model, optimizer) if graphed else EagerStep(model, optimizer, 1.0)
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            batch = {"input_ids": ids(step), "labels": ids(step)}
+            take([batch]) if graphed else take([batch], {})
+        ends.append(model)
+    assert len(take._graphs) == 1
+    check_equal(*ends)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.warns(GraphWarning, match="it is Sunday"):
+        graph_step(model, optimizer)([batch])
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
+def test_runs_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path, name: str) -> None:
+    settings = recipe_for(base, data, optimizer=name, dtype="bfloat16", evaluate_every=None, steps=4).settings()
+    recipe = FineTuningRecipe(**{key: value for key, value in settings.items() if key in FineTuningRecipe.model_fields})
+    recipe = recipe.changed({"schedule": "constant", "checkpoint_every": 2})
+    fine_tune(recipe, tmp_path / "whole")
+    fine_tune(recipe.changed({"steps": 2}), tmp_path / "out")
+    fine_tune(recipe, tmp_path / "out", resume=True)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole") and len(losses(tmp_path / "out")) == 4
+
+
+def test_bad_arguments() -> None:
+    p = nn.Parameter(torch.zeros(4, 4))
+    for make in (
+        lambda: FusedAdamW([p], state_bits=4),  # type: ignore[arg-type]
+        lambda: Muon([p], matrices={}, state_bits=4),  # type: ignore[arg-type]
+        lambda: adamw([p], 1.0, state_bits=16),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError, match="state_bits: must be 8, or None"):
+            make()
