@@ -181,6 +181,10 @@ class ExampleBatches(PackedBatches):
         super().__init__(documents, *args, **options)
         self._prompt_targets, self._examples = prompt_targets, documents
 
+    @property
+    def _advice(self) -> str:
+        return "give records whose completions begin within the first seq_len tokens"
+
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:
         indices = list(map(int, indices))
         for index, examples in zip(indices, self._examples.read_examples(indices), strict=True):

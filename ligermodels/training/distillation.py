@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class DistillationModel(nn.Module):
         teacher: the teacher, with the same tokens; it gets no gradient, and is not registered as a submodule.
         options: `beta` and `temperature` of `generalized_jsd_loss`.
     """
+
+    unrecordable: ClassVar[str] = "steps with a teacher are not verified in CUDA graphs"
 
     def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
         super().__init__()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.training.objective_recipe import ObjectiveRecipe
 from ligermodels.training.recipe import Condition
+
+PREFERENCE_LEARNING_RATE = 1e-6
+"""Peak learning rate on preference data if none is given, as TRL's; for LoRA ten times as much."""
 
 
 class FineTuningRecipe(ObjectiveRecipe):
@@ -39,6 +42,9 @@ class FineTuningRecipe(ObjectiveRecipe):
         *ObjectiveRecipe.conditions,
     )
 
+    learning_rate: float = Field(
+        2e-5, ge=0, description="Peak learning rate.  [default: 2e-5; on preference data 1e-6, for LoRA 1e-5]"
+    )
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
     )
@@ -60,6 +66,13 @@ class FineTuningRecipe(ObjectiveRecipe):
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _learning_rate_for_preferences(self) -> FineTuningRecipe:
+        if self.data_form.name != "documents" and "learning_rate" not in self.model_fields_set:
+            rate = PREFERENCE_LEARNING_RATE * (1 if self.lora_rank is None else 10)
+            self.__dict__["learning_rate"] = rate  # not in model_fields_set: it is a default
+        return self
 
     @property
     def trains_configs(self) -> bool:

@@ -345,8 +345,9 @@ class TrainingRecipe(BaseModel):
         for name, _ in self._without_effect(new):
             if name not in settings:
                 new[name] = defaults[name]
+        given = self.model_fields_set | settings.keys()  # other settings keep defaults that depend on settings
         try:
-            return type(self)(**new)
+            return type(self)(**{name: value for name, value in new.items() if name in given})
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
-from ligermodels.training import Console, FineTuningRecipe, fine_tune, reference
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, fine_tune, reference
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import refusal
 from ligermodels.training.folder import REFERENCE
@@ -295,11 +295,19 @@ def test_settings_that_contradict_one_another(
         fine_tune(recipe_for(base, pairs, **settings), tmp_path / "out")
 
 
+def test_the_learning_rate_of_preference_data() -> None:
+    """TRL's, if none is given; whatever the order of settings."""
+    recipe = FineTuningRecipe().changed({"objective": "dpo"})
+    assert recipe.learning_rate == 1e-6 and recipe.changed({"objective": "sft"}).learning_rate == 2e-5
+    assert recipe.changed({"lora_rank": 4}).learning_rate == pytest.approx(1e-5)
+    assert recipe.changed({"learning_rate": 2e-5}).changed({"steps": 3}).learning_rate == 2e-5
+    assert FineTuningRecipe(**recipe.settings()).learning_rate == 1e-6
+
+
 def test_steps_are_not_recorded(base: Path, pairs: Path, tmp_path: Path) -> None:
-    """A CUDA graph needs equal shapes: "auto" runs eagerly, and "on" says so once."""
+    """A CUDA graph needs equal shapes, and preference data has others in each step: "on" says so once."""
     model = objective_of(recipe_for(base, pairs, objective="orpo"), lm.from_pretrained(base)).trainable
-    step = training_step.EagerStep(model, torch.optim.SGD(model.parameters()))
-    step.optimizer.__class__ = type("FusedAdamW", (torch.optim.SGD,), {})
-    assert "FusedAdamW" in refusal(step, []) or "other shapes" in refusal(step, [])
+    step = training_step.EagerStep(model, FusedAdamW(model.parameters()))
+    assert refusal(step, []) == "batches of preference data have other shapes in each step"
     with pytest.warns(GraphWarning, match="without a CUDA graph"):
         fine_tune(recipe_for(base, pairs, objective="orpo", cuda_graph="on", steps=2), tmp_path / "out")
