@@ -1,4 +1,4 @@
-"""Objectives of `train`: what is called for the loss, how it is evaluated, and what precedes training."""
+"""Objectives of `train`: for each the model with its loss, the evaluation, and the work before the first step."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class TrainingRecipe(BaseModel):
 
     @property
     def data_form(self) -> DataForm:
-        """What records are."""
+        """The form of the records."""
         return DataForm()
 
     @property
