@@ -21,7 +21,8 @@ from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
 from ligermodels.training.job import Job
-from ligermodels.training.objectives import check_objective, objective_of
+from ligermodels.training.objectives import check_objective, objective_of, uses_reference
+from ligermodels.training.reference import add_reference
 from ligermodels.training.run import run_job
 
 
@@ -60,6 +61,7 @@ def fine_tune(
     FineTuningRecipe.check_kind(recipe)
     check_objective(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
+    options["before_training"] = add_reference if uses_reference(recipe) else None
     return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, console=console, **options)
 
 
@@ -154,5 +156,4 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         output_metrics=objective.output_metrics,
         evaluate=objective.evaluate,
         export=save,
-        before_training=objective.before_training,
     )
