@@ -46,15 +46,15 @@ FORMS = {"pairs": Form(2, read_pair), "unpaired": Form(1, read_labelled)}
 class Examples(Documents):
     """Preference data of a corpus as tokens, read on demand.
 
-    Options are those of `Documents`, and:
-
     Args:
+        args: further arguments of `Documents`.
         form: "pairs" or "unpaired".
         seq_len: most tokens of a sequence.
         excess_length_strategy: for a longer sequence: "truncate" keeps its first tokens, as TRL's "keep_start", "drop"
             leaves the example out, "raise" is an error.
         mismatched: whether single sequences come with a mismatched one: the prompt with the completion of the record
             before it.
+        options: further options of `Documents`.
     """
 
     reference: NDArray[np.float64] | None = None
@@ -164,7 +164,7 @@ class ExampleBatches(PackedBatches):
     input_ids, labels: int64 (1, n). Labels are -100 where no log-probability is needed.
     cu_seqlens: int32 (S + 1,), bounds of the sequences.
     targets: int64 (S, T), for each label of a sequence the position in the row of the token before it; -1 is padding.
-    completion_mask: bool (S, T), which of them belong to the completion.
+    completion_mask: bool (S, T), true for targets of the completion.
     examples: int64 (B, 2), index of each example's record, and number of the example in it.
     ref_log_probs: float64 (S,), log-probabilities of the completions by the reference, if there is one.
     desirable: bool (S,), the labels of single sequences.
@@ -173,13 +173,17 @@ class ExampleBatches(PackedBatches):
     Args:
         documents: the examples.
         args: further arguments of `PackedBatches`.
-        prompt_targets: also label the prompts of the chosen sequences, for objectives whose likelihood counts them.
-        options: further options of `PackedBatches`; `seq_len` is the length of a row, which must hold any example.
+        prompt_targets: also label the prompts of the chosen sequences, for ORPO's likelihood.
+        options: further options of `PackedBatches`; `seq_len` is the length of a row, enough for any example.
     """
 
     def __init__(self, documents: Examples, *args: Any, prompt_targets: bool = False, **options: Any) -> None:
         super().__init__(documents, *args, **options)
         self._prompt_targets, self._examples = prompt_targets, documents
+
+    @property
+    def _advice(self) -> str:
+        return "give records whose completions begin within the first seq_len tokens"
 
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:
         indices = list(map(int, indices))

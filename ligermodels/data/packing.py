@@ -154,13 +154,17 @@ class PackedBatches:
             self._documents.ahead(self._units[-1])
             self._end += len(self._units[-1])
 
+    @property
+    def _advice(self) -> str:
+        return (
+            f"give files with texts, or with chats in which the assistant speaks within the first seq_len "
+            f"({self._seq_len:,}) tokens"
+        )
+
     def _end_epoch(self) -> None:
         self._documents.notes.say_totals()
         if not self._num_rows:
-            raise InputError(
-                f"there is nothing to learn in any of the {len(self._order):,} documents: give files with texts, or "
-                f"with chats in which the assistant speaks within the first seq_len ({self._seq_len:,}) tokens"
-            )
+            raise InputError(f"there is nothing to learn in any of the {len(self._order):,} documents: {self._advice}")
         self._start(self._epoch + 1, 0)
 
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:

@@ -42,7 +42,7 @@ def read_pair(fields: Mapping[str, Any]) -> tuple[tuple[Record, Record], list[st
             `conversations` in place of `prompt`; with `rejected_response`, the last turn of `messages` is chosen.
 
     Returns:
-        The two sequences, of which only the completions are trained on; and the names of fields that are not used.
+        The two sequences, with the completions trained on; and the names of fields that are not used.
 
     Raises:
         ValueError: a field is missing, or of a wrong type; the message names it.
@@ -53,7 +53,7 @@ def read_pair(fields: Mapping[str, Any]) -> tuple[tuple[Record, Record], list[st
         Completion(prompt='2 + 2 =', completion=' 4', is_finished=True)
     """
     unused = _unused(fields, _PAIR)
-    prompt, chosen, rejected = _sides(dict(fields))
+    prompt, chosen, rejected = _sides(fields)
     if chosen == rejected:
         raise ValueError('"chosen" and "rejected" are equal, so there is no preference; remove the record')
     return (_completion(fields, prompt, chosen), _completion(fields, prompt, rejected)), unused
@@ -97,17 +97,10 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
     return [Labelled(record, bool(fields[name]))], unused
 
 
-def _sides(fields: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _sides(fields: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected completion: three texts, or three lists of turns."""
-    rejected_name, turns_name = _first(fields, SIDES["rejected"]), _first(fields, TURNS)
-    if rejected_name in SIDES["rejected"][1:] and "chosen" not in fields and turns_name:
-        turns = _turns(fields, turns_name)  # ms-swift's
-        fields = {**fields, turns_name: turns[:-1], "chosen": turns[-1:]}
-    missing = [side for side in SIDES if _first(fields, SIDES[side]) is None]
-    if missing or rejected_name is None:
-        known = 'the objective is for pairs: give "prompt", "chosen" and "rejected"'
-        raise ValueError(f'has no "{missing[0]}"; {known}; its fields are: {", ".join(fields) or "none"}')
-    chosen, rejected = _as_turns(fields["chosen"]), _as_turns(fields[rejected_name])
+    chosen, rejected, fields = _given_sides(fields)
+    # The hub's UltraFeedback has the chosen conversation under "messages" too.
     prompt = _prompt({name: value for name, value in fields.items() if value != chosen or name not in TURNS})
     if isinstance(prompt, str) and any(fields.get(name) for name in OF_CHATS):
         prompt = _user(prompt)
@@ -115,15 +108,31 @@ def _sides(fields: dict[str, Any]) -> tuple[Any, Any, Any]:
         if prompt is None:
             return _common_text(chosen, rejected)
         return (prompt, chosen, rejected) if isinstance(prompt, str) else (prompt, _answer(chosen), _answer(rejected))
-    chosen, rejected = _answer(chosen), _answer(rejected)
+    return _split_turns(prompt, _answer(chosen), _answer(rejected))
+
+
+def _given_sides(fields: Mapping[str, Any]) -> tuple[Any, Any, Mapping[str, Any]]:
+    """The two sides, each a text or a list of turns, and the fields without them."""
+    others, rejected_name, turns_name = dict(fields), _first(fields, SIDES["rejected"]), _first(fields, TURNS)
+    if rejected_name in SIDES["rejected"][1:] and "chosen" not in fields and turns_name:
+        turns = _turns(fields, turns_name)  # ms-swift's
+        others |= {turns_name: turns[:-1], "chosen": turns[-1:]}
+    missing = [side for side, names in SIDES.items() if _first(others, names) is None]
+    if missing or rejected_name is None:
+        known = 'the objective is for pairs: give "prompt", "chosen" and "rejected"'
+        raise ValueError(f'has no "{missing[0]}"; {known}; its fields are: {", ".join(fields) or "none"}')
+    return _as_turns(others.pop("chosen")), _as_turns(others.pop(rejected_name)), others
+
+
+def _split_turns(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The turns of the prompt, and the turns of each side after them; a side may begin with the prompt."""
     count = _common_turns(chosen, rejected)
     if prompt is None:
         if not count:
             raise ValueError('"chosen" and "rejected" begin with different turns, and there is no "prompt"')
         return chosen[:count], chosen[count:], rejected[count:]
     if isinstance(prompt, str):
-        shared = [_text_of(turn) for turn in chosen[:count]]
-        if prompt in shared:  # The hub's UltraFeedback repeats the prompt as a text.
+        if prompt in [_text_of(turn) for turn in chosen[:count]]:  # a prompt that is given as a text too
             return chosen[:count], chosen[count:], rejected[count:]
         prompt = _user(prompt)
     count = len(prompt) if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt else 0
@@ -159,7 +168,7 @@ def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Reco
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The common beginning, without a space at its end, and what follows it; as TRL's `extract_prompt`."""
+    """The common beginning, without a space at its end, and the rest of both; as TRL's `extract_prompt`."""
     count = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     count = min(len(chosen), len(rejected)) if count is None else count
     if chosen[:count].endswith(" "):

@@ -74,7 +74,14 @@ class TokenLossModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Number of targets of a batch; see `CausalLM.num_targets`."""
+        """Number of targets of a batch.
+
+        Args:
+            labels: (B, T), -100 where ignored.
+            position_ids: (B, T). Positions that restart mark packed documents.
+            cu_seqlens: bounds of packed documents.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+        """
         return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
 
 

@@ -1,4 +1,4 @@
-"""What the records of a run are, and what an objective needs of them."""
+"""The form of a run's data: texts and chats, or preference data, and its parts that an objective needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class DataForm(NamedTuple):
-    """What the records of a run are.
+    """The form of a run's records.
 
     name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; or "unpaired" completions with a
         label.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class DistillationModel(nn.Module):
         teacher: the teacher, with the same tokens; it gets no gradient, and is not registered as a submodule.
         options: `beta` and `temperature` of `generalized_jsd_loss`.
     """
+
+    unrecordable: ClassVar[str] = "steps with a teacher are not verified in CUDA graphs"
 
     def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
         super().__init__()
@@ -93,7 +95,14 @@ class DistillationModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Number of targets of a batch; see `CausalLM.num_targets`."""
+        """Number of targets of a batch.
+
+        Args:
+            labels: (B, T), -100 where ignored.
+            position_ids: (B, T). Positions that restart mark packed documents.
+            cu_seqlens: bounds of packed documents.
+            attention_mask: (B, T), 1 on tokens and 0 on padding.
+        """
         return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
 
 

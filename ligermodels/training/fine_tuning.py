@@ -23,7 +23,8 @@ from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
 from ligermodels.training.job import Job
-from ligermodels.training.objectives import check_objective, objective_of
+from ligermodels.training.objectives import check_objective, objective_of, uses_reference
+from ligermodels.training.reference import add_reference
 from ligermodels.training.run import run_job
 
 
@@ -65,6 +66,7 @@ def fine_tune(
     check_objective(recipe)
     options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
     options |= {"console": console, "callbacks": callbacks}
+    options["before_training"] = add_reference if uses_reference(recipe) else None
     return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, **options)
 
 
@@ -159,5 +161,4 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         output_metrics=objective.output_metrics,
         evaluate=objective.evaluate,
         export=save,
-        before_training=objective.before_training,
     )

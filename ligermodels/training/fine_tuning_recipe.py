@@ -12,6 +12,8 @@ from ligermodels.training.recipe import Condition
 
 LORA_LEARNING_RATE = 2e-4
 """Peak learning rate of LoRA if none is given."""
+PREFERENCE_LEARNING_RATE = 1e-6
+"""Peak learning rate on preference data if none is given, as TRL's; for LoRA ten times as much."""
 
 
 class FineTuningRecipe(ObjectiveRecipe):
@@ -42,8 +44,11 @@ class FineTuningRecipe(ObjectiveRecipe):
         *ObjectiveRecipe.conditions,
     )
 
-    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate.  [default: 2e-5; for LoRA 2e-4]")
-
+    learning_rate: float = Field(
+        2e-5,
+        ge=0,
+        description="Peak learning rate.  [default: 2e-5, for LoRA 2e-4; on preference data 1e-6, for LoRA 1e-5]",
+    )
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
     )
@@ -67,9 +72,13 @@ class FineTuningRecipe(ObjectiveRecipe):
         def __init__(self, **settings: Any) -> None: ...
 
     @model_validator(mode="after")
-    def _lora_learning_rate(self) -> FineTuningRecipe:
-        if self.lora_rank is not None and "learning_rate" not in self.model_fields_set:
-            self.__dict__["learning_rate"] = LORA_LEARNING_RATE  # not in model_fields_set: it is a default
+    def _default_learning_rate(self) -> FineTuningRecipe:
+        if "learning_rate" not in self.model_fields_set:  # nor is it afterwards: it is a default
+            is_lora = self.lora_rank is not None
+            if self.data_form.name != "documents":
+                self.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATE * (10 if is_lora else 1)
+            elif is_lora:
+                self.__dict__["learning_rate"] = LORA_LEARNING_RATE
         return self
 
     @property

@@ -42,7 +42,6 @@ class Job:
     export: writes the result of the training to a folder.
     loss_options: further arguments of the loss, by step and number of steps.
     output_metrics: metrics to log, from an output of `trainable`.
-    before_training: called when the model is loaded and sharded, before a checkpoint is: it has the base's parameters.
     """
 
     model: nn.Module
@@ -52,7 +51,6 @@ class Job:
     export: Callable[[Path], object]
     loss_options: Callable[[int, int], Mapping[str, Any]] = lambda step, steps: {}
     output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
-    before_training: Callable[[RunPlan, Console], object] = lambda plan, console: None
 
 
 class JobFactory(Protocol[R]):
@@ -60,6 +58,12 @@ class JobFactory(Protocol[R]):
     trained parameters afterwards, so there is no need to load values into them."""
 
     def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...
+
+
+class BeforeTraining(Protocol):
+    """Is called when the base model is loaded and sharded, before a checkpoint is: with the base's parameters."""
+
+    def __call__(self, plan: RunPlan, model: CausalLM, console: Console) -> object: ...
 
 
 class Prepare(Protocol[R]):

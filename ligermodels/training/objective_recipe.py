@@ -1,4 +1,4 @@
-"""Settings of objectives: which there are, what data each takes, and which settings each uses."""
+"""The objectives by name, with the form of their data and their settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 class ObjectiveSettings(NamedTuple):
     """An objective, as recipes know it.
 
-    data: what records are.
+    data: form of the records.
     settings: names of the settings that it uses, of those in `ObjectiveRecipe`.
     """
 
@@ -99,7 +99,7 @@ class ObjectiveRecipe(TrainingRecipe):
 
     @property
     def data_form(self) -> DataForm:
-        """What records are."""
+        """The form of the records."""
         form = OBJECTIVES[self.objective].data
         return form._replace(mismatched=form.mismatched and self.loss_type != ("apo_zero_unpaired",))
 

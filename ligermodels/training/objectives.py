@@ -1,4 +1,4 @@
-"""Objectives of `train`: what is called for the loss, how it is evaluated, and what precedes training."""
+"""Objectives of `train`: for each the model with its loss, the evaluation, and the work before the first step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ligermodels.errors import ConfigError
 from ligermodels.evaluation import evaluate, perplexity
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
-from ligermodels.training.console import Console
 from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, load_loss, with_loss
 from ligermodels.training.distillation import DistillationModel, load_teacher
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -20,9 +19,7 @@ from ligermodels.training.objective_evaluation import evaluate_objective
 from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjective
 from ligermodels.training.objective_recipe import OBJECTIVES as SETTINGS_OF
 from ligermodels.training.preference import PreferenceModel, check_settings
-from ligermodels.training.reference import add_reference
 from ligermodels.training.reports import OutputMetrics
-from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.step import Trainable
 
 
@@ -33,7 +30,6 @@ class Objective:
     trainable: Trainable
     evaluate: Callable[[Callable[[], Iterable[Batch]]], Evaluation]
     output_metrics: Callable[[Any], OutputMetrics]
-    before_training: Callable[[RunPlan, Console], object] = lambda plan, console: None
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,11 @@ def check_objective(recipe: FineTuningRecipe) -> None:
         load_loss(recipe.loss, TOKEN_FIELDS)
 
 
+def uses_reference(recipe: FineTuningRecipe) -> bool:
+    """Whether the objective needs the log-probabilities of the reference."""
+    return recipe.objective in PREFERENCE and PREFERENCE[recipe.objective].uses_reference
+
+
 def _preference_objective(recipe: FineTuningRecipe) -> PreferenceObjective:
     """The objective on preference data, with the user's loss if there is one."""
     objective = PREFERENCE[recipe.objective]
@@ -97,12 +98,7 @@ def _sft(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 def _preference(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     objective = _preference_objective(recipe)
     trainable = PreferenceModel(model, objective, recipe.objective_options, pairs=recipe.data_form.name == "pairs")
-
-    def before_training(plan: RunPlan, console: Console) -> None:
-        if objective.uses_reference:
-            add_reference(plan, model, console)
-
-    return replace(_of_model(trainable), before_training=before_training)
+    return _of_model(trainable)
 
 
 def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:

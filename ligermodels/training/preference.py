@@ -88,10 +88,10 @@ class PreferenceModel(nn.Module):
                 other = self.model.log_probs(kl_input_ids, kl_labels, cu_seqlens=kl_cu_seqlens).log_probs
             kl = self._kl(_sums(other, kl_cu_seqlens) - cast(Tensor, kl_ref_log_probs), items)
         # The likelihood's divisor of this micro-batch, whose losses count by the fraction of its items.
-        share = num_tokens * len(items) / num_items
         dtype = log_probs.dtype
+        nll_tokens = (num_tokens * len(items)).to(dtype) / num_items
         scores = Scores(
-            log_probs, nll_mask & completion_mask, nll_mask, share.to(dtype),
+            log_probs, nll_mask & completion_mask, nll_mask, nll_tokens,
             None if ref_log_probs is None else ref_log_probs.to(dtype), desirable,
             None if kl is None else kl.to(dtype),
         )  # fmt: skip

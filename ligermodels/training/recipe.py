@@ -213,7 +213,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         """`settings` under their current names; `source` is named in warnings."""
         return dict(settings)
 
-    @field_validator("base", "chat_template", "tokenizer", "start_from", mode="before", check_fields=False)
+    @field_validator("base", "chat_template", "tokenizer", "start_from", "teacher", mode="before", check_fields=False)
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -286,7 +286,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
 
     @property
     def data_form(self) -> DataForm:
-        """What records are."""
+        """The form of the records."""
         return DataForm()
 
     @property

@@ -18,7 +18,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
-from ligermodels.training.job import JobFactory, Prepare
+from ligermodels.training.job import BeforeTraining, JobFactory, Prepare
 from ligermodels.training.loop import train
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -34,6 +34,7 @@ def run_job(
     out: str | os.PathLike[str],
     *,
     prepare_base: Prepare[R] | None = None,
+    before_training: BeforeTraining | None = None,
     device: str = "cpu",
     attention: str = "auto",
     resume: bool = False,
@@ -66,6 +67,8 @@ def run_job(
         out: folder to write to.
         prepare_base: changes the modules of the base model while it is on the meta device, before it is sharded and
             loaded; None for no change.
+        before_training: called with the base model when it is loaded and sharded, before a checkpoint is loaded; None
+            for nothing.
         device: device of the model, such as "cpu" or "cuda"; "cuda" is the GPU of the process.
         attention: attention backend, or "auto".
         resume: continue from the newest checkpoint in `out`, if there is one.
@@ -98,7 +101,14 @@ def run_job(
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=ranks, console=console)
         with closing(plan.documents):
             state = build_state(
-                plan, job, checkpoints, prepare_base=prepare_base, device=device, attention=attention, console=console
+                plan,
+                job,
+                checkpoints,
+                prepare_base=prepare_base,
+                before_training=before_training,
+                device=device,
+                attention=attention,
+                console=console,
             )
             outcome, is_ctrl_c = _train(state, folder, ranks, console, callbacks)
         ranks.gather(None)  # no rank leaves while another rank needs it

@@ -26,7 +26,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.extension import continue_schedule
 from ligermodels.training.interruption import until
-from ligermodels.training.job import Evaluation, Job, JobFactory, Prepare
+from ligermodels.training.job import BeforeTraining, Evaluation, Job, JobFactory, Prepare
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.optimizer_settings import schedule_options
 from ligermodels.training.parameter_groups import parameter_groups
@@ -108,6 +108,7 @@ def build_state(
     checkpoints: Checkpoints,
     *,
     prepare_base: Prepare[Any] | None,
+    before_training: BeforeTraining | None,
     device: str,
     attention: str,
     console: Console,
@@ -120,6 +121,7 @@ def build_state(
         make_job: makes the job from the recipe and the base model.
         checkpoints: the checkpoints in the folder of the run.
         prepare_base: changes the modules of the base model before it is sharded and loaded.
+        before_training: called with the model before the checkpoint is loaded.
         device: device of the model.
         attention: attention backend, or "auto".
         console: where messages and progress go.
@@ -141,7 +143,8 @@ def build_state(
         _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
         parallelize(job.model, recipe.parallel)
-    job.before_training(plan, console)
+    if before_training is not None:
+        before_training(plan, model, console)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
     if rank:
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout

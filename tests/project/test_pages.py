@@ -46,7 +46,7 @@ PAGES = {
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
-    "docs/objectives.md": set[str](),
+    "docs/objectives.md": {"preferred", "judged", "student", "own"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
     "docs/reference/training.md": set[str](),
@@ -71,7 +71,7 @@ MODELS = (
 )
 TRAINING = ["--seq-len", "256", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
-    "train": [*TRAINING, "--device", "cpu"],
+    "train": [*TRAINING, "--batch-tokens", "512", "--micro-batch-tokens", "512", "--device", "cpu"],
     "medusa train": [*TRAINING, "--device", "cpu"],
     "medusa eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
     "medusa self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],

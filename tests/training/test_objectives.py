@@ -1,0 +1,313 @@
+"""Objectives of `train`: references, accumulation, resuming, adapters, losses of users, and errors with names."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import equal_heads, losses, make_pairs
+from typer.testing import CliRunner
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, fine_tune, reference
+from ligermodels.training import step as training_step
+from ligermodels.training.cuda_graph import refusal
+from ligermodels.training.folder import REFERENCE
+from ligermodels.training.objectives import objective_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PREFERENCES = ("dpo", "ipo", "orpo", "simpo", "cpo", "kto")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    make_pairs(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """Another model with the same tokens."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(base, folder)
+    torch.manual_seed(0)
+    model = lm.from_pretrained(base)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder, overwrite=True)
+    return folder
+
+
+def recipe_for(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
+    settings = {
+        "base": base,
+        "data": data,
+        "validation_fraction": 0.2,
+        "learning_rate": 2e-3,
+        "steps": 6,
+        "seq_len": 96,
+        "batch_tokens": 768,
+        "micro_batch_tokens": 384,
+        "checkpoint_every": 2,
+        "report_every": 1,
+        "date": "2024-07-26",
+    }
+    return FineTuningRecipe(**{**settings, **changes})
+
+
+def metrics(out: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize("objective", PREFERENCES)
+def test_an_objective_is_learned(objective: str, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """By the command; the policy starts as the reference, and then prefers the chosen completions."""
+    flags = ["--objective", objective, "--seq-len", 96, "--batch-tokens", 1536, "--lr", 1e-3, "--steps", 30]
+    arguments = ["train", base, "--data", pairs, "--out", tmp_path / "out", *flags, "--set", "report_every=1"]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    first, last = (metrics(tmp_path / "out", "loss")[i] for i in (0, -1))
+    assert last < 0.8 * first
+    margins = [metrics(tmp_path / "out", f"rewards/{side}") for side in ("chosen", "rejected")]
+    assert margins[0][-1] - margins[1][-1] > margins[0][0] - margins[1][0]
+    if objective in ("dpo", "ipo", "kto"):
+        start = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}[objective]  # of a log-ratio of 0
+        assert first == pytest.approx(start, rel=1e-4)
+        assert margins[0][0] == pytest.approx(0, abs=1e-4)
+        assert (tmp_path / "out" / REFERENCE).is_file()
+    assert "validation loss" in result.stderr and "rewards/margins" in result.stderr
+    lm.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "dpo", "loss_type": ("hinge", "sft")},
+        {"objective": "orpo"},
+        {"objective": "cpo", "cpo_alpha": 3.0},
+        {"objective": "kto", "loss_type": "apo_zero_unpaired", "desirable_weight": 2.0},
+        {"objective": "kto"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_the_size_of_micro_batches_changes_nothing(
+    settings: dict[str, Any], base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Terms by token and by pair each have their own divisor. KTO's KL is of a micro-batch, so only its first step,
+    in which it is 0, is the same."""
+    recipe = recipe_for(base, pairs, dtype="float64", steps=3, **settings)
+    for name, size in (("small", 192), ("large", 768)):
+        fine_tune(recipe.changed({"micro_batch_tokens": size}), tmp_path / name)
+    count = 1 if settings == {"objective": "kto"} else 3
+    one, two = ([loss for loss, *_ in losses(tmp_path / name)][:count] for name in ("small", "large"))
+    found = [each[1:] for each in losses(tmp_path / "small")][:count]
+    wanted = [each[1:] for each in losses(tmp_path / "large")][:count]
+    assert one == two and np.asarray(found) == pytest.approx(np.asarray(wanted), rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"objective": "dpo"}, {"objective": "kto"}, {"objective": "dpo", "lora_rank": 3}])
+def test_a_run_resumes_with_the_reference_of_its_start(
+    settings: dict[str, Any], base: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and without another pass of the reference; with other settings it is computed again."""
+    recipe, out, said = recipe_for(base, pairs, **settings), tmp_path / "out", list[str]()
+    fine_tune(recipe, tmp_path / "whole")
+    count, on_device = 0, training_step.on_device
+
+    def stops(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 8:
+            raise KeyboardInterrupt
+        return on_device(*arguments)
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(training_step, "on_device", stops)
+        fine_tune(recipe, out)
+    with monkeypatch.context() as broken:
+        broken.setattr(reference, "completion_log_probs", None)
+        assert fine_tune(recipe, out, resume=True, console=Console(said.append)).finished
+    assert "reference log-probabilities: as computed at the start of the run" in said
+    assert losses(out) == losses(tmp_path / "whole") and equal_heads(out, tmp_path / "whole")
+    assert metrics(out, "validation_rewards/margins") == metrics(tmp_path / "whole", "validation_rewards/margins")
+
+    values = np.load(out / REFERENCE)["log_probs"]
+    (out / REFERENCE).write_bytes(b"PK damaged")
+    fine_tune(recipe.changed({"steps": 8}), out, resume=True)
+    np.testing.assert_array_equal(np.load(out / REFERENCE)["log_probs"], values)
+    if "lora_rank" in settings:  # the adapter that is trained has no part in the reference
+        plain = tmp_path / "plain"
+        fine_tune(recipe_for(base, pairs, steps=1, objective="dpo"), plain)
+        np.testing.assert_allclose(np.load(plain / REFERENCE)["log_probs"], values, rtol=1e-6)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "whole", other)
+    fine_tune(recipe.changed({"seq_len": 64, "batch_tokens": 512, "micro_batch_tokens": 256}), other, overwrite=True)
+    assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
+
+
+def test_distillation(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
+    """The loss is the divergence of whole distributions, by torch alone; the student becomes the teacher."""
+    settings: dict[str, Any] = {"objective": "distill", "teacher": teacher, "max_bad_lines": 1, "temperature": 2.0}
+    recipe = recipe_for(base, data, **settings, beta=0.0, steps=60, learning_rate=1e-2)
+    outcome = fine_tune(recipe, tmp_path / "out")
+    found = metrics(tmp_path / "out", "loss")
+    evaluation: Any = outcome.evaluation
+    assert found[-1] < 0.3 * found[0] and evaluation.loss < 0.3 * found[0]
+
+    model, other = lm.from_pretrained(base), lm.from_pretrained(teacher)
+    objective: Any = objective_of(recipe, model)
+    ids = torch.randint(3, 40, (1, 12))
+    labels, bounds = ids.clone(), torch.tensor([0, 5, 12], dtype=torch.int32)
+    labels[0, :3] = -100
+    loss = objective.trainable(input_ids=ids, labels=labels, cu_seqlens=bounds).loss
+    p, q = (
+        (each(ids, cu_seqlens=bounds).logits[0] / 2.0).log_softmax(-1) for each in (model, other)
+    )  # fmt: skip
+    kept = [2, 3, *range(5, 11)]  # tokens whose next token has a label, in the same document
+    assert loss.item() == pytest.approx((q.exp() * (q - p)).sum(-1)[kept].mean().item(), rel=1e-5)
+
+
+def test_a_teacher_with_other_tokens_is_an_error(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(teacher, tmp_path / "teacher")
+    path = other / "tokenizer.json"
+    text = json.loads(path.read_text())
+    token, index = next(iter(text["model"]["vocab"].items()))
+    text["model"]["vocab"] = {**text["model"]["vocab"], token: index + 1}
+    path.write_text(json.dumps(text))
+    recipe = recipe_for(base, data, objective="distill", teacher=other, max_bad_lines=1)
+    with pytest.raises(ConfigError, match=r"teacher: token .* has id \d+ in the student's tokenizer"):
+        fine_tune(recipe, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is the run's teacher, which its result would replace"):
+        fine_tune(recipe, other, overwrite=True)
+
+
+LOSSES = """
+import torch
+
+def margin(log_probs, mask, ref_log_probs, beta=0.1):
+    chosen, rejected = ((log_probs * mask).sum(1) - ref_log_probs).chunk(2)
+    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)), {"own": chosen - rejected}
+
+def mean(log_probs, mask, **fields):
+    return -(log_probs * mask).sum() / mask.sum()
+
+def tokens(log_probs, mask):
+    return -log_probs
+
+def asks(log_probs, advantages):
+    return log_probs
+
+def detached(log_probs, mask):
+    return -log_probs.detach().mean()
+
+def flat(log_probs):
+    return -log_probs.flatten()
+
+def number(log_probs):
+    return 0.5
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of losses in the current folder."""
+    name = f"losses_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(LOSSES)
+    (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('no')")
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_path: Path) -> None:
+    """DPO and cross entropy, written as a user does: the same runs."""
+    runs = {
+        "dpo": recipe_for(base, pairs, objective="dpo"),
+        "margin": recipe_for(base, pairs, objective="dpo", loss=f"{own}:margin"),
+        "sft": recipe_for(base, data, max_bad_lines=1),
+        "tokens": recipe_for(base, data, max_bad_lines=1, loss=f"{own}:tokens"),
+        "mean": recipe_for(base, data, max_bad_lines=1, loss=f"{own}:mean"),
+    }
+    for name, recipe in runs.items():
+        fine_tune(recipe, tmp_path / name)
+    for one, other in (("margin", "dpo"), ("tokens", "sft"), ("mean", "sft")):
+        assert metrics(tmp_path / one, "loss") == pytest.approx(metrics(tmp_path / other, "loss"), rel=1e-5)
+    margins = np.array(metrics(tmp_path / "dpo", "validation_rewards/margins"))
+    assert np.array(metrics(tmp_path / "margin", "validation_own")) * 0.1 == pytest.approx(margins, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("margin", "loss: must be MODULE:FUNCTION"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("{own}_broken:f", "importing .*_broken failed: RuntimeError: no"),
+        ("{own}:nothing", "nothing does not exist in"),
+        ("{own}:constant", "constant is not a function"),
+        ("{own}:asks", "has a parameter 'advantages'; it is called by name with log_probs, mask, "),
+        ("{own}:detached", "returns a loss without a gradient"),
+        ("{own}:flat", r"must return a loss for each item, \(\d+,\), or their mean"),
+        ("{own}:number", "must return a tensor"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_an_error(
+    loss: str, message: str, own: str, base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_for(base, pairs, objective="orpo", loss=loss.format(own=own), validation_fraction=0)
+    with pytest.raises((ConfigError, InputError), match=message):
+        fine_tune(recipe, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "orpo", "simpo_gamma": 1.0}, "simpo_gamma: is a setting of the objective simpo; leave it out"),
+        ({"beta": 0.1}, "beta: is a setting of the objectives dpo, ipo, "),
+        ({"objective": "dpo", "loss_type": "sigmoidal"}, "loss_type must be one of sigmoid, "),
+        ({"objective": "dpo", "discopop_tau": 0.1}, "loss_type 'sigmoid' has no discopop_tau"),
+        ({"objective": "dpo", "loss_weights": (1.0, 2.0)}, "loss_weights: has 2 numbers for 1 loss_type"),
+        ({"objective": "dpo", "f_divergence_type": "kl"}, "f_divergence_type must be one of reverse_kl"),
+        ({"objective": "cpo", "loss_type": ("hinge", "ipo")}, "loss_type: the objective cpo has one loss type"),
+        ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired"),
+        ({"objective": "dpo", "beta": 0.0}, "beta must be positive"),
+        ({"objective": "distill"}, "teacher: the objective distill needs a teacher"),
+        ({"objective": "dpo", "excess_length_strategy": "split"}, "preference data cannot be split"),
+        ({"objective": "dpo", "packing_strategy": "bfd"}, "packing_strategy: is for texts and chats"),
+        ({"objective": "dpo", "batch_tokens": 96, "micro_batch_tokens": 96}, "twice seq_len .* sequences of a pair"),
+        ({"objective": "sft"}, '"chosen" is a field of preference data: .* --objective dpo'),
+    ],
+)
+def test_settings_that_contradict_one_another(
+    settings: dict[str, Any], message: str, base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=message):
+        fine_tune(recipe_for(base, pairs, **settings), tmp_path / "out")
+
+
+def test_the_learning_rate_of_preference_data() -> None:
+    """TRL's, if none is given; whatever the order of settings."""
+    recipe = FineTuningRecipe().changed({"objective": "dpo"})
+    assert recipe.learning_rate == 1e-6 and recipe.changed({"objective": "sft"}).learning_rate == 2e-5
+    assert recipe.changed({"lora_rank": 4}).learning_rate == pytest.approx(1e-5)
+    assert recipe.changed({"learning_rate": 2e-5}).changed({"steps": 3}).learning_rate == 2e-5
+    assert FineTuningRecipe(**recipe.settings()).learning_rate == 1e-6
+
+
+def test_steps_are_not_recorded(base: Path, pairs: Path, tmp_path: Path) -> None:
+    """A CUDA graph needs equal shapes, and preference data has others in each step: "on" says so once."""
+    model = objective_of(recipe_for(base, pairs, objective="orpo"), lm.from_pretrained(base)).trainable
+    step = training_step.EagerStep(model, FusedAdamW(model.parameters()))
+    assert refusal(step, []) == "batches of preference data have other shapes in each step"
+    with pytest.warns(GraphWarning, match="without a CUDA graph"):
+        fine_tune(recipe_for(base, pairs, objective="orpo", cuda_graph="on", steps=2), tmp_path / "out")
