@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ligermodels.arguments import QuantizedFormat
+from ligermodels.training import lm_eval_settings as harness
 from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
 
 
@@ -35,8 +36,11 @@ class FineTuningRecipe(TrainingRecipe):
             "is for quantised weights; give quantize too",
         ),
         (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
+        *harness.CONDITIONS,
         *CONDITIONS,
     )
+
+    may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | harness.MAY_CHANGE
 
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
@@ -55,6 +59,13 @@ class FineTuningRecipe(TrainingRecipe):
     quantize_exclude: tuple[str, ...] = Field(
         (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
     )
+
+    lm_eval: harness.Tasks = ()
+    lm_eval_every: harness.Every = None
+    lm_eval_limit: harness.Limit = None
+    lm_eval_num_fewshot: harness.NumFewshot = None
+    lm_eval_batch_size: harness.BatchSize = 1
+    lm_eval_include_path: harness.IncludePath = None
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 

@@ -23,6 +23,7 @@ class Metrics:
     """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. Trackers get the same.
 
     `evaluation` holds the metrics of the evaluation of step `after`, by name; empty if there was none.
+    `names` are the names of all metrics of that step.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Metrics:
         """
         self._trackers = trackers
         self.evaluation: dict[str, Value] = {}
+        self.names: set[str] = set()
         self._file: TextIO | None = None
         if not writes:
             return
@@ -47,6 +49,7 @@ class Metrics:
             if entry["step"] == after:
                 found = {key.removeprefix(VALIDATION): entry[key] for key in entry if key.startswith(VALIDATION)}
                 self.evaluation = found or self.evaluation
+                self.names |= entry.keys()
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
 

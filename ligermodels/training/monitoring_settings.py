@@ -10,13 +10,14 @@ from pydantic import BeforeValidator, Field
 Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
 
 
-def _one_or_several(value: Any) -> Any:
+def one_or_several(value: Any) -> Any:
+    """A tuple of one value or of several."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 Track = Annotated[
     tuple[Literal["tensorboard", "trackio", "wandb", "none"], ...],
-    BeforeValidator(_one_or_several),
+    BeforeValidator(one_or_several),
     Field(description="Trackers: tensorboard, trackio, wandb, or none.  [default: tensorboard, if it is installed]"),
 ]
 Project = Annotated[
@@ -25,7 +26,7 @@ Project = Annotated[
 RunName = Annotated[str | None, Field(description="Trackers: name of the run.  [default: name of the output folder]")]
 ImportPaths = Annotated[
     tuple[str, ...],
-    BeforeValidator(_one_or_several),
+    BeforeValidator(one_or_several),
     Field(description="Import path of a subclass of training.Callback, as module:Class.  [default: none]"),
 ]
 Patience = Annotated[

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,7 +28,7 @@ from ligermodels.training.run_callbacks import RunCallbacks, SaveCheckpoint
 from ligermodels.training.run_plan import plan_run
 from ligermodels.training.run_state import RunState, build_state
 from ligermodels.training.trackers import Tracker, open_trackers, tracker_names
-from ligermodels.training.user_callbacks import callbacks_at, check_callbacks
+from ligermodels.training.user_callbacks import callbacks_at, check_callbacks, lm_eval_callback
 
 
 def run_job(
@@ -87,13 +88,14 @@ def run_job(
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
             base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
-        BackendError: a tracker's package is not installed, or it cannot start.
+        BackendError: the package of a tracker, or lm-eval, is not installed; or a tracker cannot start.
         TrainingError: the loss is not finite, there is nothing to learn in the data, or another rank has ended.
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
     """
     TrainingRecipe.check_kind(recipe)
     check_callbacks(callbacks)
     callbacks = [*callbacks, *callbacks_at(recipe.callback)]
+    lm_eval = lm_eval_callback(recipe.settings())
     tracker_names(recipe.track)  # raises for a package that is not installed
     folder, console = folder_to_write(out), console or Console()
     with _only_run_in(folder, device) as ranks:
@@ -104,7 +106,7 @@ def run_job(
             state = build_state(
                 plan, job, checkpoints, prepare_base=prepare_base, device=device, attention=attention, console=console
             )
-            outcome, is_ctrl_c = _train(state, folder, ranks, console, trackers, callbacks)
+            outcome, is_ctrl_c = _train(state, folder, ranks, console, trackers, callbacks, lm_eval)
         ranks.gather(None)  # no rank leaves while another rank needs it
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
@@ -118,6 +120,7 @@ def _train(
     console: Console,
     trackers: Sequence[Tracker],
     user_callbacks: Sequence[Callback],
+    lm_eval: Any,
 ) -> tuple[Outcome, bool]:
     """Train to the last step, to a signal, or until a callback stops, and export. Returns the outcome, and whether
     Ctrl-C stopped the run."""
@@ -127,7 +130,7 @@ def _train(
     try:
         with console.progress("training") as update, stop_signals(console.say) as arrived:
             stop = AgreedStop(arrived)
-            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks)
+            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks, lm_eval)
             callbacks.resume(ranks)
             step = plan.start
             if not callbacks.should_stop():
@@ -182,6 +185,7 @@ def _finish(
     state.job.export(folder)
     if plan.recipe.checkpoint_every is None:
         state.checkpoints.remove()
+    callbacks.evaluate_result(step if best is None else best)
     if ranks.writes and (message := draw_curves(folder)):
         console.say(message)
     evaluation = None
