@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import BackendError, InputError
+from ligermodels.training.curves import write_figure
 
 RATES = {
     "expected_tokens_per_step": "if heads err\nindependently",
@@ -30,7 +31,7 @@ def plot_scores(path: Path, scores: Mapping[str, Any]) -> None:
     """Plot results of `medusa eval --json`: top-k accuracy of each head, and tokens per step. Written atomically."""
     from matplotlib.figure import Figure  # pyplot would look for a display
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
     for key, style in (("own_accuracies", "-"), ("accuracies", "--")):
         table = scores.get(key, {})
@@ -63,9 +64,4 @@ def plot_scores(path: Path, scores: Mapping[str, Any]) -> None:
     bars.set_title(title, fontsize="medium")
     bars.legend(fontsize="small", loc="upper right")
 
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format="png", dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_figure(figure, path)

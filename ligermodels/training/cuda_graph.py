@@ -261,8 +261,8 @@ def refusal(step: EagerStep, parts: Parts) -> str:
         return "the model is sharded over ranks"
     if not isinstance(step.optimizer, RecordableOptimizer):
         return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
-    if reason := step.optimizer.recording_refusal():
-        return reason
+    if unrecordable := step.optimizer.recording_refusal():
+        return unrecordable
     for reason in (getattr(module, "unrecordable", None) for module in modules):
         if reason:
             return str(reason)

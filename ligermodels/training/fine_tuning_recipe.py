@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
+from ligermodels.training import lm_eval_settings as harness
 from ligermodels.training.objective_recipe import ObjectiveRecipe
 from ligermodels.training.recipe import Condition
 
@@ -41,8 +42,11 @@ class FineTuningRecipe(ObjectiveRecipe):
             "is for quantised weights; give quantize too",
         ),
         (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
+        *harness.CONDITIONS,
         *ObjectiveRecipe.conditions,
     )
+
+    may_change: ClassVar[frozenset[str]] = ObjectiveRecipe.may_change | harness.MAY_CHANGE
 
     learning_rate: float = Field(
         2e-5,
@@ -66,6 +70,13 @@ class FineTuningRecipe(ObjectiveRecipe):
     quantize_exclude: tuple[str, ...] = Field(
         (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
     )
+
+    lm_eval: harness.Tasks = ()
+    lm_eval_every: harness.Every = None
+    lm_eval_limit: harness.Limit = None
+    lm_eval_num_fewshot: harness.NumFewshot = None
+    lm_eval_batch_size: harness.BatchSize = 1
+    lm_eval_include_path: harness.IncludePath = None
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 

@@ -29,6 +29,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 REFERENCE = "reference.npz"
+CURVES = "curves.png"
 """Files of a run before its export. CONTENT is written first and marks the folder of a run."""
 LOCK = ".run.lock"
 """Locked as long as a run is alive."""
@@ -138,6 +139,7 @@ def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_ove
     if start_over:
         for name in (CHECKPOINTS, TENSORBOARD):
             shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / CURVES).unlink(missing_ok=True)
     for partial in folder.glob(".*.partial"):  # of killed processes
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,37 +1,44 @@
-"""Metrics of a run: metrics.jsonl and, where TensorBoard is installed, its event files."""
+"""Metrics of a run: metrics.jsonl, and trackers."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ligermodels.training.folder import METRICS, TENSORBOARD, write_atomically
+from ligermodels.training.folder import METRICS, write_atomically
 from ligermodels.training.reports import StepMetrics, Value
+
+if TYPE_CHECKING:
+    from ligermodels.training.trackers import Tracker
 
 VALIDATION = "validation_"
 """Prefix of the metrics of evaluations."""
 
 
 class Metrics:
-    """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. The same for TensorBoard.
+    """metrics.jsonl in the folder of a run: a line per step, per report and per evaluation. Trackers get the same.
 
     `evaluation` holds the metrics of the evaluation of step `after`, by name; empty if there was none.
+    `names` are the names of all metrics of that step.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, after: int = 0, writes: bool = True, trackers: Sequence[Tracker] = ()
+    ) -> None:
         """
         Args:
             folder: the folder of the run.
             after: the step to continue after; lines of later steps and incomplete lines are removed.
             writes: whether this rank writes; only one of several ranks does.
+            trackers: get all metrics; "name/i" is element i of a list.
         """
-        self._board: Any = None
+        self._trackers = trackers
         self.evaluation: dict[str, Value] = {}
+        self.names: set[str] = set()
         self._file: TextIO | None = None
         if not writes:
             return
@@ -42,12 +49,9 @@ class Metrics:
             if entry["step"] == after:
                 found = {key.removeprefix(VALIDATION): entry[key] for key in entry if key.startswith(VALIDATION)}
                 self.evaluation = found or self.evaluation
+                self.names |= entry.keys()
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
-        if find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(path.parent / TENSORBOARD), purge_step=after + 1)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Write `values` at `step`: numbers, or lists of numbers."""
@@ -55,11 +59,11 @@ class Metrics:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in values.items():
-                numbers = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-                for tag, number in numbers.items():
-                    self._board.add_scalar(tag, number, step)
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            numbers |= {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+        for tracker in self._trackers:
+            tracker.log(numbers, step)
 
     def write_report(self, report: StepMetrics) -> None:
         """Write each step of a report, then its speed, memory and ratios."""
@@ -76,11 +80,9 @@ class Metrics:
         self.write(step, {VALIDATION + name: value for name, value in values.items()})
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def _entry(line: bytes) -> dict[str, Any]:

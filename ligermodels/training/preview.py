@@ -239,5 +239,5 @@ def _eager_reason(recipe: TrainingRecipe, job: Job, parts: list[Batch], device: 
     if recipe.cuda_graph == "auto" and not pays(job.trainable, parts):
         return "the GPU takes longer for a block than the CPU takes to launch it"
     groups = parameter_groups(job.learning_rates, recipe.weight_decay)
-    optimizer = optimizer_named(recipe.optimizer, groups, betas=(recipe.beta1, recipe.beta2))
+    optimizer = optimizer_named(recipe.optimizer, groups, model=job.model, betas=(recipe.beta1, recipe.beta2))
     return refusal(EagerStep(job.trainable, optimizer), parts)

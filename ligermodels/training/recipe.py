@@ -166,6 +166,9 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
+    track: monitoring.Track = ()
+    project: monitoring.Project = None
+    run_name: monitoring.RunName = None
     callback: monitoring.ImportPaths = ()
     early_stopping_patience: monitoring.Patience = None
     early_stopping_threshold: monitoring.Threshold = 0.0

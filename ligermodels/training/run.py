@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from ligermodels.parallel.ranks import join
 from ligermodels.training.callback import Callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
+from ligermodels.training.curves import draw_curves
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
 from ligermodels.training.job import BeforeTraining, JobFactory, Prepare
@@ -25,7 +27,8 @@ from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.run_callbacks import RunCallbacks, SaveCheckpoint
 from ligermodels.training.run_plan import plan_run
 from ligermodels.training.run_state import RunState, build_state
-from ligermodels.training.user_callbacks import callbacks_at, check_callbacks
+from ligermodels.training.trackers import Tracker, open_trackers, tracker_names
+from ligermodels.training.user_callbacks import callbacks_at, check_callbacks, lm_eval_callback
 
 
 def run_job(
@@ -42,8 +45,8 @@ def run_job(
     console: Console | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Train by `recipe` and write the result to `out`, with recipe.yaml, metrics.jsonl, checkpoints/ and content.json
-    (fingerprints of the files that were read).
+    """Train by `recipe` and write the result to `out`, with recipe.yaml, metrics.jsonl, checkpoints/, content.json
+    (fingerprints of the files that were read) and, if matplotlib is installed, curves.png.
 
     A run that was killed resumes with the losses of an uninterrupted run: bit for bit on a CPU of the same kind, and on
     a GPU of the same kind if the backward pass of attention is deterministic. On SIGTERM and Ctrl-C the run finishes
@@ -88,18 +91,21 @@ def run_job(
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
             base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
+        BackendError: the package of a tracker, or lm-eval, is not installed; or a tracker cannot start.
         TrainingError: the loss is not finite, there is nothing to learn in the data, or another rank has ended.
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
     """
     TrainingRecipe.check_kind(recipe)
     check_callbacks(callbacks)
     callbacks = [*callbacks, *callbacks_at(recipe.callback)]
+    lm_eval = lm_eval_callback(recipe.settings())
+    tracker_names(recipe.track)  # raises for a package that is not installed
     folder, console = folder_to_write(out), console or Console()
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=ranks, console=console)
-        with closing(plan.documents):
+        with closing(plan.documents), open_trackers(plan, folder, ranks) as trackers:
             state = build_state(
                 plan,
                 job,
@@ -110,7 +116,7 @@ def run_job(
                 attention=attention,
                 console=console,
             )
-            outcome, is_ctrl_c = _train(state, folder, ranks, console, callbacks)
+            outcome, is_ctrl_c = _train(state, folder, ranks, console, trackers, callbacks, lm_eval)
         ranks.gather(None)  # no rank leaves while another rank needs it
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
@@ -118,17 +124,23 @@ def run_job(
 
 
 def _train(
-    state: RunState, folder: Path, ranks: Ranks, console: Console, user_callbacks: Sequence[Callback]
+    state: RunState,
+    folder: Path,
+    ranks: Ranks,
+    console: Console,
+    trackers: Sequence[Tracker],
+    user_callbacks: Sequence[Callback],
+    lm_eval: Any,
 ) -> tuple[Outcome, bool]:
     """Train to the last step, to a signal, or until a callback stops, and export. Returns the outcome, and whether
     Ctrl-C stopped the run."""
     plan, recipe = state.plan, state.plan.recipe
     ranks.from_first(str(folder), lambda: prepare(folder, recipe, plan.content, start_over=not plan.resumes))
-    metrics = Metrics(folder, after=plan.start, writes=ranks.writes)
+    metrics = Metrics(folder, after=plan.start, writes=ranks.writes, trackers=trackers)
     try:
         with console.progress("training") as update, stop_signals(console.say) as arrived:
             stop = AgreedStop(arrived)
-            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks)
+            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks, lm_eval)
             callbacks.resume(ranks)
             step = plan.start
             if not callbacks.should_stop():
@@ -183,6 +195,9 @@ def _finish(
     state.job.export(folder)
     if plan.recipe.checkpoint_every is None:
         state.checkpoints.remove()
+    callbacks.evaluate_result(step if best is None else best)
+    if ranks.writes and (message := draw_curves(folder)):
+        console.say(message)
     evaluation = None
     if plan.has_validation:  # a run that resumed after its last step has no evaluation yet
         evaluation = callbacks.validate.evaluations.get(step if best is None else best) or state.evaluate()

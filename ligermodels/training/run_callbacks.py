@@ -131,6 +131,7 @@ class RunCallbacks:
         update: moves the progress bar.
         stop: ends the run after a signal.
         callbacks: the callbacks of the user.
+        lm_eval: evaluates tasks of lm-eval; None: not.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class RunCallbacks:
         update: Callable[..., None],
         stop: AgreedStop,
         callbacks: Sequence[Callback],
+        lm_eval: Any = None,
     ) -> None:
         plan, recipe = state.plan, state.plan.recipe
         self.events, self._metrics, self._plan = Events(plan.steps, state.job.trainable), metrics, plan
@@ -154,6 +156,11 @@ class RunCallbacks:
         self.all: list[Callback] = [Report(metrics, update), *callbacks, self.save]
         if plan.has_validation:
             self.all.append(self.validate)
+        self._lm_eval = lm_eval
+        if lm_eval is not None:
+            parts = {"write": metrics.write, "say": console.say, "stop": stop.should_stop}
+            lm_eval.attach(state.job.model, plan.base.tokenizer, **parts)
+            self.all.append(lm_eval)
         if recipe.early_stopping_patience is not None:
             self.all.append(EarlyStopping(recipe.early_stopping_patience, recipe.early_stopping_threshold))
         if recipe.load_best_model_at_end:
@@ -164,20 +171,30 @@ class RunCallbacks:
             console.say(f"callbacks: the checkpoint has a state of {name}, which the run does not have now")
 
     def resume(self, ranks: Ranks) -> None:
-        """Complete the evaluation of the step to resume from, where the run was stopped before it was complete."""
-        start = self._plan.start
-        if not (start and self._plan.has_validation):
+        """Complete the evaluations of the step to resume from, where the run was stopped before they were."""
+        start, steps = self._plan.start, self._plan.steps
+        if not start:
             return
-        values = ranks.from_first("metrics", lambda: self._metrics.evaluation)
+        values, names = ranks.from_first("metrics", lambda: (self._metrics.evaluation, self._metrics.names))
         if values and self.events.evaluated < start:
             self.events.evaluation(start, values)
-        elif not values and is_due(start, self.validate.every, self._plan.steps):
+        elif self._plan.has_validation and not values and is_due(start, self.validate.every, steps):
             self.validate.on_step_end(start)
+        if self._lm_eval is not None:
+            if any(name.startswith("lm_eval/") for name in names):
+                self._lm_eval.evaluated.add(start)
+            elif start < steps and is_due(start, self._lm_eval.every, steps):
+                self._lm_eval.on_step_end(start)
 
     def evaluate_last(self, step: int) -> None:
         """Evaluate after the last step, if a callback ended the run there and no evaluation was due."""
         if self._plan.has_validation and self.events.evaluated != step:
             self.validate.on_step_end(step)
+
+    def evaluate_result(self, step: int) -> None:
+        """Evaluate the tasks of lm-eval on the result, the model of `step`, unless that has been done."""
+        if self._lm_eval is not None and step not in self._lm_eval.evaluated:
+            self._lm_eval.on_step_end(step)
 
     def should_stop(self) -> bool:
         """Whether a callback ends the run now."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +83,11 @@ class RunPlan:
     def targets(self) -> int:
         """Number of targets in the steps up to the checkpoint."""
         return int(self.checkpoint.get("targets", 0))
+
+    @cached_property
+    def run_id(self) -> str:
+        """Identifies the run in trackers; a resumed run keeps it."""
+        return str(self.checkpoint.get("run_id") or secrets.token_hex(8))
 
     @property
     def has_validation(self) -> bool:

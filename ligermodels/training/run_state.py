@@ -71,6 +71,7 @@ class RunState:
             "schedule": self.schedule.state_dict(),
             "data": self.batches.state_dict(),
             "kept": sorted(self.checkpoints.kept),
+            "run_id": self.plan.run_id,
             **values,
         }
         self.checkpoints.save(step, self.job.model, self.optimizer, run)

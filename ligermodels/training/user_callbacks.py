@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from ligermodels.errors import ConfigError, InputError, short
+from ligermodels.errors import BackendError, ConfigError, InputError, short
 from ligermodels.training.callback import Callback
 
 
@@ -43,6 +44,21 @@ def imported(path: str, setting: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{setting}: {path}: module {module_name} has no {name}")
     return getattr(module, name)
+
+
+def lm_eval_callback(settings: Mapping[str, Any]) -> Any:
+    """The callback for the settings `lm_eval` of a recipe; None without them. It is found by its import path, as a
+    callback of a user: integrations are above training.
+
+    Raises:
+        BackendError: lm-eval is not installed.
+        ConfigError: lm-eval has no such task.
+    """
+    if not settings.get("lm_eval"):
+        return None
+    if find_spec("lm_eval") is None:
+        raise BackendError("lm_eval: lm-evaluation-harness is not installed; pip install 'lm_eval[hf]'")
+    return imported("ligermodels.integrations.lm_eval:LmEval", "lm_eval")(settings)
 
 
 def callbacks_at(paths: Iterable[str]) -> list[Callback]:
