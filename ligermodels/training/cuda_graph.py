@@ -20,6 +20,7 @@ from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.targets import IGNORE_INDEX
+from ligermodels.ops.runtime.devices import as_recorded
 from ligermodels.training.fused_adamw import FusedAdamW
 from ligermodels.training.graph_numbers import GraphNumbers
 from ligermodels.training.reports import OutputMetrics
@@ -203,11 +204,9 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> GraphNumbers:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
     buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
-    # With a target for nearly every token, the model takes the same path as in a graph, which reads no counts.
-    parts = [{**part, "labels": part["labels"].clamp(min=0)} for part in parts]
     devices = [step.device] if step.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), as_recorded():
             step.backward(parts, options)
             numbers = GraphNumbers(cast(FusedAdamW, step.optimizer))
             numbers.warm_up()
