@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TRAINED = ("⟦", "⟧")
 """Around trained text where there are no colours."""
-MOST_CHARACTERS = 4000
-"""Characters of a document to show."""
+MOST_DOCUMENTS, MOST_CHARACTERS, MOST_SOURCES = 8, 4000, 200
+"""Documents of the first batch to show; characters of each document, and of the names of files and lines."""
 
 
 def show_dry_run(recipe: TrainingRecipe, out: Path | None, *, gpus: int, **options: Any) -> None:
@@ -43,9 +43,10 @@ def show_dry_run(recipe: TrainingRecipe, out: Path | None, *, gpus: int, **optio
     screen = screen_of()
     on_terminal = screen.is_terminal
     marks = "in green" if on_terminal else "in " + " ".join(TRAINED)
-    print(f"\nfirst batch: {run.sources}; trained tokens are {marks}")
-    for number, document in enumerate(run.first_batch, start=1):
-        print(f"--- {number} of {len(run.first_batch)}")
+    sources = run.sources if len(run.sources) <= MOST_SOURCES else f"{run.sources[:MOST_SOURCES]}..."
+    print(f"\nfirst batch: {sources}; trained tokens are {marks}")
+    for number, document in enumerate(run.first_batch[:MOST_DOCUMENTS], start=1):
+        print(f"--- {number} of {len(run.first_batch)} documents")
         screen.print(_marked(document, on_terminal), soft_wrap=True)
 
 
@@ -59,21 +60,30 @@ def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
     if bad := len(plan.documents.bad):
         yield "", f"{bad:,} unusable lines are skipped"
     yield "epoch", f"{epoch.sequences:,} sequences, {epoch.tokens:,} tokens, {epoch.targets:,} of them trained"
-    epochs = plan.steps * recipe.batch_tokens / (epoch.sequences * recipe.seq_len)
+    epochs = plan.steps * run.sequences / epoch.sequences
     resumed = f", from step {plan.start + 1:,}" if plan.start else ""
     yield "steps", f"{plan.steps:,} ({epochs:.3g} epochs){resumed}"
+    if run.sequences > epoch.sequences:
+        yield "", f"a step repeats the {epoch.sequences:,} sequences of the data; a smaller batch_tokens does not"
     size, passes = run.micro_batches
     ranks = f" on each of {run.gpus} GPUs" if run.gpus > 1 else ""
-    sequences = recipe.batch_tokens // recipe.seq_len
-    yield "step", f"{sequences:,} sequences of {recipe.seq_len:,} tokens: {passes} x {size} sequences{ranks}"
-    settings = list(recipe.defaults())
-    block = settings[settings.index("optimizer") : settings.index("steps")]
-    values = recipe.settings() | {"warmup_steps": plan.warmup_steps}
-    others = ", ".join(f"{name} {values[name]}" for name in block[1:] if values[name] is not None)
-    yield "optimizer", f"{recipe.optimizer}, {others}"
+    length = recipe.batch_tokens // run.sequences
+    yield "step", f"{run.sequences:,} sequences of {length:,} tokens: {passes} x {size} sequences{ranks}"
+    yield "optimizer", ", ".join(_optimizer_settings(run))
     yield "memory", run.memory if isinstance(run.memory, str) else _memory(run.memory) + ranks
     yield "attention", run.attention
     yield "CUDA graph", f"no: {run.cuda_graph}" if run.cuda_graph else "yes"
+
+
+def _optimizer_settings(run: DryRun) -> Iterator[str]:
+    """The settings of the recipe from `optimizer` to `steps` that have an effect."""
+    recipe = run.plan.recipe
+    values, names = recipe.settings() | {"warmup_steps": run.plan.warmup_steps}, list(recipe.defaults())
+    idle = {name for names, has_effect, _ in recipe.conditions if not has_effect(values) for name in names}
+    yield recipe.optimizer
+    for name in names[names.index("optimizer") + 1 : names.index("steps")]:
+        if name not in idle and values[name] not in (None, {}, []):
+            yield f"{name} {values[name]}"
 
 
 def _memory(memory: StepMemory) -> str:

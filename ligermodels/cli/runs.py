@@ -153,6 +153,8 @@ def run(
     """
     resumed = out if resume else None
     chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [], resumed=resumed)
+    if resume and out is None:
+        raise typer.BadParameter("give the folder of the run to resume", param_hint="--out")
     require_given(chosen, resumed, base_name)
     where: dict[str, Any] = {"attention": attention, "resume": resume, "overwrite": overwrite}
     if dry_run:

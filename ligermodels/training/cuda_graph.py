@@ -21,6 +21,7 @@ from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.targets import IGNORE_INDEX
+from ligermodels.ops.runtime.devices import as_recorded
 from ligermodels.training.recording import RecordableOptimizer, Recording
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
@@ -209,11 +210,9 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
     buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
-    # With a target for nearly every token, the model takes the same path as in a graph, which reads no counts.
-    parts = [{**part, "labels": part["labels"].clamp(min=0)} for part in parts]
     devices = [step.device] if step.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), as_recorded():
             step.backward(parts, options)
             numbers = cast(RecordableOptimizer, step.optimizer).recording()
     finally:

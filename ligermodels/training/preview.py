@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ligermodels.layers import IGNORE_INDEX
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.memory import StepMemory, StepTrace
-from ligermodels.parallel.ranks import planned_ranks
+from ligermodels.parallel.ranks import data_share, planned_ranks
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
@@ -79,6 +80,7 @@ class DryRun:
     epoch: counts of an epoch.
     left_out: reason -> documents that are not used in full, and their tokens that are left out.
     micro_batches: sequences per forward pass, and forward passes per step, of each rank.
+    sequences: sequences per step, of all ranks.
     memory: memory of each GPU; or why it is not counted.
     attention: attention backends.
     cuda_graph: why the steps run without a CUDA graph; empty if they are recorded.
@@ -93,6 +95,7 @@ class DryRun:
     epoch: Epoch
     left_out: dict[str, tuple[int, int]]
     micro_batches: tuple[int, int]
+    sequences: int
     memory: StepMemory | str
     attention: str
     cuda_graph: str
@@ -151,6 +154,7 @@ def dry_run(
             epoch=epoch,
             left_out=plan.documents.notes.totals(),
             micro_batches=micro_batches,
+            sequences=math.prod(micro_batches) * data_share(recipe.parallel)[1],
             memory=_memory(plan, job, model, gpus),
             attention=attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len),
             cuda_graph=_eager_reason(recipe, job, parts, device, gpus),
@@ -219,6 +223,8 @@ def _memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory |
         return "not counted for heads on several GPUs"
     if with_reference := [name for name in REFERENCE if recipe.settings().get(name)]:
         return f"not counted with {with_reference[0]}"
+    if job.trainable is not model and not recipe.trains_heads:
+        return "counted for the model's own loss only"
     traced: Any = _WithHeads(job.trainable, model) if recipe.trains_heads else model
     shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
     try:

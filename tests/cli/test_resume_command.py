@@ -72,6 +72,8 @@ def test_a_run_without_a_checkpoint_starts_over_with_its_settings(recipe_file: A
 
 
 def test_a_folder_without_a_run_or_with_a_run_of_another_command_is_named(recipe_file: Any, tmp_path: Path) -> None:
+    where = run("train", "--resume")
+    assert where.exit_code == 2 and "--out: give the folder of the run to resume" in where.stderr
     nothing = run("train", "--resume", "--out", tmp_path / "out")
     assert nothing.exit_code == 2 and f"no run in {tmp_path / 'out'} to take it from" in nothing.stderr
     assert "MODEL" in nothing.stderr and not (tmp_path / "out").exists()

@@ -10,6 +10,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,16 @@ def test_code_blocks_fit_the_width_of_the_site(page: str) -> None:
     inside = (i for start, end in zip(fences[::2], fences[1::2], strict=True) for i in range(start + 1, end))
     wide = [f"line {i + 1}: {len(lines[i])} columns" for i in inside if len(lines[i]) > WIDTH]
     assert not wide
+
+
+@pytest.mark.slow
+def test_strict_type_checkers_accept_the_readme(tmp_path: Path) -> None:
+    """Its Python as one program, by `mypy --strict` with the project's settings."""
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(content for language, content in blocks("README.md") if language == "python"))
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), str(program)]
+    found = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_supported_families_are_listed() -> None:

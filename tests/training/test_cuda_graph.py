@@ -16,8 +16,9 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import GraphWarning, InputError
+from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.speculative.joint import JointMedusa
-from ligermodels.training import FusedAdamW, StepMetrics, graph_step, train, warmup_cosine
+from ligermodels.training import FusedAdamW, StepMetrics, cuda_graph, graph_step, train, warmup_cosine
 from ligermodels.training.cuda_graph import GraphStep, pays
 from ligermodels.training.step import EagerStep
 
@@ -129,6 +130,24 @@ def test_documents_of_other_numbers_share_a_graph() -> None:
         numbers.add(len(batch["cu_seqlens"]))
         step([batch], num_items_in_batch=int(model.num_targets(batch["labels"], cu_seqlens=batch["cu_seqlens"])))
     assert len(numbers) > 1 and len(step._graphs) == 1
+
+
+def test_kernels_are_compiled_for_the_tokens_that_a_graph_computes() -> None:
+    """All tokens of the row, also those without a target: here the last of each short document, and half of the rest.
+
+    A step without a graph leaves them out of the head's products, which then have another shape."""
+    model = llama()
+    documents = TokenDocuments([[3, 4, 5, *range(6, 6 + n)] for n in range(3)] * 20)
+    batch = next(PackedBatches(documents, seq_len=64, batch_size=2))
+    batch["labels"][:, ::2] = -100
+    sizes: list[int] = []
+    model.head.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[:-1].numel()))
+    model(**batch)
+    step = EagerStep(model, FusedAdamW(model.parameters()))
+    cuda_graph._dry_run(step, [batch], {})
+    computed, compiled = sizes
+    assert computed < batch["labels"].numel() == compiled
+    assert not is_recording() and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_rows_of_other_lengths_share_a_graph() -> None:

@@ -77,6 +77,7 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
 
     run = dry_run(few, gpus=2)
     assert (run.micro_batches, run.memory) == ((1, 1), step_memory(meta(), 1, 128, shard=2))
+    assert run.sequences == 2
     assert run.cuda_graph == "the model is on cpu"
     with pytest.raises(ConfigError, match="97 cannot be split evenly over 2 ranks"):
         dry_run(few.changed({"parallel": {"tensor": 2}}), gpus=2)
@@ -124,5 +125,9 @@ def test_the_command_prints_it(base: Path, data: Path, tmp_path: Path, kind: typ
     assert rows.keys() >= {"model", "data", "epoch", "steps", "step", "optimizer", "memory", "attention", "CUDA graph"}
     assert rows["steps"].startswith("12 (") and "1 unusable lines are skipped" in result.stdout
     assert rows["step"] == "2 sequences of 128 tokens: 1 x 1 sequences on each of 2 GPUs"
-    assert "learning_rate 0.005, warmup_steps 1, min_lr_ratio 0.1" in rows["optimizer"]
-    assert "⟦" in result.stdout and "data.jsonl:" in result.stdout
+    assert re.match(r"adamw, learning_rate 0\.005, .*warmup_steps 1, .*beta2 0\.95", rows["optimizer"])
+    assert "⟦" in result.stdout and "data.jsonl:" in result.stdout and result.stdout.count("\n--- ") <= 8
+    adafactor = [*command.split(), *changed, "--dry-run", "--device", "cpu", "--set=optimizer=adafactor"]
+    shown = CliRunner().invoke(app, [*adafactor, "--set=batch_tokens=16384"]).stdout
+    assert re.search(r"^optimizer +adafactor, learning_rate 0\.005", shown, re.MULTILINE) and "beta1" not in shown
+    assert re.search(r"^ +a step repeats the \d+ sequences of the data", shown, re.MULTILINE), shown

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.devices import gpu_of
+from ligermodels.ops.runtime.devices import gpu_of, is_recording
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -145,7 +145,7 @@ def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, bias
         return x.new_empty(x.shape[0], weights.shape[1])
     if kernels and _has_grouped_gemm(x, weights.shape[1]):
         y = torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
-    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+    elif x.is_cuda and is_recording():
         y = _grouped_mm_without_a_wait(x, weights, offsets)
     else:
         return grouped_mm_reference(x, weights, offsets, biases)

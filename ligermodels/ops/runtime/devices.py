@@ -5,6 +5,8 @@ compile it for that GPU.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -54,6 +56,7 @@ class GPU(NamedTuple):
 
 
 _pretended: GPU | None = None
+_as_recorded = False
 
 
 def pretend(gpu: GPU | None) -> None:
@@ -75,11 +78,22 @@ def is_hip() -> bool:
     return torch.version.hip is not None if _pretended is None else _pretended.hip
 
 
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Context manager in which all threads compute as while a CUDA graph is recorded, to compile its kernels before."""
+    global _as_recorded
+    before, _as_recorded = _as_recorded, True
+    try:
+        yield
+    finally:
+        _as_recorded = before
+
+
 def is_recording() -> bool:
-    """Whether the current stream's work goes into a CUDA graph now."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_available():  # a compiler does not trace the next question
+    """Whether the current stream's work goes into a CUDA graph now, or computes as if it did (`as_recorded`)."""
+    if torch.compiler.is_compiling():  # it does not trace the next questions
         return False
-    return torch.cuda.is_current_stream_capturing()
+    return _as_recorded or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @torch.compiler.assume_constant_result
