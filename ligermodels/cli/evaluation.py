@@ -87,7 +87,7 @@ def evaluate(
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
     medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads)
     with progress("scoring") as update:
-        sizes = {"seq_len": seq_len or recipe.seq_len, "batch_size": batch_size}
+        sizes: dict[str, Any] = {"seq_len": seq_len or recipe.seq_len, "batch_size": batch_size}
         strategy = recipe.excess_length_strategy
         batches = PackedBatches(documents, indices, **sizes, epochs=1, excess_length_strategy=strategy)
         scores = own = evaluate_heads(medusa, _counted(batches, update))

@@ -103,8 +103,8 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0], "has 1 weights for 2 values of data"),
-        ("1,2,3", "has 3 weights for 2"),
+        ([1.0], "data_weights.*must have a weight for each value of data"),
+        ("1,2,3", "must have a weight for each"),
         ([1.0, 0], "must be positive numbers, got 1.0, 0.0"),
         ("1,x", "must be numbers, got '1,x'"),
         ([1, {}], "data_weights"),
