@@ -15,6 +15,7 @@ from ligermodels.convert.files import PROCESSORS
 from ligermodels.convert.input_files import is_present
 from ligermodels.convert.more_rows import config_for, write_more_rows
 from ligermodels.data import fingerprint
+from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.converted import cached
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError
@@ -22,12 +23,26 @@ from ligermodels.errors import CheckpointError
 GENERATION = "generation_config.json"
 
 
-def missing_tokens(tokenizer: Path, tokens: Sequence[str]) -> list[str]:
-    """The `tokens` that the tokenizer in a folder does not have."""
-    if not tokens:
+def missing_tokens(tokenizer: Path, template: str | None) -> list[str]:
+    """The special tokens of a chat template that the tokenizer in a folder does not have.
+
+    Args:
+        tokenizer: the folder.
+        template: name of a built-in template; any other text, and None, has no tokens.
+    """
+    if not (tokens := TOKENS.get(template or "")):
         return []
     backend = Tokenizer(tokenizer).backend
     return [token for token in tokens if backend.token_to_id(token) is None]
+
+
+def require_tokens(tokenizer: Path, template: str) -> None:
+    """Raise CheckpointError if the tokenizer in a folder lacks special tokens of a built-in chat template."""
+    if is_present(tokenizer / "tokenizer.json", CheckpointError) and (missing := missing_tokens(tokenizer, template)):
+        raise CheckpointError(
+            f"{tokenizer}: the tokenizer lacks {', '.join(missing)} of the chat template {template}; "
+            "`ligermodels train --chat-template` adds them"
+        )
 
 
 def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str]) -> Path:

@@ -13,7 +13,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.companions import chat_templates, tokenizer_files
 from ligermodels.convert.config_json import read_json
 from ligermodels.data import fingerprint
-from ligermodels.data.built_in_templates import TOKENS, template_file
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.new_tokens import missing_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class Base:
         Raises:
             ConfigError: the recipe does not train the embeddings, or they cannot be resized.
         """
-        tokens = missing_tokens(self.tokenizer, TOKENS.get(recipe.chat_template or "", ()))
+        tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
             return self
         if not recipe.trains_configs:

@@ -14,6 +14,7 @@ from zoo import LLAMA, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.convert.config_json import read_json
+from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import missing_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError
@@ -65,7 +66,7 @@ def test_rows_of_new_tokens_are_those_of_transformers(
         (base / "model.safetensors").unlink()
         before.save_pretrained(base, max_shard_size=shard)
         assert (base / "model.safetensors.index.json").is_file()
-    assert missing_tokens(base, NEW) == list(NEW)
+    assert missing_tokens(base, "chatml") == list(NEW) and missing_tokens(base, "llama3") == []
     folder = with_tokens(base / "config.json", base, base, NEW)
     after = AutoModelForCausalLM.from_pretrained(folder)
     size = used + max(spare, 2)
@@ -122,6 +123,8 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
         fine_tune(recipe_of(base, chats, lora_rank=2), tmp_path / "out")
     fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
     assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
+    with pytest.raises(CheckpointError, match=r"the tokenizer lacks <\|im_start\|>.* of the chat template chatml"):
+        ChatTemplate.from_folder(base, "chatml")
     found = Base.find(recipe_of(base, chats, chat_template="llama3"))
     assert found.tokenizer == base and not found.new_tokens
 
