@@ -122,7 +122,8 @@ class Documents:
 
         tokenizer = Tokenizer(folder)
         eos = eos_of_checkpoint(config or folder / "config.json", folder, tokenizer)
-        return cls(Corpus(files, piece=piece), tokenizer, template, eos_token_id=eos, **options)
+        corpus = Corpus(files, piece=piece, say=options.get("on_bad_line", lambda message: None))
+        return cls(corpus, tokenizer, template, eos_token_id=eos, **options)
 
     def __len__(self) -> int:
         return len(self.corpus)

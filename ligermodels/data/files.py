@@ -73,7 +73,11 @@ class DataFile:
         return f"{self.name}: {self.unit} {line}" if self.unit else f"{self.name}:{line}"
 
 
-def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
+Say = Callable[[str], object]
+"""Called with messages about conversions and downloads, before they start."""
+
+
+def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda message: None) -> list[DataFile]:
     """The files of data with these names.
 
     Compressed files, JSON arrays, tables and datasets of the hub are converted once, into a cache (see `converted`).
@@ -81,6 +85,7 @@ def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
     Args:
         names: files, folders, globs such as "data/*.jsonl", and datasets of the hub such as "hf:owner/name:train". A
             folder stands for all files of known kinds in it and its folders, in order of their paths.
+        say: called with a message before a file is converted or a dataset is downloaded.
 
     Raises:
         InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
@@ -89,10 +94,11 @@ def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
     files: list[DataFile] = []
     for source, name in enumerate(names):
         if isinstance(name, str) and name.startswith(hub_dataset.PREFIX):
-            path = hub_dataset.lines_of(name)
+            path = hub_dataset.lines_of(name, say)
             files.append(DataFile(name, path, path, has_lines=True, unit="row", source=source))
         else:
-            files += [_data_file(path, source) for path in _paths(as_path(name, InputError, "the name of a data file"))]
+            paths = _paths(as_path(name, InputError, "the name of a data file"))
+            files += [_data_file(path, source, say) for path in paths]
     return files
 
 
@@ -131,7 +137,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return (path.with_suffix("").suffix.lower(), last) if last in COMPRESSIONS else (last, "")
 
 
-def _data_file(path: Path, source: int) -> DataFile:
+def _data_file(path: Path, source: int, say: Say) -> DataFile:
     suffix, compression = _suffixes(path)
     name = shown(path)
     if suffix not in (*JSON, *TABLES, *TEXT, ""):
@@ -155,7 +161,7 @@ def _data_file(path: Path, source: int) -> DataFile:
         return convert(plain, name) if convert else iter(partial(plain.read, 1 << 20), b"")
 
     with damage_named(name):
-        return DataFile(name, path, converted(path, parts), has_lines, unit, source)
+        return DataFile(name, path, converted(path, parts, say), has_lines, unit, source)
 
 
 def _require_text(content: BinaryIO, name: str) -> None:

@@ -151,13 +151,14 @@ def test_arrays_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_conversion_is_made_once_and_again_for_another_content(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "a.csv"
+    path, said = tmp_path / "a.csv", list[str]()
     for text, count in (("a", 1), ("a", 1), ("bb", 2)):
         path.write_text(f"text\n{text}\n")
         os.utime(path, (1, 1))
-        corpus = Corpus([path])
+        corpus = Corpus([path], say=said.append)
         assert read_record(corpus.read(0)[0])[0] == ("", text, True)
-        assert len(list(cache.glob("data/*-a.csv"))) == count
+        assert len(list(cache.glob("data/*-a.csv"))) == len(said) == count
+    assert said[0] == f"{path}: converting it once, to {cache / 'data'}"
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
