@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,11 +60,7 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
         CheckpointError: the weights are missing or damaged, or the embeddings are quantised.
     """
     with Checkpoint(folder) as checkpoint:
-        names = [
-            name
-            for name, header in checkpoint.headers.items()
-            if header.shape[:1] == (vocab_size,) and ("embed" in name or "head" in name or "wte" in name)
-        ]
+        names = _names(checkpoint, vocab_size)
         if not names:
             raise CheckpointError(f"{folder}: no embedding with {vocab_size:,} rows, so that no token can be added")
         rows = {name: _mean(checkpoint, name, used) for name in names}
@@ -80,6 +76,36 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
         weight_map = {name: file for file, headers in files.items() for name in headers}
         (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return names
+
+
+def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]:
+    """Those of `rows` that are zero in all embeddings of a checkpoint: the base model was not trained on these tokens.
+
+    Args:
+        folder: folder of the checkpoint.
+        vocab_size: number of rows of the embeddings.
+        rows: token ids.
+
+    Raises:
+        CheckpointError: the weights are missing or damaged.
+    """
+    with Checkpoint(folder) as checkpoint:
+        shapes = {name: math.prod(checkpoint.headers[name].shape[1:]) for name in _names(checkpoint, vocab_size)}
+        return [
+            row
+            for row in rows
+            if shapes
+            and not any(checkpoint.read_slice(name, row * width, width).any() for name, width in shapes.items())
+        ]
+
+
+def _names(checkpoint: Checkpoint, vocab_size: int) -> list[str]:
+    """Names of the embeddings, LM heads and biases with a row for each token."""
+    return [
+        name
+        for name, header in checkpoint.headers.items()
+        if header.shape[:1] == (vocab_size,) and ("embed" in name or "head" in name or "wte" in name)
+    ]
 
 
 def _mean(checkpoint: Checkpoint, name: str, used: int) -> Tensor:

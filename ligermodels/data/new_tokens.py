@@ -13,7 +13,7 @@ from ligermodels.convert.companions import tokenizer_files
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import PROCESSORS
 from ligermodels.convert.input_files import is_present
-from ligermodels.convert.more_rows import config_for, write_more_rows
+from ligermodels.convert.more_rows import config_for, write_more_rows, zero_rows
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.converted import cached
@@ -43,6 +43,22 @@ def require_tokens(tokenizer: Path, template: str) -> None:
             f"{tokenizer}: the tokenizer lacks {', '.join(missing)} of the chat template {template}; "
             "`ligermodels train --chat-template` adds them"
         )
+
+
+def untrained_tokens(config: Path, tokenizer: Path, weights: Path, template: str | None) -> list[str]:
+    """The special tokens of a built-in chat template whose embeddings are zero, such as those of Llama 3's base models.
+
+    Args:
+        config: path of config.json.
+        tokenizer: folder of the tokenizer, which has the tokens.
+        weights: folder of the weights.
+        template: name of the template; any other text, and None, has no tokens.
+    """
+    if not (tokens := TOKENS.get(template or "")):
+        return []
+    backend = Tokenizer(tokenizer).backend
+    ids = {id: token for token in tokens if (id := backend.token_to_id(token)) is not None}
+    return [ids[row] for row in zero_rows(weights, config_for(config, 0)[1], ids)]
 
 
 def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str]) -> Path:

@@ -1,6 +1,7 @@
 """Base models trained on chats by a built-in template: new tokens, resized embeddings, and exports that agree."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 from chat_templates import tokenizer_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import LLAMA, make_checkpoint
 
@@ -17,7 +18,7 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import missing_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.training import Console, FineTuningRecipe, fine_tune
 from ligermodels.training.base import Base
 
@@ -127,6 +128,33 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
         ChatTemplate.from_folder(base, "chatml")
     found = Base.find(recipe_of(base, chats, chat_template="llama3"))
     assert found.tokenizer == base and not found.new_tokens
+
+
+def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:
+    """As in Llama 3's base models."""
+    make_base(tmp_path / "base")
+    weights = load_file(tmp_path / "base/model.safetensors")
+    end = Tokenizer(tmp_path / "base").backend.token_to_id("<|eot_id|>")
+    for name, rows in weights.items():
+        if "embed" in name or "lm_head" in name:
+            rows[end] = 0
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(CheckpointWarning, match=r"embeddings of <\|eot_id\|> in .*base are zero"):
+        Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="llama3"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Base.find(recipe_of(tmp_path / "base", chats, chat_template="llama3"))
+        Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="alpaca"))
+
+
+def test_a_run_with_new_tokens_resumes(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "base"
+    make_base(base)
+    fine_tune(recipe_of(base, chats, checkpoint_every=1), tmp_path / "out")
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "other"))  # the copy of the base is made again
+    longer = recipe_of(base, chats, checkpoint_every=1, steps=4)
+    assert fine_tune(longer, tmp_path / "out", resume=True).step == 4
+    assert len(list((tmp_path / "other/checkpoints").glob("*-base"))) == 1
 
 
 def test_embeddings_that_cannot_be_resized_are_named(tmp_path: Path) -> None:
