@@ -86,9 +86,10 @@ def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Seq
     def write(target: Path) -> None:
         target.mkdir()
         used, size = _write_tokenizer(tokenizer, target, tokens)
-        fields, vocab_size = config_for(config, size)
+        fields, vocab_size, new_size = config_for(config, size)
         (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False))
         if weights is not None:
+            size = new_size if new_size > vocab_size else size
             write_more_rows(weights, target, used=used, size=size, vocab_size=vocab_size)
         for name in (GENERATION, *PROCESSORS):
             if is_present(config.parent / name, CheckpointError):

@@ -1,6 +1,7 @@
 """Base models trained on chats by a built-in template: new tokens, resized embeddings, and exports that agree."""
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
     return used
 
 
+def padded(size: int) -> int:
+    return math.ceil(size / 64) * 64
+
+
 def recipe_of(base: Path, data: Path, **settings: Any) -> FineTuningRecipe:
     common = {"validation_fraction": 0, "seq_len": 32, "batch_tokens": 32, "steps": 2, "checkpoint_every": None}
     return FineTuningRecipe().changed({"base": base, "data": data, "chat_template": "chatml", **common, **settings})
@@ -70,7 +75,7 @@ def test_rows_of_new_tokens_are_those_of_transformers(
     assert missing_tokens(base, "chatml") == list(NEW) and missing_tokens(base, "llama3") == []
     folder = with_tokens(base / "config.json", base, base, NEW)
     after = AutoModelForCausalLM.from_pretrained(folder)
-    size = used + max(spare, 2)
+    size = used + spare if spare >= 2 else padded(used + 2)
     assert (
         read_json(folder / "config.json")["vocab_size"] == size
         and len(AutoTokenizer.from_pretrained(folder)) == used + 2
@@ -97,7 +102,7 @@ def test_the_export_of_a_base_model_with_new_tokens(tmp_path: Path, chats: Path,
     assert "the tokenizer and the embeddings get <|im_start|>, <|im_end|> for the chat template" in said
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end == used + 1 and model.config.vocab_size == used + 2 == len(tokenizer)
+    assert end == used + 1 and model.config.vocab_size == padded(used + 2) and len(tokenizer) == used + 2
     assert model.generation_config.eos_token_id == [model.config.eos_token_id, end]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
@@ -114,7 +119,7 @@ def test_a_config_without_weights_gets_a_larger_vocabulary(tmp_path: Path, chats
     used = make_base(base)
     (base / "model.safetensors").unlink()
     fine_tune(recipe_of(base, chats, dtype="float32"), tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == used + 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == padded(used + 2)
 
 
 def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Path) -> None:
