@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,21 +23,35 @@ PER_LAYER = "vocab_size_per_layer_input"
 """Field of models with an embedding in each layer, which has a vocabulary of its own."""
 
 
-def config_for(config: Path, size: int) -> tuple[dict[str, Any], int]:
-    """The content of config.json for a vocabulary of at least `size` tokens, and the old size of the vocabulary.
+MULTIPLE = 64
+"""A larger vocabulary is rounded up to this multiple, as in TRL: products of other sizes are slower on GPUs."""
 
-    Raises ConfigError for a model whose embeddings cannot be resized.
+
+def config_for(config: Path, size: int) -> tuple[dict[str, Any], int, int]:
+    """The content of config.json for a vocabulary of at least `size` tokens.
+
+    Args:
+        config: path of config.json.
+        size: number of tokens.
+
+    Returns:
+        The content, and the old and the new size of the vocabulary. The new size is a multiple of MULTIPLE, if it
+        differs from the old size.
+
+    Raises:
+        ConfigError: embeddings of this model cannot be resized.
     """
     configs = nested_configs(read_json(config))
     sizes = [int(part["vocab_size"]) for part in configs.values() if "vocab_size" in part]
     if not sizes:
         raise ConfigError(f"{config}: vocab_size: there is none, so that no token can be added")
     if size <= sizes[-1]:
-        return joined(configs), sizes[-1]
+        return joined(configs), sizes[-1], sizes[-1]
     if any(PER_LAYER in part for part in configs.values()):
         raise ConfigError(f"{config}: {PER_LAYER}: no token can be added to embeddings of the layers")
-    more = {key: {**part, "vocab_size": size} if "vocab_size" in part else part for key, part in configs.items()}
-    return joined(more), sizes[-1]
+    new = -(-size // MULTIPLE) * MULTIPLE
+    more = {key: {**part, "vocab_size": new} if "vocab_size" in part else part for key, part in configs.items()}
+    return joined(more), sizes[-1], new
 
 
 def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_size: int) -> list[str]:
@@ -50,7 +64,7 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
         folder: folder of the checkpoint.
         target: folder to write to.
         used: number of old tokens, counted by the tokenizer.
-        size: number of tokens with the new ones.
+        size: number of rows to write to, from row `used` on: the new tokens, and padding of a larger vocabulary.
         vocab_size: number of rows in the checkpoint.
 
     Returns:
@@ -60,11 +74,7 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
         CheckpointError: the weights are missing or damaged, or the embeddings are quantised.
     """
     with Checkpoint(folder) as checkpoint:
-        names = [
-            name
-            for name, header in checkpoint.headers.items()
-            if header.shape[:1] == (vocab_size,) and ("embed" in name or "head" in name or "wte" in name)
-        ]
+        names = _names(checkpoint, vocab_size)
         if not names:
             raise CheckpointError(f"{folder}: no embedding with {vocab_size:,} rows, so that no token can be added")
         rows = {name: _mean(checkpoint, name, used) for name in names}
@@ -80,6 +90,36 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
         weight_map = {name: file for file, headers in files.items() for name in headers}
         (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return names
+
+
+def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]:
+    """Those of `rows` that are zero in all embeddings of a checkpoint: the base model was not trained on these tokens.
+
+    Args:
+        folder: folder of the checkpoint.
+        vocab_size: number of rows of the embeddings.
+        rows: token ids.
+
+    Raises:
+        CheckpointError: the weights are missing or damaged.
+    """
+    with Checkpoint(folder) as checkpoint:
+        shapes = {name: math.prod(checkpoint.headers[name].shape[1:]) for name in _names(checkpoint, vocab_size)}
+        return [
+            row
+            for row in rows
+            if shapes
+            and not any(checkpoint.read_slice(name, row * width, width).any() for name, width in shapes.items())
+        ]
+
+
+def _names(checkpoint: Checkpoint, vocab_size: int) -> list[str]:
+    """Names of the embeddings, LM heads and biases with a row for each token."""
+    return [
+        name
+        for name, header in checkpoint.headers.items()
+        if header.shape[:1] == (vocab_size,) and ("embed" in name or "head" in name or "wte" in name)
+    ]
 
 
 def _mean(checkpoint: Checkpoint, name: str, used: int) -> Tensor:

@@ -17,6 +17,7 @@ from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
 from ligermodels.data.calls import CallForm
 from ligermodels.data.frames import Frame
+from ligermodels.data.new_tokens import require_tokens
 from ligermodels.data.parts import PROBE, as_templates_expect
 from ligermodels.data.rendering import END, START
 from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_templates, read_tokens
@@ -89,16 +90,19 @@ class ChatTemplate:
 
         Args:
             folder: local folder of the checkpoint, with its special tokens.
-            file: path of another template, to use instead of the checkpoint's.
+            file: path of another template, or name of a built-in one, to use instead of the checkpoint's.
 
         Returns:
             The template.
 
         Raises:
-            CheckpointError: there is no template, or it is no jinja2 template, or a file cannot be read.
+            CheckpointError: there is no template, or it is no jinja2 template, or a file cannot be read; or the
+                tokenizer lacks special tokens of a built-in template.
         """
         folder = as_path(folder, CheckpointError, "the folder of the chat template")
         settle(folder)
+        if file is not None:
+            require_tokens(folder, str(file))
         sources, tokens = read_templates(folder, file), read_tokens(folder)
         default, tool_use = sources.get(DEFAULT, Source(str(folder), NO_DEFAULT)), sources.get(TOOL_USE)
         template = cls(default.text, tokens, name=default.place)

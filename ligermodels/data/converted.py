@@ -23,12 +23,15 @@ VERSION = 1
 """Part of the key of a conversion: another version converts otherwise."""
 
 
-def converted(path: Path, convert: Callable[[BinaryIO], Iterable[bytes]]) -> Path:
+def converted(
+    path: Path, convert: Callable[[BinaryIO], Iterable[bytes]], say: Callable[[str], object] = lambda message: None
+) -> Path:
     """The conversion of a file, from the cache if the file has not changed.
 
     Args:
         path: the file.
         convert: function from the open file to the parts of its conversion.
+        say: called with a message before the file is converted.
 
     Raises:
         InputError: the file cannot be read or converted, or the cache cannot be written.
@@ -36,7 +39,12 @@ def converted(path: Path, convert: Callable[[BinaryIO], Iterable[bytes]]) -> Pat
     with open_file(path, InputError) as content:
         status = os.fstat(content.fileno())
         key = f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
-        return cached("data", key, path.name, lambda target: write_parts(target, convert(content)))
+
+        def write(target: Path) -> None:
+            say(f"{path}: converting it once, to {target.parent}")
+            write_parts(target, convert(content))
+
+        return cached("data", key, path.name, write)
 
 
 def write_parts(target: Path, parts: Iterable[bytes]) -> None:

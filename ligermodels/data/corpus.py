@@ -8,7 +8,7 @@ import json
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,7 @@ class Corpus:
     Args:
         paths: files, folders, globs and datasets of the hub, of the kinds in `data_files`.
         piece: bytes of a piece of a text file, which may have up to 2 * piece. Default: PIECE (32 KiB).
+        say: called with a message before a file is converted or a dataset is downloaded. Default: no messages.
 
     Raises:
         InputError: a file cannot be read, is not UTF-8, or is of no known kind.
@@ -68,10 +69,16 @@ class Corpus:
         True
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, piece: int | None = None) -> None:
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        piece: int | None = None,
+        say: Callable[[str], object] = lambda message: None,
+    ) -> None:
         self._files: list[_File] = []
         count = 0
-        for data in data_files(paths):
+        for data in data_files(paths, say):
             path = data.path
             with open_file(path, InputError) as content:
                 try:

@@ -99,9 +99,9 @@ class Documents:
 
         Args:
             folder: local folder of the checkpoint.
-            files: .jsonl, .ndjson and .json files with an object per line (text or chat), and text files.
+            files: files, folders, globs and datasets of the hub: see `data_files`.
             config: path of the config.json with the EOS token. Default: the checkpoint's.
-            chat_template: path of another chat template. Default: the checkpoint's.
+            chat_template: path of another chat template, or name of a built-in one. Default: the checkpoint's.
             date: YYYY-MM-DD, for templates that write the date. Default: today.
             piece: bytes of a piece of a text file. Default: 32 KiB.
             options: `max_bad_lines`, `on_bad_line` and `packing_strategy` of `Documents`.
@@ -110,7 +110,7 @@ class Documents:
             The documents. Chat template and lines are read on demand.
 
         Raises:
-            InputError: a data file cannot be read, is not UTF-8, is compressed or binary, or is a JSON array.
+            InputError: a data file cannot be read, is not UTF-8, or is of no known kind.
             CheckpointError: the checkpoint has no usable config.json or tokenizer.json.
 
         Examples:
@@ -126,7 +126,8 @@ class Documents:
 
         tokenizer = Tokenizer(folder)
         eos = eos_of_checkpoint(config or folder / "config.json", folder, tokenizer)
-        return cls(Corpus(files, piece=piece), tokenizer, template, eos_token_id=eos, **options)
+        corpus = Corpus(files, piece=piece, say=options.get("on_bad_line", lambda message: None))
+        return cls(corpus, tokenizer, template, eos_token_id=eos, **options)
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,10 @@ ABOUT_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_in
 """Names, without suffix, of files about a dataset. Those in a folder are not data."""
 
 
+LISTED = 10
+"""Most names of files in a message."""
+
+
 @dataclass(frozen=True)
 class DataFile:
     """A file of records or text.
@@ -73,7 +77,11 @@ class DataFile:
         return f"{self.name}: {self.unit} {line}" if self.unit else f"{self.name}:{line}"
 
 
-def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
+Say = Callable[[str], object]
+"""Called with messages about conversions and downloads, before they start."""
+
+
+def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda message: None) -> list[DataFile]:
     """The files of data with these names.
 
     Compressed files, JSON arrays, tables and datasets of the hub are converted once, into a cache (see `converted`).
@@ -81,6 +89,7 @@ def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
     Args:
         names: files, folders, globs such as "data/*.jsonl", and datasets of the hub such as "hf:owner/name:train". A
             folder stands for all files of known kinds in it and its folders, in order of their paths.
+        say: called with a message before a file is converted or a dataset is downloaded.
 
     Raises:
         InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
@@ -89,35 +98,42 @@ def data_files(names: Iterable[str | os.PathLike[str]]) -> list[DataFile]:
     files: list[DataFile] = []
     for source, name in enumerate(names):
         if isinstance(name, str) and name.startswith(hub_dataset.PREFIX):
-            path = hub_dataset.lines_of(name)
+            path = hub_dataset.lines_of(name, say)
             files.append(DataFile(name, path, path, has_lines=True, unit="row", source=source))
         else:
-            files += [_data_file(path, source) for path in _paths(as_path(name, InputError, "the name of a data file"))]
+            paths = _paths(as_path(name, InputError, "the name of a data file"), say)
+            files += [_data_file(path, source, say) for path in paths]
     return files
 
 
-def _paths(path: Path) -> list[Path]:
+def _paths(path: Path, say: Say) -> list[Path]:
     """The files that a path names: itself, the files of a folder, or the matches of a glob."""
     if path.is_dir():
-        return _files_in(path)
+        return _files_in(path, say)
     if os.path.lexists(path) or not glob.has_magic(str(path)):
         return [path]
     if not (matches := sorted(glob.glob(str(path), recursive=True))):
         raise InputError(f"{shown(path)}: no file matches the pattern")
-    return [file for match in map(Path, matches) for file in (_files_in(match) if match.is_dir() else [match])]
+    return [file for match in map(Path, matches) for file in (_files_in(match, say) if match.is_dir() else [match])]
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Path, say: Say) -> list[Path]:
     """The files of known kinds in a folder and its folders, in order of their paths; hidden ones are left out."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     known = [path for path in visible if _is_known(path)]
     if not known:
         raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}")
-    if others := [path.name for path in visible if path not in known]:
-        names = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-        warnings.warn(f"{shown(folder)}: not read as data: {names}", stacklevel=2)
+    say(f"{shown(folder)}: read as data: {_listed(known, folder)}")
+    if others := [path for path in visible if path not in known]:
+        warnings.warn(f"{shown(folder)}: not read as data: {_listed(others, folder)}", stacklevel=2)
     return known
+
+
+def _listed(paths: Sequence[Path], folder: Path) -> str:
+    """The first names of files in a folder."""
+    more = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
+    return ", ".join(str(path.relative_to(folder)) for path in paths[:LISTED]) + more
 
 
 def _is_known(path: Path) -> bool:
@@ -131,7 +147,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return (path.with_suffix("").suffix.lower(), last) if last in COMPRESSIONS else (last, "")
 
 
-def _data_file(path: Path, source: int) -> DataFile:
+def _data_file(path: Path, source: int, say: Say) -> DataFile:
     suffix, compression = _suffixes(path)
     name = shown(path)
     if suffix not in (*JSON, *TABLES, *TEXT, ""):
@@ -150,12 +166,12 @@ def _data_file(path: Path, source: int) -> DataFile:
     if convert is None and not compression:
         return DataFile(name, path, path, has_lines, unit, source)
 
-    def parts(content: BinaryIO) -> Iterable[bytes]:
-        plain = decompressed(content, compression, name)
-        return convert(plain, name) if convert else iter(partial(plain.read, 1 << 20), b"")
+    def parts(content: BinaryIO) -> Iterator[bytes]:
+        with damage_named(name):
+            plain = decompressed(content, compression, name)
+            yield from convert(plain, name) if convert else iter(partial(plain.read, 1 << 20), b"")
 
-    with damage_named(name):
-        return DataFile(name, path, converted(path, parts), has_lines, unit, source)
+    return DataFile(name, path, converted(path, parts, say), has_lines, unit, source)
 
 
 def _require_text(content: BinaryIO, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class HubDataset(NamedTuple):
             raise InputError(f"{name}: the package datasets cannot read it: {' '.join(str(error).split())}") from None
 
 
-def lines_of(name: str) -> Path:
+def lines_of(name: str, say: Callable[[str], object] = lambda message: None) -> Path:
     """The rows of a dataset as lines of JSON, in a file in the cache.
 
     The rows are downloaded once for each commit of the dataset. If the hub cannot be reached, the newest rows in the
@@ -75,6 +75,7 @@ def lines_of(name: str) -> Path:
 
     Args:
         name: the name, of the form FORM.
+        say: called with a message before the rows are downloaded, and if the hub cannot be reached.
 
     Raises:
         InputError: the name has another form, or the dataset cannot be read.
@@ -85,8 +86,14 @@ def lines_of(name: str) -> Path:
     try:
         with explained(dataset.repo, None):
             commit = HfApi().dataset_info(dataset.repo, timeout=20).sha
-    except HubError:
+    except HubError as error:
         if (path := newest("datasets", file)) is None:
             raise
+        say(f"{name}: the rows in {path} are used: {error}")
         return path
-    return cached("datasets", f"{name} {commit}", file, lambda path: write_parts(path, dataset.lines(name, commit)))
+
+    def write(target: Path) -> None:
+        say(f"{name}: downloading it once, to {target.parent}")
+        write_parts(target, dataset.lines(name, commit))
+
+    return cached("datasets", f"{name} {commit}", file, write)

@@ -13,8 +13,9 @@ from ligermodels.convert.companions import tokenizer_files
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import PROCESSORS
 from ligermodels.convert.input_files import is_present
-from ligermodels.convert.more_rows import config_for, write_more_rows
+from ligermodels.convert.more_rows import config_for, write_more_rows, zero_rows
 from ligermodels.data import fingerprint
+from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.converted import cached
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError
@@ -22,12 +23,42 @@ from ligermodels.errors import CheckpointError
 GENERATION = "generation_config.json"
 
 
-def missing_tokens(tokenizer: Path, tokens: Sequence[str]) -> list[str]:
-    """The `tokens` that the tokenizer in a folder does not have."""
-    if not tokens:
+def missing_tokens(tokenizer: Path, template: str | None) -> list[str]:
+    """The special tokens of a chat template that the tokenizer in a folder does not have.
+
+    Args:
+        tokenizer: the folder.
+        template: name of a built-in template; any other text, and None, has no tokens.
+    """
+    if not (tokens := TOKENS.get(template or "")):
         return []
     backend = Tokenizer(tokenizer).backend
     return [token for token in tokens if backend.token_to_id(token) is None]
+
+
+def require_tokens(tokenizer: Path, template: str) -> None:
+    """Raise CheckpointError if the tokenizer in a folder lacks special tokens of a built-in chat template."""
+    if is_present(tokenizer / "tokenizer.json", CheckpointError) and (missing := missing_tokens(tokenizer, template)):
+        raise CheckpointError(
+            f"{tokenizer}: the tokenizer lacks {', '.join(missing)} of the chat template {template}; "
+            "`ligermodels train --chat-template` adds them"
+        )
+
+
+def untrained_tokens(config: Path, tokenizer: Path, weights: Path, template: str | None) -> list[str]:
+    """The special tokens of a built-in chat template whose embeddings are zero, such as those of Llama 3's base models.
+
+    Args:
+        config: path of config.json.
+        tokenizer: folder of the tokenizer, which has the tokens.
+        weights: folder of the weights.
+        template: name of the template; any other text, and None, has no tokens.
+    """
+    if not (tokens := TOKENS.get(template or "")):
+        return []
+    backend = Tokenizer(tokenizer).backend
+    ids = {id: token for token in tokens if (id := backend.token_to_id(token)) is not None}
+    return [ids[row] for row in zero_rows(weights, config_for(config, 0)[1], ids)]
 
 
 def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str]) -> Path:
@@ -55,9 +86,10 @@ def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Seq
     def write(target: Path) -> None:
         target.mkdir()
         used, size = _write_tokenizer(tokenizer, target, tokens)
-        fields, vocab_size = config_for(config, size)
+        fields, vocab_size, new_size = config_for(config, size)
         (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False))
         if weights is not None:
+            size = new_size if new_size > vocab_size else size
             write_more_rows(weights, target, used=used, size=size, vocab_size=vocab_size)
         for name in (GENERATION, *PROCESSORS):
             if is_present(config.parent / name, CheckpointError):

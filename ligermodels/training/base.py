@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,11 @@ from ligermodels.convert import hub
 from ligermodels.convert.companions import chat_templates, tokenizer_files
 from ligermodels.convert.config_json import read_json
 from ligermodels.data import fingerprint
-from ligermodels.data.built_in_templates import TOKENS, template_file
+from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
-from ligermodels.data.new_tokens import missing_tokens, with_tokens
+from ligermodels.data.new_tokens import missing_tokens, untrained_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointWarning, ConfigError
 from ligermodels.models.extra_heads import require_model
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
@@ -85,8 +86,10 @@ class Base:
         Raises:
             ConfigError: the recipe does not train the embeddings, or they cannot be resized.
         """
-        tokens = missing_tokens(self.tokenizer, TOKENS.get(recipe.chat_template or "", ()))
+        tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
+            if not recipe.trains_configs and self.weights is not None:
+                self._warn_of_untrained(self.weights, recipe.chat_template)
             return self
         if not recipe.trains_configs:
             raise ConfigError(
@@ -96,6 +99,17 @@ class Base:
             )
         folder = with_tokens(self.config, self.tokenizer, self.weights, tokens)
         return Base(folder / "config.json", folder, None if self.weights is None else folder, tuple(tokens))
+
+    def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
+        """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
+        if tokens := untrained_tokens(self.config, self.tokenizer, weights, template):
+            warnings.warn(
+                f"chat_template: the embeddings of {', '.join(tokens)} in {weights} are zero: the base model was not "
+                "trained on them, and LoRA and heads do not train them. Train all parameters, or give a template "
+                "without special tokens (alpaca, mistral, zephyr)",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def fingerprints(self) -> list[Fingerprint]:
         """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""

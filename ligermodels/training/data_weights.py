@@ -19,9 +19,7 @@ def weights_of(value: Any) -> Any:
         raise ConfigError(f"data_weights: must be numbers, got {value!r}") from None
 
 
-def check_weights(weights: Sequence[float], data: Sequence[str]) -> None:
-    """Raise ConfigError unless there are no weights, or a positive one for each value of `data`."""
-    if weights and data and len(weights) != len(data):
-        raise ConfigError(f"data_weights: has {len(weights)} weights for {len(data)} values of data; give one for each")
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise ConfigError unless all weights are positive numbers."""
     if any(not 0 < weight < math.inf for weight in weights):
         raise ConfigError(f"data_weights: must be positive numbers, got {', '.join(map(str, weights))}")

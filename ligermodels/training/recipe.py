@@ -42,6 +42,11 @@ CONDITIONS: tuple[Condition, ...] = (
         "is for whole documents, and packing_strategy is wrapped",
     ),
     (
+        ("data_weights",),
+        lambda settings: len(settings["data_weights"]) == len(settings["data"]) or not settings["data"],
+        "must have a weight for each value of data",
+    ),
+    (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
@@ -267,7 +272,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
-        check_weights(self.data_weights, self.data)
+        check_weights(self.data_weights)
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.row_tokens or self.batch_tokens % micro:
             row = f"seq_len ({self.seq_len})"

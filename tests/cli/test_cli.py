@@ -306,7 +306,11 @@ WRONG: dict[str, tuple[Callable[[Path], object] | None, list[str], str]] = {
     "top-p": (None, [*GENERATE, "--sample", "--top-p", "7"], "top_p"),
     "shard size": (None, ["export", "{folder}", "{folder}/out", "--max-shard-size", "big"], "max_shard_size"),
     "no data": (None, [*TRAIN, "{folder}/nothing.txt"], "nothing.txt"),
-    "data not text": (None, [*TRAIN, "{folder}/model.safetensors"], "model.safetensors: not UTF-8"),
+    "data not text": (
+        None,
+        [*TRAIN, "{folder}/model.safetensors"],
+        "has the suffix '.safetensors', which is of no known kind",
+    ),
     "text not text": (None, ["verify", "{folder}", "--text", "{folder}/model.safetensors"], "not UTF-8"),
     "one document": (
         lambda folder: (folder / "one.jsonl").write_text('{"text": "a"}'),

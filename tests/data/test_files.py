@@ -111,6 +111,7 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
         ("a", b'[{"text": "a"}]', "a: starts with JSON, and is named as a text"),
         ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: is damaged, or is not what its suffix says"),
         ("a.txt.gz", gzip.compress(b"aaaa" * 100)[:-9], "a.txt.gz: is damaged"),
+        ("a.jsonl.gz", PACK[".gz"](LINES.encode() * 99999)[:-8] + bytes(8), "a.jsonl.gz: is damaged.*CRC"),
         ("a.csv", b"text,text\na,b\n", "two columns are named 'text'"),
         ("a.csv", b"prompt,completion\na,b\nc\n", "a.csv: row 3: has 1 cells, and the header has 2"),
         ("a.csv", b'prompt\n"a" b\n', "a.csv: row 2: "),
@@ -151,16 +152,18 @@ def test_arrays_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_conversion_is_made_once_and_again_for_another_content(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "a.csv"
+    path, said = tmp_path / "a.csv", list[str]()
     for text, count in (("a", 1), ("a", 1), ("bb", 2)):
         path.write_text(f"text\n{text}\n")
         os.utime(path, (1, 1))
-        corpus = Corpus([path])
+        corpus = Corpus([path], say=said.append)
         assert read_record(corpus.read(0)[0])[0] == ("", text, True)
-        assert len(list(cache.glob("data/*-a.csv"))) == count
+        assert len(list(cache.glob("data/*-a.csv"))) == len(said) == count
+    assert said[0] == f"{path}: converting it once, to {cache / 'data'}"
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
+    said = list[str]()
     files = {
         "b.jsonl": '{"text": "b"}', "a/z.csv": "text\nz\n", "c.txt": "c", "README.md": "# A", ".hidden/x.jsonl": "{",
         "dataset_info.json": "{}", "script.py": "1", "a/LICENSE.txt": "L", "no_suffix": "n",
@@ -168,8 +171,9 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_text(content)
-    with pytest.warns(UserWarning, match=r"d: not read as data: README.md, LICENSE.txt, dataset_info.json, no_suff"):
-        corpus = Corpus([tmp_path / "d"])
+    with pytest.warns(UserWarning, match=r"d: not read as data: README.md, a/LICENSE.txt, dataset_info.json, no_"):
+        corpus = Corpus([tmp_path / "d"], say=said.append)
+    assert said[0] == f"{tmp_path}/d: read as data: a/z.csv, b.jsonl, c.txt"
     names = [corpus.name(i).removeprefix(f"{tmp_path}/d/") for i in range(len(corpus))]
     assert names == ["a/z.csv: row 2", "b.jsonl:1", "c.txt:1"]
     with warnings.catch_warnings():

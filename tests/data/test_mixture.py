@@ -62,24 +62,22 @@ def ids_of(batches: Iterable[Batch]) -> list[list[int]]:
 @pytest.fixture
 def recipe(tmp_path: Path) -> FineTuningRecipe:
     (tmp_path / "many").mkdir()
-    for name, count, text in (
-        ("a.jsonl", 6, "Hi"),
-        ("many/b.jsonl", 10, "Hello there"),
-        ("many/c.jsonl", 10, "Hello there"),
-    ):
+    for name, count, text in (("a", 6, "Hi there"), ("many/b", 10, "Hello there"), ("many/c", 10, "Hello there")):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'text': text})}\n" * count)
     data = (str(tmp_path / "a.jsonl"), str(tmp_path / "many"))
     return FineTuningRecipe(data=data, data_weights="3,1", seq_len=8, batch_tokens=8)
 
 
 def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None:
-    documents = Documents(Corpus(recipe.data), tokenizer_of("qwen2.5", tmp_path))
+    tokenizer = tokenizer_of("qwen2.5", tmp_path)
+    documents = Documents(Corpus(recipe.data), tokenizer)
+    short, long = (len(tokenizer.encode(text)) for text in ("Hi there", "Hello there"))
     indices = np.arange(len(documents))
     mixture = mixture_of(recipe, documents, indices)
     assert recipe.data_weights == (3.0, 1.0) and mixture is not None and len(mixture) == 8
     assert mixture_summary(recipe, documents, mixture) == (
-        f"data_weights: an epoch has of {tmp_path}/a.jsonl 6 of 6 documents, 65% of the bytes; of {tmp_path}/many 2 of "
-        "20 documents, 35% of the bytes"
+        f"data_weights: an epoch has of {tmp_path}/a.jsonl 6 of 6 documents, 72% of the bytes; of {tmp_path}/many 2 of "
+        "20 documents, 28% of the bytes"
     )
 
     def stream() -> PackedBatches:
@@ -87,7 +85,7 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
 
     whole = list(stream())
     assert stream().num_documents == 8
-    assert sum(batch["input_ids"].numel() for batch in whole) == 6 * (6 * 1 + 2 * 2)
+    assert sum(batch["input_ids"].numel() for batch in whole) == 6 * (6 * short + 2 * long)
     for place in (0, 1, 5, 7):
         first, second = stream(), stream()
         for _ in islice(first, place):
@@ -97,14 +95,14 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
             batch["input_ids"].tolist() for batch in whole[place:]
         ]
     unweighted = packed(recipe, documents, indices, batch_size=1, seed=None, epochs=1)
-    assert torch.cat([batch["input_ids"] for batch in unweighted], 1).numel() == 6 + 20 * 2
+    assert torch.cat([batch["input_ids"] for batch in unweighted], 1).numel() == 6 * short + 20 * long
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0], "has 1 weights for 2 values of data"),
-        ("1,2,3", "has 3 weights for 2"),
+        ([1.0], "data_weights.*must have a weight for each value of data"),
+        ("1,2,3", "must have a weight for each"),
         ([1.0, 0], "must be positive numbers, got 1.0, 0.0"),
         ("1,x", "must be numbers, got '1,x'"),
         ([1, {}], "data_weights"),

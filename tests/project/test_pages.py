@@ -39,7 +39,7 @@ PAGES = {
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
-    "docs/data.md": {"table.jsonl"},
+    "docs/data.md": {"counts.json", "tuned", "chat"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
@@ -74,6 +74,7 @@ MODELS = (
 TRAINING = ["--seq-len", "256", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
     "train": [*TRAINING, "--batch-tokens", "512", "--micro-batch-tokens", "512", "--device", "cpu"],
+    "data": ["--max-bad-lines", "0"],
     "medusa train": [*TRAINING, "--device", "cpu"],
     "medusa eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
     "medusa self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],

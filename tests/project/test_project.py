@@ -18,7 +18,7 @@ import yaml
 from ligermodels.moved import MOVED
 
 ROOT = Path(__file__).parents[2]
-KINDS = (".py", ".typed", ".yaml")
+KINDS = (".py", ".typed", ".yaml", ".jinja")
 
 
 def build(source: Path, out: Path) -> Path:

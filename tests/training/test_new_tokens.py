@@ -1,6 +1,8 @@
 """Base models trained on chats by a built-in template: new tokens, resized embeddings, and exports that agree."""
 
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +10,16 @@ import pytest
 import tokenizers
 import torch
 from chat_templates import tokenizer_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import LLAMA, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.convert.config_json import read_json
+from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import missing_tokens, with_tokens
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.training import Console, FineTuningRecipe, fine_tune
 from ligermodels.training.base import Base
 
@@ -39,6 +42,10 @@ def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
     make_checkpoint(folder, {**LLAMA, **small, "vocab_size": used + spare, **ids, **config})
     (folder / "generation_config.json").write_text(json.dumps(ids))
     return used
+
+
+def padded(size: int) -> int:
+    return math.ceil(size / 64) * 64
 
 
 def recipe_of(base: Path, data: Path, **settings: Any) -> FineTuningRecipe:
@@ -65,10 +72,10 @@ def test_rows_of_new_tokens_are_those_of_transformers(
         (base / "model.safetensors").unlink()
         before.save_pretrained(base, max_shard_size=shard)
         assert (base / "model.safetensors.index.json").is_file()
-    assert missing_tokens(base, NEW) == list(NEW)
+    assert missing_tokens(base, "chatml") == list(NEW) and missing_tokens(base, "llama3") == []
     folder = with_tokens(base / "config.json", base, base, NEW)
     after = AutoModelForCausalLM.from_pretrained(folder)
-    size = used + max(spare, 2)
+    size = used + spare if spare >= 2 else padded(used + 2)
     assert (
         read_json(folder / "config.json")["vocab_size"] == size
         and len(AutoTokenizer.from_pretrained(folder)) == used + 2
@@ -95,7 +102,7 @@ def test_the_export_of_a_base_model_with_new_tokens(tmp_path: Path, chats: Path,
     assert "the tokenizer and the embeddings get <|im_start|>, <|im_end|> for the chat template" in said
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end == used + 1 and model.config.vocab_size == used + 2 == len(tokenizer)
+    assert end == used + 1 and model.config.vocab_size == padded(used + 2) and len(tokenizer) == used + 2
     assert model.generation_config.eos_token_id == [model.config.eos_token_id, end]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
@@ -112,7 +119,7 @@ def test_a_config_without_weights_gets_a_larger_vocabulary(tmp_path: Path, chats
     used = make_base(base)
     (base / "model.safetensors").unlink()
     fine_tune(recipe_of(base, chats, dtype="float32"), tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == used + 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == padded(used + 2)
 
 
 def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Path) -> None:
@@ -122,8 +129,37 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
         fine_tune(recipe_of(base, chats, lora_rank=2), tmp_path / "out")
     fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
     assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
+    with pytest.raises(CheckpointError, match=r"the tokenizer lacks <\|im_start\|>.* of the chat template chatml"):
+        ChatTemplate.from_folder(base, "chatml")
     found = Base.find(recipe_of(base, chats, chat_template="llama3"))
     assert found.tokenizer == base and not found.new_tokens
+
+
+def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:
+    """As in Llama 3's base models."""
+    make_base(tmp_path / "base")
+    weights = load_file(tmp_path / "base/model.safetensors")
+    end = Tokenizer(tmp_path / "base").backend.token_to_id("<|eot_id|>")
+    for name, rows in weights.items():
+        if "embed" in name or "lm_head" in name:
+            rows[end] = 0
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(CheckpointWarning, match=r"embeddings of <\|eot_id\|> in .*base are zero"):
+        Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="llama3"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Base.find(recipe_of(tmp_path / "base", chats, chat_template="llama3"))
+        Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="alpaca"))
+
+
+def test_a_run_with_new_tokens_resumes(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "base"
+    make_base(base)
+    fine_tune(recipe_of(base, chats, checkpoint_every=1), tmp_path / "out")
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "other"))  # the copy of the base is made again
+    longer = recipe_of(base, chats, checkpoint_every=1, steps=4)
+    assert fine_tune(longer, tmp_path / "out", resume=True).step == 4
+    assert len(list((tmp_path / "other/checkpoints").glob("*-base"))) == 1
 
 
 def test_embeddings_that_cannot_be_resized_are_named(tmp_path: Path) -> None:
