@@ -17,8 +17,8 @@ from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
     from ligermodels.data.batches import Batch
-    from ligermodels.data.corpus import Indices
     from ligermodels.data.documents import Documents
+    from ligermodels.data.orders import Indices
     from ligermodels.data.packing import PackedBatches
     from ligermodels.speculative.evaluation import HeadScores
     from ligermodels.training import MedusaRecipe

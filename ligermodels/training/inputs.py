@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.data import fingerprint
-from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.fingerprint import Fingerprint
+from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches
+from ligermodels.data.streaming import StreamedCorpus, Windowed
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.training.base import Base
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -47,10 +48,25 @@ def documents_of(
         on_bad_line=say,
         packing_strategy=recipe.packing_strategy,
         piece=piece,
+        streaming=recipe.streaming,
     )
 
 
-def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **options: Any) -> PackedBatches:
+def split(recipe: TrainingRecipe, documents: Documents) -> tuple[Indices | DocumentOrder, Indices]:
+    """The documents of the training split, in an order of their own if they are streamed, and of the validation split.
+
+    Raises InputError if there are too few documents for a validation split.
+    """
+    corpus = documents.corpus
+    if not isinstance(corpus, StreamedCorpus):
+        return corpus.split(recipe.validation_fraction, recipe.seed)
+    validation = corpus.validation(recipe.validation_fraction, recipe.seed)
+    return Windowed(corpus, validation, recipe.shuffle_buffer_size), validation
+
+
+def packed(
+    recipe: TrainingRecipe, documents: Documents, indices: Indices | DocumentOrder, **options: Any
+) -> PackedBatches:
     """Documents packed by a recipe.
 
     Args:

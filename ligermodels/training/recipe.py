@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
-from ligermodels.training.tokenising_settings import TOKENISING, TokenisingSettings
+from ligermodels.training.tokenising_settings import STREAMING, TOKENISING, TokenisingSettings
 
 R = TypeVar("R", bound="TrainingRecipe")
 
@@ -32,6 +32,7 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda settings: settings["optimizer"] == "adamw",
         "is a setting of AdamW, and the optimizer is another",
     ),
+    STREAMING,
     (("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps"),
     (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
     (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
@@ -263,6 +264,8 @@ class TrainingRecipe(TokenisingSettings):
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
                 f"of seq_len ({self.seq_len})"
             )
+        if self.streaming and self.steps is None:
+            raise ConfigError("streaming: needs steps, because the documents of an epoch are not counted; give them")
         if self.parallel.activation_checkpointing is not None:
             raise ConfigError(
                 "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"

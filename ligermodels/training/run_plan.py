@@ -15,8 +15,8 @@ import torch
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
-from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
+from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.ranks import data_share, world_size
@@ -33,6 +33,7 @@ from ligermodels.training.inputs import (
     packed,
     require_same_content,
     same_recipe,
+    split,
 )
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.tokenising import start_tokenising
@@ -46,7 +47,7 @@ class RunPlan:
 
     recipe: the settings, with a date.
     base: the files of the model and the tokenizer.
-    documents: the data; `training` and `validation` are indices of documents.
+    documents: the data; `training` and `validation` are its documents in the two splits.
     content: fingerprints of all files that the run reads.
     steps, warmup_steps: number of optimizer steps, and of steps of linear warm-up.
     start: step of the checkpoint to resume from; 0 for a new run.
@@ -57,7 +58,7 @@ class RunPlan:
     base: Base
     documents: Documents
     content: Content
-    training: Indices
+    training: Indices | DocumentOrder
     validation: Indices
     steps: int
     warmup_steps: int
@@ -97,7 +98,7 @@ class RunPlan:
             limit = max(1, sequences // self.micro_batches[0])
         return self._share(islice(self._packed(self.validation, epochs=1), limit))
 
-    def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
+    def _packed(self, indices: Indices | DocumentOrder, **options: Any) -> PackedBatches:
         return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
 
     def _share(self, batches: B) -> B | RankBatches:
@@ -146,7 +147,7 @@ def plan_run(
     _require_same_data(documents, ranks)
     if checkpoint:
         require_same_content(content, checkpoint["content"])
-    training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    training, validation = split(recipe, documents)
     start_tokenising(recipe, documents, console)
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
@@ -184,11 +185,15 @@ def _require_same_data(documents: Documents, ranks: Ranks) -> None:
 
 
 def _count_steps(
-    recipe: TrainingRecipe, documents: Documents, training: Indices, validation: Indices, console: Console
+    recipe: TrainingRecipe,
+    documents: Documents,
+    training: Indices | DocumentOrder,
+    validation: Indices,
+    console: Console,
 ) -> int:
     """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
 
-    def count(indices: Indices, seed: int | None) -> tuple[int, int]:
+    def count(indices: Indices | DocumentOrder, seed: int | None) -> tuple[int, int]:
         """Number of sequences and of tokens in an epoch."""
         batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
         for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
