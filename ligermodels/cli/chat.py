@@ -57,8 +57,9 @@ def chat(
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
-    from ligermodels.data.tokenizer import TextStream, Tokenizer
+    from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.generation.generate import as_eos_ids
+    from ligermodels.generation.text_stream import TextStream
 
     device = options.device_named(device)
     source = models.find(path, adapter)

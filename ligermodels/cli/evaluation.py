@@ -175,5 +175,5 @@ def _documents(
 def _counted(batches: PackedBatches, update: ProgressUpdate) -> Iterator[Batch]:
     """The batches of one epoch; the progress bar counts documents."""
     for batch in batches:
-        update(batches.documents_read, batches.num_documents)
+        update(batches.documents_read, batches.num_documents or 0)
         yield batch

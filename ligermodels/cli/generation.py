@@ -15,7 +15,7 @@ from ligermodels.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ligermodels.data.tokenizer import TextStream
+    from ligermodels.generation.text_stream import TextStream
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.speculative.multi_head import MultiHeadModel
 
@@ -58,8 +58,9 @@ def generate(
     if "" in prompts:
         raise InputError(f"prompt {prompts.index('') + 1} is empty: give it some text")
 
-    from ligermodels.data.tokenizer import TextStream, Tokenizer
+    from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.generation.generate import as_eos_ids, until_eos
+    from ligermodels.generation.text_stream import TextStream
 
     device = options.device_named(device)
     source = models.find(path, adapter)

@@ -33,6 +33,10 @@ class Tokens(NamedTuple):
     splits: bool = True
 
 
+Form = Literal["whole", "text", "piece"]
+"""Chats and completions are whole, texts in lines of JSON are texts, and a text file has pieces."""
+
+
 class Content(NamedTuple):
     """The bytes of a document, and whether it is a line of JSON, starts a text, and ends a text."""
 
@@ -52,7 +56,7 @@ class Encoded(NamedTuple):
 
     ids: token ids, int32.
     trained: for each token whether it is trained on; None for all.
-    form: "whole" for chats and completions, "text" for texts in lines of JSON, "piece" for pieces of a text file.
+    form: what it is.
     problem: "" for a usable document, else the reason why it is unusable or empty.
     is_empty: whether it is valid and has nothing to learn.
     unused: names of fields that are not used.
@@ -61,7 +65,7 @@ class Encoded(NamedTuple):
 
     ids: NDArray[np.int32] = np.empty(0, np.int32)
     trained: NDArray[np.bool_] | None = None
-    form: Literal["whole", "text", "piece"] = "whole"
+    form: Form = "whole"
     problem: str = ""
     is_empty: bool = False
     unused: tuple[str, ...] = ()
@@ -141,7 +145,7 @@ class Encoder:
     def _documents(self, contents: Sequence[Content]) -> list[Encoded]:
         documents, texts = list[Encoded](), dict[int, TextPiece]()
         for position, content in enumerate(contents):
-            form: Literal["whole", "text", "piece"] = "whole"
+            form: Form = "whole"
             unused: list[str] = []
             warnings: list[str] = []
             ids, labels, problem, is_empty = list[int](), list[int](), "", False

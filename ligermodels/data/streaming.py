@@ -138,7 +138,7 @@ class Windowed:
         window: documents that are shuffled together.
     """
 
-    num_documents = None
+    num_documents: int | None = None
 
     def __init__(self, corpus: StreamedCorpus, left_out: Indices, window: int) -> None:
         self._corpus, self._left_out, self._window = corpus, left_out, window

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +22,7 @@ from ligermodels.parallel.ranks import data_share, world_size
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
+from ligermodels.training.counting import count_steps
 from ligermodels.training.extension import check_longer, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
@@ -153,7 +153,7 @@ def plan_run(
         steps = checkpoint["steps"]
     else:
         try:
-            steps = _count_steps(recipe, documents, training, validation, console)
+            steps = count_steps(recipe, documents, training, validation, console)
         except BaseException:
             documents.close()
             raise
@@ -182,37 +182,3 @@ def _require_same_data(documents: Documents, ranks: Ranks) -> None:
     if others := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
         names = ", ".join(map(str, others))
         raise InputError(f"data: has other content on rank {names} than on rank 0; give all ranks the same files")
-
-
-def _count_steps(
-    recipe: TrainingRecipe,
-    documents: Documents,
-    training: Indices | DocumentOrder,
-    validation: Indices,
-    console: Console,
-) -> int:
-    """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
-
-    def count(indices: Indices | DocumentOrder, seed: int | None) -> tuple[int, int]:
-        """Number of sequences and of tokens in an epoch."""
-        batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
-        for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
-            tokens += batch["labels"].numel()
-            update(batches.documents_read, batches.num_documents)
-        return sequences, tokens
-
-    with console.progress("reading text") as update:
-        try:
-            if len(validation):
-                count(validation, None)
-        except InputError as error:
-            raise InputError(f"in the validation split: {error}") from None
-        if recipe.steps:
-            return recipe.steps
-        sequences, tokens = count(training, recipe.seed)
-    steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
-    console.say(
-        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
-        f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
-    )
-    return steps
