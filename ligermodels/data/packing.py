@@ -273,10 +273,12 @@ class Prefetcher:
     Args:
         source: the batches.
         count: batches to prepare ahead.
+        pin_memory: put the batches into page-locked memory, for copies to a GPU; in the other thread too.
     """
 
-    def __init__(self, source: PackedBatches | RankBatches, count: int = 2) -> None:
+    def __init__(self, source: PackedBatches | RankBatches, count: int = 2, *, pin_memory: bool = False) -> None:
         self._source, self._count, self._state = source, count, source.state_dict()
+        self._pin_memory = pin_memory
         self._thread = ThreadPoolExecutor(1, "batches")
         self._pending: deque[Future[tuple[Batch, dict[str, Any]]]] = deque()
 
@@ -285,10 +287,14 @@ class Prefetcher:
 
     def __next__(self) -> Batch:
         while len(self._pending) <= self._count:
-            self._pending.append(self._thread.submit(lambda: (next(self._source), self._source.state_dict())))
+            self._pending.append(self._thread.submit(self._prepare))
         batch, self._state = self._pending[0].result()  # an error stays in the queue: the next call raises it again
         self._pending.popleft()
         return batch
+
+    def _prepare(self) -> tuple[Batch, dict[str, Any]]:
+        batch = next(self._source)
+        return batch.pinned() if self._pin_memory else batch, self._source.state_dict()
 
     def close(self) -> None:
         """End the thread."""

@@ -85,9 +85,10 @@ class RunPlan:
         """Sequences per forward pass, and forward passes per step, of this rank."""
         return self.recipe.micro_batches(data_share(self.recipe.parallel)[1])
 
-    def training_batches(self) -> Prefetcher:
-        """Micro-batches of this rank, without end."""
-        return Prefetcher(self._share(self._packed(self.training, seed=self.recipe.seed)))
+    def training_batches(self, device: str = "cpu") -> Prefetcher:
+        """Micro-batches of this rank, without end, in page-locked memory if `device` is a GPU."""
+        batches = self._share(self._packed(self.training, seed=self.recipe.seed))
+        return Prefetcher(batches, pin_memory=torch.device(device).type == "cuda")
 
     def validation_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank from the validation split, or from its first `validation_tokens`."""

@@ -139,7 +139,7 @@ def build_state(
     if is_sharded:
         _check_parameters(job, optimizer)
     schedule = warmup_cosine(optimizer, plan.steps, warmup_steps=plan.warmup_steps, min_lr_ratio=recipe.min_lr_ratio)
-    state = RunState(plan, job, optimizer, schedule, plan.training_batches(), checkpoints)
+    state = RunState(plan, job, optimizer, schedule, plan.training_batches(device), checkpoints)
     if plan.resumes:
         state.restore(console.say)
     return state
