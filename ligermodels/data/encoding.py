@@ -17,7 +17,7 @@ from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
 from ligermodels.data.record_fields import is_cut
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 
 
 class Tokens(NamedTuple):
@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
 
     ids: token ids, int32.
     trained: for each token whether it is trained on; None for all.
-    form: what it is.
+    form: chat or completion, text, or piece of a text file.
     problem: "" for a usable document, else the reason why it is unusable or empty.
     is_empty: whether it is valid and has nothing to learn.
     unused: names of fields that are not used.
@@ -121,11 +121,11 @@ class Encoder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["tokenizer"], partial(_usable, state["template"]), state["eos_token_ids"])  # type: ignore[misc]
 
-    def _template_or_reason(self) -> ChatTemplate | str:
+    def _template_or_reason(self) -> ChatTemplate | LigerModelsError:
         try:
             return self.template
-        except CheckpointError as error:
-            return str(error)
+        except LigerModelsError as error:
+            return error
 
     @property
     def key(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Encoder:
         return {
             "tokenizer": hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest(),
             "eos_token_ids": self.eos_token_ids,
-            "template": None if isinstance(template, str) else template.key,
+            "template": template.key if isinstance(template, ChatTemplate) else None,
         }
 
     def documents(self, contents: Sequence[Content]) -> list[Encoded]:
@@ -247,8 +247,8 @@ class Encoder:
         return after if is_ended else [*after, self.eos_token_ids[0]]
 
 
-def _usable(template: ChatTemplate | str) -> ChatTemplate:
-    """A template. Raises CheckpointError with the reason if there is none."""
-    if isinstance(template, str):
-        raise CheckpointError(template)
+def _usable(template: ChatTemplate | LigerModelsError) -> ChatTemplate:
+    """A template. Raises the reason if there is none."""
+    if isinstance(template, LigerModelsError):
+        raise template
     return template

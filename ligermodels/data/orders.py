@@ -1,4 +1,4 @@
-"""The order in which an epoch reads documents, from any place on."""
+"""Orders of the documents of an epoch. Reading may start at any place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DocumentOrder(Protocol):
 
     @property
     def key(self) -> Any:
-        """What a resumed run must have in common with the run before, as JSON types."""
+        """Settings of the order, as JSON types; a resumed run needs the same."""
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
         """Indices of the documents, each with the place after it.
@@ -49,7 +49,13 @@ class Shuffled:
         return self.num_documents
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """See `DocumentOrder`. The place is the number of documents read."""
+        """Indices of the documents, each with the place after it: the number of documents read.
+
+        Args:
+            seed: shuffles the documents, differently in each epoch; None keeps their order.
+            epoch: number of the epoch, from 0.
+            place: place to start at.
+        """
         order = self._indices if seed is None else self._indices[permutation(len(self._indices), seed, epoch)]
         for number in range(place, len(order)):
             yield int(order[number]), number + 1

@@ -99,7 +99,7 @@ class StreamedCorpus(Corpus):
         return self._name(file, offset)
 
     def split(self, fraction: float, seed: int) -> tuple[Indices, Indices]:
-        """Not for streamed data, whose documents are not counted: see `validation`."""
+        """Raises InputError: the documents are not counted. See `validation`."""
         raise InputError("streamed data is not counted, and so not split by a fraction of all documents")
 
     def validation(self, fraction: float, seed: int) -> Indices:
@@ -148,8 +148,16 @@ class Windowed:
         return {"left_out": len(self._left_out), "window": self._window}
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """See `DocumentOrder`. A place has the number of its window, the file (in the epoch's order) and the byte at
-        which the window starts, and the number of documents read from the window."""
+        """Indices of the documents, each with the place after it.
+
+        A place is a list: the number of the window; the file, in the epoch's order, and the byte at the window's start;
+        and the number of documents read from the window.
+
+        Args:
+            seed: shuffles the documents and the files, differently in each epoch; None keeps their order.
+            epoch: number of the epoch, from 0.
+            place: place to start at; 0 is the beginning.
+        """
         number, file, offset, done = place or (0, 0, 0, 0)
         count = self._corpus.num_files
         files = range(count) if seed is None else permutation(count, seed, f"files {epoch}").tolist()

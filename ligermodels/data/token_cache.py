@@ -48,7 +48,7 @@ class TokenCache:
     """Encoded documents in a folder, by index. Any number of processes may read and add at the same time.
 
     Args:
-        key: what the tokens depend on, as JSON types.
+        key: all that the tokens depend on, as JSON types.
         count: number of documents.
         say: called with a message if the cache cannot be written.
 

@@ -36,7 +36,7 @@ PAGES = {
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
-    "docs/data.md": {"table.jsonl"},
+    "docs/data.md": {"table.jsonl", "streamed"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
