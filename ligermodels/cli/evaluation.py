@@ -17,8 +17,8 @@ from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
     from ligermodels.data.batches import Batch
-    from ligermodels.data.corpus import Indices
     from ligermodels.data.documents import Documents
+    from ligermodels.data.orders import Indices
     from ligermodels.data.packing import PackedBatches
     from ligermodels.speculative.evaluation import HeadScores
     from ligermodels.training import MedusaRecipe
@@ -175,5 +175,5 @@ def _documents(
 def _counted(batches: PackedBatches, update: ProgressUpdate) -> Iterator[Batch]:
     """The batches of one epoch; the progress bar counts documents."""
     for batch in batches:
-        update(batches.documents_read, batches.num_documents)
+        update(batches.documents_read, batches.num_documents or 0)
         yield batch

@@ -23,6 +23,10 @@ class Batch(dict[str, Tensor]):
         super().__init__(tensors)
         self.where = where
 
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which `on_device` copies without waiting."""
+        return Batch({name: tensor.pin_memory() for name, tensor in self.items()}, self.where)
+
 
 class CountsTargets(Protocol):
     """A model that counts the targets of its loss, such as `CausalLM`."""

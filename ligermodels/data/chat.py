@@ -6,6 +6,7 @@ import json
 import os
 import re
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -298,11 +299,11 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
 
 def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
     """For each token, whether its `offsets` (start, end) overlap one of `spans` (start, end). Both lists are sorted."""
-    mask, k = [], 0
-    for start, end in offsets:
-        while k < len(spans) and spans[k][1] <= start:
-            k += 1
-        mask.append(k < len(spans) and max(start, spans[k][0]) < min(end, spans[k][1]))
+    mask = [False] * len(offsets)
+    for start, end in spans:
+        first = bisect_right(offsets, start, key=lambda token: token[1])
+        last = bisect_left(offsets, end, key=lambda token: token[0])
+        mask[first:last] = [a < b for a, b in offsets[first:last]]  # a token without characters overlaps nothing
     return mask
 
 

@@ -8,29 +8,29 @@ import json
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ligermodels.convert.input_files import open_file
 from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
+from ligermodels.data.orders import Indices, permutation
 from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
 
 PIECE = 1 << 15
 """Bytes per piece of a text file: long texts are read in pieces, cut at line ends if possible."""
 
-Indices = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
-class _File:
+class File:
+    """A file of documents."""
+
     data: DataFile
     size: int
     first: int
@@ -76,18 +76,19 @@ class Corpus:
         piece: int | None = None,
         say: Callable[[str], object] = lambda message: None,
     ) -> None:
-        self._files: list[_File] = []
+        self._files: list[File] = []
         count = 0
         for data in data_files(paths, say):
             path = data.path
             with open_file(path, InputError) as content:
                 try:
                     size = os.fstat(content.fileno()).st_size
-                    starts = _line_starts(content) if data.has_lines else _piece_starts(content, path, piece or PIECE)
+                    starts = line_starts(content) if data.has_lines else piece_starts(content, path, piece or PIECE)
+                    positions = array("q", starts)
                 except OSError as error:
                     raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-            self._files.append(_File(data, size, count, starts))
-            count += len(starts)
+            self._files.append(File(data, size, count, positions))
+            count += len(positions)
         self._count = count
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class Corpus:
             for file in self._files
         ]
 
-    def _find(self, index: int) -> tuple[_File, int]:
+    def _find(self, index: int) -> tuple[File, int]:
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first
 
@@ -153,7 +154,7 @@ class Corpus:
             parts[file.data.source].append(np.arange(file.first, file.first + len(file.starts)))
         return [np.concatenate(part) for part in parts]
 
-    def files_of_lines(self) -> list[range]:
+    def files_of_lines(self) -> Sequence[Sequence[int]]:
         """Indices of the documents of each JSON file."""
         return [range(file.first, file.first + len(file.starts)) for file in self._files if file.has_lines]
 
@@ -164,7 +165,12 @@ class Corpus:
     def name(self, index: int) -> str:
         """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines."""
         file, number = self._find(index)
-        lines, left = 1, file.starts[number]
+        return self._name(file, file.starts[number])
+
+    @staticmethod
+    def _name(file: File, left: int) -> str:
+        """FILE:LINE, or "FILE: row N", of the byte `left`."""
+        lines = 1
         with open_file(file.path, InputError) as content:
             while left and (chunk := content.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
@@ -232,49 +238,51 @@ class Corpus:
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
-def permutation(count: int, seed: int | str, purpose: str | int) -> Indices:
-    """A random permutation of range(count), the same in every version of numpy.
-
-    Args:
-        count: length of the permutation.
-        seed: seed of the run.
-        purpose: a text or number that makes permutations with the same seed independent.
-    """
-    digits = np.frombuffer(f"{seed} {purpose}".encode(), np.uint8)
-    return np.random.RandomState(digits.astype(np.uint32)).permutation(count)
-
-
-def _line_starts(content: BinaryIO) -> array[int]:
-    starts, start, position, is_blank = array("q"), 0, 0, True
+def line_starts(content: BinaryIO, start: int = 0) -> Iterator[int]:
+    """Positions of the lines that are not blank. `start` is the position of `content`, the start of a line."""
+    position, is_blank = start, True
     while part := content.readline(1 << 20):  # A line may be longer than memory.
         is_blank = is_blank and part.isspace()
         position += len(part)
         if part.endswith(b"\n"):
             if not is_blank:
-                starts.append(start)
+                yield start
             start, is_blank = position, True
     if start < position and not is_blank:
-        starts.append(start)
-    return starts
+        yield start
 
 
-def _piece_starts(content: BinaryIO, path: Path, piece: int) -> array[int]:
-    starts, position = array("q"), 0
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    while chunk := content.read(piece):
-        if not starts:
-            starts.append(0)
-        pending = len(decoder.getstate()[0])
+def piece_starts(content: BinaryIO, path: Path, piece: int, start: int = 0) -> Iterator[int]:
+    """Positions of the pieces of a text: after the last line end of each `piece` bytes, or else between characters.
+
+    Args:
+        content: the file, at `start`.
+        path: its path, for messages.
+        piece: bytes of a piece.
+        start: the first piece; the start of a piece.
+
+    Raises:
+        InputError: the file is not UTF-8.
+    """
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), start
+    following: int | None = start  # a start at `position`: a piece, unless the text ends there
+    while chunk := content.read(piece - position % piece):
+        if following is not None:
+            yield following
+        is_lead, is_last = position % piece > 0, len(chunk) < piece - position % piece
+        pending, following = len(decoder.getstate()[0]), None
         try:
-            decoder.decode(chunk, final=len(chunk) < piece)
+            decoder.decode(chunk, final=is_last)
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: not UTF-8 text at byte {position - pending + error.start}") from None
         position += len(chunk)
-        if len(chunk) == piece:
-            line_end = chunk.rfind(b"\n") + 1
-            starts.append(position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0])))
+        if is_lead or is_last:
+            continue
+        line_end = chunk.rfind(b"\n") + 1
+        cut = position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0]))
+        if cut < position:
+            yield cut
+        else:
+            following = cut
     if decoder.getstate()[0]:
         raise InputError(f"{path}: not UTF-8 text at byte {position - len(decoder.getstate()[0])}")
-    while len(starts) > 1 and starts[-1] >= position:
-        starts.pop()
-    return starts

@@ -22,6 +22,7 @@ from ligermodels.data.ends import eos_of_checkpoint
 from ligermodels.data.notes import Notes
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.source import EncodedSource
+from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 
@@ -93,6 +94,7 @@ class Documents:
         chat_template: str | None = None,
         date: str | None = None,
         piece: int | None = None,
+        streaming: bool = False,
         **options: Any,
     ) -> Documents:
         """Documents in `files`, with the tokenizer, chat template and EOS token of a checkpoint.
@@ -104,6 +106,7 @@ class Documents:
             chat_template: path of another chat template, or name of a built-in one. Default: the checkpoint's.
             date: YYYY-MM-DD, for templates that write the date. Default: today.
             piece: bytes of a piece of a text file. Default: 32 KiB.
+            streaming: read the files from start to end, without an index: see `StreamedCorpus`.
             options: `max_bad_lines`, `on_bad_line` and `packing_strategy` of `Documents`.
 
         Returns:
@@ -126,7 +129,8 @@ class Documents:
 
         tokenizer = Tokenizer(folder)
         eos = eos_of_checkpoint(config or folder / "config.json", folder, tokenizer)
-        corpus = Corpus(files, piece=piece, say=options.get("on_bad_line", lambda message: None))
+        say = options.get("on_bad_line", lambda message: None)
+        corpus = (StreamedCorpus if streaming else Corpus)(files, piece=piece, say=say)
         return cls(corpus, tokenizer, template, eos_token_id=eos, **options)
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
 from ligermodels.data.record_fields import is_cut
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 
 
 class Tokens(NamedTuple):
@@ -47,6 +47,10 @@ class Example(NamedTuple):
     mismatched: Tokens | None = None
 
 
+Form = Literal["whole", "text", "piece"]
+"""Chats and completions are whole, texts in lines of JSON are texts, and a text file has pieces."""
+
+
 class Content(NamedTuple):
     """The bytes of a document, and whether it is a line of JSON, starts a text, and ends a text."""
 
@@ -66,7 +70,7 @@ class Encoded(NamedTuple):
 
     ids: token ids, int32.
     trained: for each token whether it is trained on; None for all.
-    form: "whole" for chats and completions, "text" for texts in lines of JSON, "piece" for pieces of a text file.
+    form: chat or completion, text, or piece of a text file.
     problem: "" for a usable document, else the reason why it is unusable or empty.
     is_empty: whether it is valid and has nothing to learn.
     unused: names of fields that are not used.
@@ -75,7 +79,7 @@ class Encoded(NamedTuple):
 
     ids: NDArray[np.int32] = np.empty(0, np.int32)
     trained: NDArray[np.bool_] | None = None
-    form: Literal["whole", "text", "piece"] = "whole"
+    form: Form = "whole"
     problem: str = ""
     is_empty: bool = False
     unused: tuple[str, ...] = ()
@@ -131,11 +135,11 @@ class Encoder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["tokenizer"], partial(_usable, state["template"]), state["eos_token_ids"])  # type: ignore[misc]
 
-    def _template_or_reason(self) -> ChatTemplate | str:
+    def _template_or_reason(self) -> ChatTemplate | LigerModelsError:
         try:
             return self.template
-        except CheckpointError as error:
-            return str(error)
+        except LigerModelsError as error:
+            return error
 
     @property
     def key(self) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class Encoder:
         return {
             "tokenizer": hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest(),
             "eos_token_ids": self.eos_token_ids,
-            "template": None if isinstance(template, str) else template.key,
+            "template": template.key if isinstance(template, ChatTemplate) else None,
         }
 
     def documents(self, contents: Sequence[Content]) -> list[Encoded]:
@@ -155,7 +159,7 @@ class Encoder:
     def _documents(self, contents: Sequence[Content]) -> list[Encoded]:
         documents, texts = list[Encoded](), dict[int, TextPiece]()
         for position, content in enumerate(contents):
-            form: Literal["whole", "text", "piece"] = "whole"
+            form: Form = "whole"
             unused: list[str] = []
             warnings: list[str] = []
             ids, labels, problem, is_empty = list[int](), list[int](), "", False
@@ -257,8 +261,8 @@ class Encoder:
         return after if is_ended else [*after, self.eos_token_ids[0]]
 
 
-def _usable(template: ChatTemplate | str) -> ChatTemplate:
-    """A template. Raises CheckpointError with the reason if there is none."""
-    if isinstance(template, str):
-        raise CheckpointError(template)
+def _usable(template: ChatTemplate | LigerModelsError) -> ChatTemplate:
+    """A template. Raises the reason if there is none."""
+    if isinstance(template, LigerModelsError):
+        raise template
     return template

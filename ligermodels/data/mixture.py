@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ligermodels.data.corpus import Corpus, Indices, permutation
+from ligermodels.data.corpus import Corpus
+from ligermodels.data.orders import Indices, Place, permutation
 from ligermodels.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ class Share(NamedTuple):
 
 
 class Mixture:
-    """The documents of each epoch of a mixture, in order, by the seed and the number of the epoch alone.
+    """The documents of each epoch of a mixture, a `DocumentOrder` by the seed and the number of the epoch alone.
 
     Weights are shares of documents. An epoch is as long as it can be without a document twice: the source with the
     fewest documents for its weight gives all of its documents, and the others give as many as their weights ask for.
@@ -36,8 +37,9 @@ class Mixture:
 
     Examples:
         >>> mixture = Mixture([np.arange(0, 300), np.arange(300, 1000)], [3, 1])
-        >>> len(mixture), [int((mixture.epoch(0, seed=0) < 300).sum()), int((mixture.epoch(0, seed=0) >= 300).sum())]
-        (400, [300, 100])
+        >>> epoch = mixture.epoch(0, seed=0)
+        >>> len(epoch), int((epoch < 300).sum()), int((epoch >= 300).sum())
+        (400, 300, 100)
     """
 
     def __init__(self, sources: Sequence[Indices], weights: Sequence[float]) -> None:
@@ -47,6 +49,8 @@ class Mixture:
         size = min(len(source) / weight for source, weight in zip(sources, weights, strict=True))
         wanted = (int(size * weight + 1e-6) for weight in weights)
         self._counts = [min(max(1, count), len(source)) for count, source in zip(wanted, sources, strict=True)]
+        self.num_documents: int | None = sum(self._counts)
+        """Number of documents in an epoch."""
 
     @classmethod
     def of(cls, corpus: Corpus, indices: Indices, weights: Sequence[float]) -> Mixture:
@@ -60,9 +64,21 @@ class Mixture:
         sources = corpus.sources(len(weights))
         return cls([indices[np.isin(indices, source)] for source in sources], weights)
 
-    def __len__(self) -> int:
-        """Number of documents in an epoch."""
-        return sum(self._counts)
+    @property
+    def key(self) -> list[int]:
+        return self._counts
+
+    def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
+        """Indices of the documents, each with the place after it: the number of documents read.
+
+        Args:
+            seed: seed of the run; None: all documents of all sources, in order.
+            epoch: number of the epoch, from 0.
+            place: place to start at.
+        """
+        order = np.sort(np.concatenate(self._sources)) if seed is None else self.epoch(epoch, seed=seed)
+        for number in range(place, len(order)):
+            yield int(order[number]), number + 1
 
     def epoch(self, number: int, *, seed: int) -> Indices:
         """The documents of an epoch.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+MOST = 1 << 20
+"""Documents that are counted for each reason: streams do not end, and memory is limited."""
+
 
 class Notes:
     """Counts of documents by reason.
@@ -17,6 +20,7 @@ class Notes:
         self.say = say
         self._tokens: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._told: dict[str, int] = {}
+        self._uncounted = set[str]()
 
     def add(self, reason: str, index: int, message: Callable[[], str], tokens: int = 0) -> None:
         """Count a document.
@@ -29,7 +33,10 @@ class Notes:
         """
         if not self._tokens[reason]:
             self.say(f"{message()}; such documents are counted")
-        self._tokens[reason][index] = tokens
+        if index in (known := self._tokens[reason]) or len(known) < MOST:
+            known[index] = tokens
+        else:
+            self._uncounted.add(reason)
 
     def indices(self, reason: str) -> set[int]:
         """Indices of the documents counted for `reason`."""
@@ -44,5 +51,6 @@ class Notes:
         for reason, (documents, tokens) in self.totals().items():
             if documents > self._told.get(reason, 0):
                 lost = f" ({tokens:,} tokens are left out)" if tokens else ""
-                self.say(f"{documents:,} documents in all {reason}{lost}")
+                more = "more than " if reason in self._uncounted else ""
+                self.say(f"{more}{documents:,} documents in all {reason}{lost}")
                 self._told[reason] = documents

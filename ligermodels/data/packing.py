@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from ligermodels.data.batches import Batch
-from ligermodels.data.corpus import Indices, permutation
 from ligermodels.data.documents import AT_ONCE, EMPTY, Documents, TokenDocuments
-from ligermodels.data.mixture import Mixture
+from ligermodels.data.orders import DocumentOrder, Indices, Place, Shuffled
 from ligermodels.data.rows import Piece, Pool
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
@@ -37,11 +36,10 @@ class PackedBatches:
 
     Args:
         documents: the documents.
-        indices: the documents to use, int64; None for all.
+        indices: the documents to use, int64, or an order of them; None for all.
         seq_len: most tokens of a sequence, at least 2.
         batch_size: sequences per batch, at least 1.
         seed: shuffles the documents, differently in each epoch; None keeps their order.
-        mixture: the documents of each epoch, with a seed; None for all of `indices`.
         epochs: passes through the documents; None repeats them without end. The last batch may be smaller.
         excess_length_strategy: for a whole document with more than `seq_len` tokens: "truncate" keeps its first
             `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences (later sequences are trained on
@@ -62,12 +60,11 @@ class PackedBatches:
     def __init__(
         self,
         documents: Documents | TokenDocuments,
-        indices: Indices | None = None,
+        indices: Indices | DocumentOrder | None = None,
         *,
         seq_len: int,
         batch_size: int,
         seed: int | None = None,
-        mixture: Mixture | None = None,
         epochs: int | None = None,
         excess_length_strategy: ExcessLengthStrategy = "truncate",
     ) -> None:
@@ -76,33 +73,29 @@ class PackedBatches:
         if excess_length_strategy not in get_args(ExcessLengthStrategy):
             known = ", ".join(get_args(ExcessLengthStrategy))
             raise InputError(f"excess_length_strategy: must be one of {known}, got {excess_length_strategy!r}")
-        self._documents, self._seed, self._epochs, self._mixture = documents, seed, epochs, mixture
-        self._indices = np.arange(len(documents)) if indices is None else indices
-        if not len(self._indices):
+        self._documents, self._seed, self._epochs = documents, seed, epochs
+        indices = np.arange(len(documents)) if indices is None else indices
+        self._order = Shuffled(indices) if isinstance(indices, np.ndarray) else indices
+        if self._order.num_documents == 0:
             raise InputError("there is no document in the data: give files with text")
         self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
+        self.documents_read = 0
+        """Number of documents that have been read, over all epochs, since the start or the last `load_state_dict`."""
         self._start(0, 0)
 
-    def _start(self, epoch: int, place: int) -> None:
+    def _start(self, epoch: int, place: Place) -> None:
         self._epoch, self._place, self._num_rows = epoch, place, 0
-        self._order = self._indices
-        if self._mixture is not None and self._seed is not None:
-            self._order = self._mixture.epoch(epoch, seed=self._seed)
-        elif self._seed is not None:
-            self._order = self._indices[permutation(len(self._indices), self._seed, epoch)]
         self._pool = Pool(self._seq_len)
-        self._units, self._end = deque[Indices](), place
-        """Groups of documents to read together, the next group first; and the place after them."""
+        self._upcoming = self._order.documents(self._seed, epoch, place)
+        self._next = deque[tuple[int, Place]]()
+        """Documents taken from `_upcoming`, each with the place after it."""
+        self._units = deque[tuple[Indices, Place]]()
+        """Groups of documents to read together, the next group first, each with the place after it."""
 
     @property
-    def num_documents(self) -> int:
-        """Number of documents of an epoch."""
-        return len(self._order)
-
-    @property
-    def documents_read(self) -> int:
-        """Number of documents that have been read, over all epochs."""
-        return self._epoch * self.num_documents + self._place
+    def num_documents(self) -> int | None:
+        """Number of documents of an epoch; None if they are not counted."""
+        return self._order.num_documents
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -132,11 +125,12 @@ class PackedBatches:
     def _row(self) -> list[Piece]:
         """The pieces of the next sequence; none after the last epoch."""
         while self._epoch != self._epochs:
-            while not self._pool.is_full and self._place < len(self._order):
-                self._announce()
-                for piece in self._read(self._units[0]):
+            while not self._pool.is_full and self._announce():
+                some, place = self._units[0]
+                for piece in self._read(some):
                     self._pool.add(piece)
-                self._place += len(self._units.popleft())
+                self._units.popleft()
+                self._place, self.documents_read = place, self.documents_read + len(some)
             if not self._pool:
                 self._end_epoch()
                 continue
@@ -146,13 +140,17 @@ class PackedBatches:
                 return row
         return []
 
-    def _announce(self) -> None:
-        """Divide the next documents into groups, so that some can be encoded ahead of their use."""
-        while len(self._units) <= self._documents.units_ahead and self._end < len(self._order):
-            some = self._order[self._end : self._end + AT_ONCE]
-            self._units.append(some[: self._documents.at_once(some)])
-            self._documents.ahead(self._units[-1])
-            self._end += len(self._units[-1])
+    def _announce(self) -> bool:
+        """Divide the next documents into groups, so that some can be encoded ahead of their use; False at the end."""
+        while len(self._units) <= self._documents.units_ahead:
+            self._next.extend(islice(self._upcoming, AT_ONCE - len(self._next)))
+            if not self._next:
+                break
+            count = self._documents.at_once([index for index, _ in self._next])
+            some = [self._next.popleft() for _ in range(count)]
+            self._units.append((np.array([index for index, _ in some]), some[-1][1]))
+            self._documents.ahead(self._units[-1][0])
+        return bool(self._units)
 
     @property
     def _advice(self) -> str:
@@ -164,7 +162,8 @@ class PackedBatches:
     def _end_epoch(self) -> None:
         self._documents.notes.say_totals()
         if not self._num_rows:
-            raise InputError(f"there is nothing to learn in any of the {len(self._order):,} documents: {self._advice}")
+            count = f"{self.num_documents:,} documents" if self.num_documents else "documents"
+            raise InputError(f"there is nothing to learn in any of the {count}: {self._advice}")
         self._start(self._epoch + 1, 0)
 
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:
@@ -207,7 +206,7 @@ class PackedBatches:
         """The position in the documents, for JSON."""
         return {
             "corpus": self._documents.fingerprint,
-            "documents": len(self._indices),
+            "documents": self._order.key,
             "seed": self._seed,
             "seq_len": self._seq_len,
             "excess_length_strategy": self._excess,
@@ -282,10 +281,12 @@ class Prefetcher:
     Args:
         source: the batches.
         count: batches to prepare ahead.
+        pin_memory: put the batches into page-locked memory, for copies to a GPU; in the other thread too.
     """
 
-    def __init__(self, source: PackedBatches | RankBatches, count: int = 2) -> None:
+    def __init__(self, source: PackedBatches | RankBatches, count: int = 2, *, pin_memory: bool = False) -> None:
         self._source, self._count, self._state = source, count, source.state_dict()
+        self._pin_memory = pin_memory
         self._thread = ThreadPoolExecutor(1, "batches")
         self._pending: deque[Future[tuple[Batch, dict[str, Any]]]] = deque()
 
@@ -294,10 +295,14 @@ class Prefetcher:
 
     def __next__(self) -> Batch:
         while len(self._pending) <= self._count:
-            self._pending.append(self._thread.submit(lambda: (next(self._source), self._source.state_dict())))
+            self._pending.append(self._thread.submit(self._prepare))
         batch, self._state = self._pending[0].result()  # an error stays in the queue: the next call raises it again
         self._pending.popleft()
         return batch
+
+    def _prepare(self) -> tuple[Batch, dict[str, Any]]:
+        batch = next(self._source)
+        return batch.pinned() if self._pin_memory else batch, self._source.state_dict()
 
     def close(self) -> None:
         """End the thread."""

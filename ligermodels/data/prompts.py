@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ligermodels.data.chat import Message
-from ligermodels.data.corpus import Indices, permutation
 from ligermodels.data.documents import Documents
+from ligermodels.data.orders import Indices, permutation
 from ligermodels.data.records import Completion
 from ligermodels.errors import CheckpointError, InputError
 

@@ -17,13 +17,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ligermodels.convert.locks import Locked, locked
-from ligermodels.data.encoding import Encoded
+from ligermodels.data.encoding import Encoded, Form
 
 FORMAT = 1
 """Version of the files."""
@@ -36,7 +36,7 @@ flags; CRC-32 of its bytes, which are the ids, the mask of trained tokens (a bit
 
 WIDE, MASKED, MORE = 1, 2, 4
 """Flags: ids of four bytes, not two; with a mask; with other fields. The form is above them."""
-FORMS = ("whole", "text", "piece")
+FORMS = get_args(Form)
 
 
 def cache_folder() -> Path:
@@ -48,7 +48,7 @@ class TokenCache:
     """Encoded documents in a folder, by index. Any number of processes may read and add at the same time.
 
     Args:
-        key: what the tokens depend on, as JSON types.
+        key: all that the tokens depend on, as JSON types.
         count: number of documents.
         say: called with a message if the cache cannot be written.
 
@@ -252,7 +252,8 @@ def _decoded(content: bytes, count: int, flags: int) -> Encoded:
     """The document with these bytes."""
     size = count * (4 if flags & WIDE else 2)
     ids = np.frombuffer(content, "<i4" if flags & WIDE else "<u2", count).astype(np.int32)
-    trained, form = None, FORMS[flags >> 3]
+    form: Form = FORMS[flags >> 3]
+    trained = None
     if flags & MASKED:
         bits = np.frombuffer(content, np.uint8, -(-count // 8), size)
         trained, size = np.unpackbits(bits, count=count).astype(bool), size + len(bits)

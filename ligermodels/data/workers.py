@@ -1,6 +1,6 @@
 """Processes that encode documents.
 
-They are new Python processes, not forks, so it does not matter which threads, locks or CUDA contexts this process has,
+They are new Python processes, not forks, so threads, locks and CUDA contexts of this process do not matter,
 and they import neither the user's main module nor torch. They end with this process, however it ends, since their
 standard input ends then. They run in sessions of their own, so that Ctrl-C reaches only this process.
 """
@@ -146,7 +146,7 @@ def _ask(process: subprocess.Popen[bytes], contents: Sequence[Content]) -> Any:
 def serve() -> None:
     """Encode documents from standard input until it ends."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of libraries go to standard error
     encoder: Encoder = pickle.load(tasks)
     answer: Any
     with suppress(EOFError, BrokenPipeError):

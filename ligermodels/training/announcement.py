@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from torch import nn
 
 from ligermodels.layers.quantized import QuantizedCompute
+from ligermodels.training.counting import Count
 from ligermodels.training.recipe import TrainingRecipe
 
 
-class Count(NamedTuple):
-    """Number of documents in an epoch, of packed sequences, and of tokens in them."""
-
-    documents: int
-    sequences: int
-    tokens: int
-
-
 def data_messages(
-    recipe: TrainingRecipe, steps: int, num_training: int, num_validation: int, counts: Mapping[str, Count]
+    recipe: TrainingRecipe, steps: int, num_training: int | None, num_validation: int, counts: Mapping[str, Count]
 ) -> Iterator[str]:
     """Lines about the training and the validation split.
 
     Args:
         recipe: the settings.
         steps: number of optimizer steps.
-        num_training: documents of the training split.
+        num_training: documents of the training split; None if they are not counted.
         num_validation: documents of the validation split.
         counts: "training" and "validation" -> counts of the splits that have been tokenised.
     """
@@ -39,7 +31,7 @@ def data_messages(
         taken = f"; {steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
         ending = {"training": taken if count else f"{taken} of {recipe.row_tokens:,} tokens", "validation": ""}[split]
         documents = documents if count is None else count.documents  # an epoch of a mixture has a part of them
-        yield f"{split}: {documents:,} documents{packed}{ending}"
+        yield f"{split}: {'streamed' if documents is None else f'{documents:,}'} documents{packed}{ending}"
 
 
 def trained_parameters(model: nn.Module) -> str:

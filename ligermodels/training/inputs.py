@@ -9,12 +9,13 @@ from typing import Any
 
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
-from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.mixture import Mixture
+from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches
+from ligermodels.data.streaming import StreamedCorpus, Windowed
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.data_source import data_source
@@ -53,34 +54,38 @@ def documents_of(
         on_bad_line=say,
         packing_strategy=recipe.packing_strategy,
         piece=piece,
+        streaming=recipe.streaming,
         **source.options,
     )
 
 
-def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **options: Any) -> PackedBatches:
+def split(recipe: TrainingRecipe, documents: Documents) -> tuple[Indices | DocumentOrder, Indices]:
+    """The documents of the training split, in an order of their own if they are streamed or mixed, and of the other.
+
+    Raises InputError if there are too few documents for a validation split.
+    """
+    corpus = documents.corpus
+    if not isinstance(corpus, StreamedCorpus):
+        training, validation = corpus.split(recipe.validation_fraction, recipe.seed)
+        return (Mixture.of(corpus, training, recipe.data_weights) if recipe.data_weights else training), validation
+    validation = corpus.validation(recipe.validation_fraction, recipe.seed)
+    return Windowed(corpus, validation, recipe.shuffle_buffer_size), validation
+
+
+def packed(
+    recipe: TrainingRecipe, documents: Documents, indices: Indices | DocumentOrder | None, **options: Any
+) -> PackedBatches:
     """Documents packed by a recipe.
 
     Args:
         recipe: the settings: sequence length and what happens to longer documents.
         documents: the documents.
-        indices: the documents to use.
+        indices: the documents to use; None for all.
         options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
     """
     source = data_source(recipe)
     options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}
-    mixture = None if options.get("seed") is None else mixture_of(recipe, documents, indices)
-    return source.batches(documents, indices, seq_len=recipe.row_tokens, mixture=mixture, **options)
-
-
-def mixture_of(recipe: TrainingRecipe, documents: Documents, indices: Indices) -> Mixture | None:
-    """The mixture of a recipe with `data_weights`; None for a recipe without.
-
-    Args:
-        recipe: the settings.
-        documents: the documents.
-        indices: the documents to use.
-    """
-    return Mixture.of(documents.corpus, indices, recipe.data_weights) if recipe.data_weights else None
+    return source.batches(documents, indices, seq_len=recipe.row_tokens, **options)
 
 
 def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:

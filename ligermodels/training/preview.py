@@ -183,8 +183,8 @@ def _count_epoch(plan: RunPlan, console: Console) -> Epoch:
             sequences += 1
             tokens += batch["labels"].numel()
             targets += int(_trained(batch).sum())
-            update(batches.documents_read, batches.num_documents)
-    return Epoch(len(plan.training), sequences, tokens, targets)
+            update(batches.documents_read, batches.num_documents or 0)
+    return Epoch(batches.documents_read, sequences, tokens, targets)
 
 
 def _trained(batch: Batch) -> torch.Tensor:

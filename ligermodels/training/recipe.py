@@ -19,7 +19,7 @@ from ligermodels.training.data_form import DataForm
 from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import parse_setting, recipe_settings
-from ligermodels.training.tokenising_settings import TOKENISING, TokenisingSettings
+from ligermodels.training.tokenising_settings import STREAMING, TOKENISING, TokenisingSettings
 
 R = TypeVar("R", bound="TrainingRecipe")
 
@@ -33,6 +33,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "needs a validation split, and validation_fraction is 0",
     ),
     *OPTIMIZER_CONDITIONS,
+    *STREAMING,
     (("epochs",), lambda settings: settings["steps"] is None, "has no effect beside steps"),
     (("float8",), lambda settings: settings["dtype"] != "float64", "is for smaller dtypes than float64"),
     (("float8_gradients", "float8_exclude"), lambda settings: settings["float8"], "is for float8, which is false"),
@@ -280,6 +281,8 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
                 f"of {row if self.row_tokens == self.seq_len else f'twice {row}, for the two sequences of a pair'}"
             )
+        if self.streaming and self.steps is None:
+            raise ConfigError("streaming: needs steps, because the documents of an epoch are not counted; give them")
         if self.parallel.activation_checkpointing is not None:
             raise ConfigError(
                 "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"

@@ -51,7 +51,7 @@ def add_reference(plan: RunPlan, model: CausalLM, console: Console) -> None:
 def _computed(plan: RunPlan, documents: Examples, model: CausalLM, console: Console) -> NDArray[np.float64]:
     """The values that this rank computes, NaN elsewhere."""
     values = np.full((len(documents), REFERENCES), np.nan)
-    done, total = 0, len(plan.training) + len(plan.validation)
+    done, total = 0, len(documents)
     with console.progress("reference log-probabilities") as update, evaluating(model):
         for batch in plan.all_batches():
             log_probs = completion_log_probs(model, on_device(batch, model.device)).cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,21 +11,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
-from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
+from ligermodels.data.mixture import Mixture
+from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.ranks import data_share, world_size
-from ligermodels.training.announcement import Count, data_messages
+from ligermodels.training.announcement import data_messages
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
+from ligermodels.training.counting import Count, count_steps, num_documents
 from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
@@ -34,11 +34,11 @@ from ligermodels.training.inputs import (
     content_of,
     documents_of,
     length_changes,
-    mixture_of,
     mixture_summary,
     packed,
     require_same_content,
     same_recipe,
+    split,
 )
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.tokenising import start_tokenising
@@ -52,7 +52,7 @@ class RunPlan:
 
     recipe: the settings, with a date.
     base: the files of the model and the tokenizer.
-    documents: the data; `training` and `validation` are indices of documents.
+    documents: the data; `training` and `validation` are its documents in the two splits.
     content: fingerprints of all files that the run reads.
     steps, warmup_steps: number of optimizer steps, and of steps of linear warm-up.
     start: step of the checkpoint to resume from; 0 for a new run.
@@ -65,7 +65,7 @@ class RunPlan:
     base: Base
     documents: Documents
     content: Content
-    training: Indices
+    training: Indices | DocumentOrder
     validation: Indices
     steps: int
     warmup_steps: int
@@ -99,9 +99,10 @@ class RunPlan:
         """Sequences per forward pass, and forward passes per step, of this rank."""
         return self.recipe.micro_batches(data_share(self.recipe.parallel)[1])
 
-    def training_batches(self) -> Prefetcher:
-        """Micro-batches of this rank, without end."""
-        return Prefetcher(self._share(self._packed(self.training, seed=self.recipe.seed)))
+    def training_batches(self, device: str = "cpu") -> Prefetcher:
+        """Micro-batches of this rank, without end, in page-locked memory if `device` is a GPU."""
+        batches = self._share(self._packed(self.training, seed=self.recipe.seed))
+        return Prefetcher(batches, pin_memory=torch.device(device).type == "cuda")
 
     def validation_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank from the validation split, or from its first `validation_tokens`."""
@@ -114,9 +115,9 @@ class RunPlan:
 
     def all_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank with the documents of both splits, once each."""
-        return self._share(self._packed(np.union1d(self.training, self.validation), epochs=1))
+        return self._share(self._packed(None, epochs=1))
 
-    def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
+    def _packed(self, indices: Indices | DocumentOrder | None, **options: Any) -> PackedBatches:
         return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
 
     def _share(self, batches: B) -> B | RankBatches:
@@ -167,20 +168,20 @@ def plan_run(
     _require_same_data(documents, ranks)
     if checkpoint:
         require_same_content(content, checkpoint["content"])
-    training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
-    if (mixture := mixture_of(recipe, documents, training)) is not None:
-        console.say(mixture_summary(recipe, documents, mixture))
+    training, validation = split(recipe, documents)
+    if isinstance(training, Mixture):
+        console.say(mixture_summary(recipe, documents, training))
     start_tokenising(recipe, documents, console)
     counts = dict[str, Count]()
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
         try:
-            steps, counts = _count_steps(recipe, documents, training, validation, console)
+            steps, counts = count_steps(recipe, documents, training, validation, console)
         except BaseException:
             documents.close()
             raise
-    for message in data_messages(recipe, steps, len(training), len(validation), counts):
+    for message in data_messages(recipe, steps, num_documents(training), len(validation), counts):
         console.say(message)
     warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
     if warmup > steps:
@@ -210,31 +211,3 @@ def _require_same_data(documents: Documents, ranks: Ranks) -> None:
     if others := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
         names = ", ".join(map(str, others))
         raise InputError(f"data: has other content on rank {names} than on rank 0; give all ranks the same files")
-
-
-def _count_steps(
-    recipe: TrainingRecipe, documents: Documents, training: Indices, validation: Indices, console: Console
-) -> tuple[int, dict[str, Count]]:
-    """Steps of the recipe, and counts of the splits that were read, "training" and "validation". The validation split
-    is read in any case, so that errors in it show now."""
-    counts = dict[str, Count]()
-
-    def count(indices: Indices, seed: int | None) -> Count:
-        """Number of documents, sequences and tokens in an epoch."""
-        batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
-        for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
-            tokens += batch["labels"].numel()
-            update(batches.documents_read, batches.num_documents)
-        return Count(batches.num_documents, sequences, tokens)
-
-    with console.progress("reading text") as update:
-        try:
-            if len(validation):
-                counts["validation"] = count(validation, None)
-        except InputError as error:
-            raise InputError(f"in the validation split: {error}") from None
-        if recipe.steps:
-            return recipe.steps, counts
-        counts["training"] = count(training, recipe.seed)
-    sequences = counts["training"].sequences
-    return max(1, math.ceil(recipe.epochs * sequences * recipe.row_tokens / recipe.batch_tokens)), counts

@@ -171,7 +171,7 @@ def build_state(
     schedule = lr_schedule(
         optimizer, steps=plan.steps, warmup_steps=plan.warmup_steps, **schedule_options(recipe.settings())
     )
-    state = RunState(plan, job, optimizer, schedule, plan.training_batches(), checkpoints)
+    state = RunState(plan, job, optimizer, schedule, plan.training_batches(device), checkpoints)
     if plan.resumes:
         state.restore(console.say)
     return state

@@ -25,7 +25,7 @@ def start_tokenising(recipe: TrainingRecipe, documents: Documents, console: Cons
     """
     if documents.fingerprint["bytes"] < SMALL or recipe.data_form.name != "documents":
         return  # preference data is read in this process
-    cache = _open_cache(documents, console) if recipe.token_cache else None
+    cache = _open_cache(documents, console) if recipe.token_cache and not recipe.streaming else None
     count = default_count() if recipe.dataset_num_proc is None else recipe.dataset_num_proc
     documents.source = EncodedSource(documents.content, documents.encoder, num_workers=count, cache=cache)
 

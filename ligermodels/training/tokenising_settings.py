@@ -1,6 +1,9 @@
-"""Settings of how and when documents become tokens. They do not change the tokens."""
+"""Settings of how and when data is read and tokenised."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -8,8 +11,22 @@ TOKENISING = ("dataset_num_proc", "token_cache")
 """Settings that may change when a run resumes."""
 
 
+STREAMING: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (("shuffle_buffer_size",), lambda settings: settings["streaming"], "is for streaming, which is false"),
+    (("data_weights",), lambda settings: not settings["streaming"], "counts documents, which streaming does not"),
+)
+"""Conditions of settings: see `recipe.CONDITIONS`."""
+
+
 class TokenisingSettings(BaseModel):
-    """Settings of tokenising."""
+    """Settings of tokenising and streaming."""
+
+    streaming: bool = Field(
+        False, description="Read the data from start to end, without an index, for data larger than memory."
+    )
+    shuffle_buffer_size: int = Field(
+        10_000, ge=1, le=2**31 - 1, description="Streaming: documents that are shuffled together."
+    )
 
     dataset_num_proc: int | None = Field(
         None,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from ligermodels.data import corpus
 from ligermodels.data.chat import ChatTemplate, encode_chat
-from ligermodels.data.corpus import Corpus, permutation
+from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
+from ligermodels.data.orders import permutation
 from ligermodels.data.packing import PackedBatches
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import warnings
 from collections import Counter
 from itertools import chain, pairwise
@@ -328,6 +329,19 @@ def test_batches_made_ahead_are_the_same() -> None:
     assert [b["input_ids"].tolist() for b in again] == [b["input_ids"].tolist() for b, _ in wanted[4:]]
     with pytest.raises(InputError, match="taken already"):
         again.load_state_dict(states[4])
+
+
+def test_batches_are_pinned_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[str]()
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor + 1
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    (batch,) = stream([3], 5)
+    assert torch.equal(next(Prefetcher(stream([3], 5), pin_memory=True))["input_ids"], batch["input_ids"] + 1)
+    assert len(threads) == len(batch) and {name.split("_")[0] for name in threads} == {"batches"}
 
 
 def test_errors_of_the_thread_arrive() -> None:

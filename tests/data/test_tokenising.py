@@ -266,9 +266,9 @@ def test_errors_come_from_the_workers(folder: Path, tmp_path: Path) -> None:
         documents = Documents(
             Corpus([folder / "data.jsonl"]), Tokenizer(folder), template and (lambda t=template: t), on_bad_line=str
         )
-        with closing(EncodedSource(documents.content, documents.encoder, num_workers=1)) as documents.source:
-            with pytest.raises(error) as first:
-                list(packed(documents))
+        source = EncodedSource(documents.content, documents.encoder, num_workers=1)
+        with closing(source) as documents.source, pytest.raises(error) as first:
+            list(packed(documents))
         documents.source = EncodedSource(documents.content, documents.encoder)
         documents.bad.clear()
         with pytest.raises(error) as second:
