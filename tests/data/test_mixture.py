@@ -96,7 +96,7 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
         assert [batch["input_ids"].tolist() for batch in second] == [
             batch["input_ids"].tolist() for batch in whole[place:]
         ]
-    unweighted = packed(recipe, documents, indices, batch_size=1, seed=None, epochs=1)
+    unweighted = packed(recipe, documents, mixture, batch_size=1, seed=None, epochs=1)
     assert torch.cat([batch["input_ids"] for batch in unweighted], 1).numel() == 6 * short + 20 * long
 
 
