@@ -52,6 +52,8 @@ def test_matrices() -> None:
     assert len(adapter) == len(tiny().decoder.blocks) * (4 + 7)  # four A, and a B of each of seven layers
     medusa = names_of(lm.MedusaModel.from_base(tiny(), num_heads=2))
     assert medusa and all("linear.weight" in name for name in medusa)
+    mtp = names_of(lm.MTPModel.from_base(tiny("qwen3_5_text")))
+    assert mtp["head.fc.weight"] == [60] and mtp["head.block.mixer.qkv.weight"] == [192, 32, 32]
 
 
 def polynomial(x: Tensor) -> Tensor:
