@@ -127,6 +127,7 @@ class Block(nn.Module):
         def layer(field: str, layer_config: LayerConfig) -> nn.Module:
             return checked_layer(field, layer_config, layer_config.build(hidden_size))
 
+        self.hidden_size, self.config = hidden_size, config
         self.residual_scale = config.residual_scale
         self.mixer_has_extra_output = config.mixer.has_extra_output
         self.mlp_has_extra_output = config.mlp.has_extra_output

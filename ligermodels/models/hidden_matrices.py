@@ -1,4 +1,4 @@
-"""Which parameters Muon orthogonalises, and which of their rows are a matrix."""
+"""The parameters that Muon orthogonalises, and the rows of each of their matrices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping
-from ligermodels.layers import LMHead
+from ligermodels.layers import Block, LMHead
 from ligermodels.layers.lora import LoRA
-from ligermodels.models.causal_lm import CausalLM
 
 Rows = tuple[Tensor, ...]
 """Row indices of each matrix in a parameter (rows, columns), or in each of the stacked (n, rows, columns)."""
@@ -49,12 +48,12 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Parameter, Rows]]:
 
 
 def _mappings(model: nn.Module) -> dict[str, WeightMapping]:
-    """Name of a parameter -> its mapping, for each `CausalLM` in `model`."""
-    models = {name: module for name, module in model.named_modules() if isinstance(module, CausalLM)}
+    """Name of a parameter -> its mapping in the usual layout, for each block in `model`."""
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     return {
-        f"{name}.{mapping.target}".lstrip("."): mapping
-        for name, module in models.items()
-        for mapping in module.config.weight_map().mappings
+        mapping.target: mapping
+        for name, block in blocks.items()
+        for mapping in block.config.weight_mappings(block.hidden_size, name, "block", {})
     }
 
 

@@ -32,7 +32,7 @@ def test_newton_schulz(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
 def test_steps_of_torch(shape: tuple[int, int]) -> None:
-    """Three steps, bit for bit; the momentum and the update are those of `torch.optim.Muon` in float32."""
+    """Three steps in float32: the momentum bit for bit, the update as far as Newton-Schulz in bfloat16 agrees."""
     ours = torch.nn.Parameter(torch.randn(shape))
     theirs = torch.nn.Parameter(ours.detach().clone())
     optimizer = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -43,7 +43,7 @@ def test_steps_of_torch(shape: tuple[int, int]) -> None:
         update = newton_schulz(momentum_step(theirs.grad, momentum, beta=0.95))
         apply_update(ours, update, numbers=(1 - 0.02 * 0.1, 0.02 * 0.2 * max(shape) ** 0.5))
         torch.testing.assert_close(momentum, optimizer.state[theirs]["momentum_buffer"], rtol=0, atol=0)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * 0.02 * 0.2 * max(shape) ** 0.5)
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

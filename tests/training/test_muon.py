@@ -52,6 +52,8 @@ def test_matrices() -> None:
     assert len(adapter) == len(tiny().decoder.blocks) * (4 + 7)  # four A, and a B of each of seven layers
     medusa = names_of(lm.MedusaModel.from_base(tiny(), num_heads=2))
     assert medusa and all("linear.weight" in name for name in medusa)
+    mtp = names_of(lm.MTPModel.from_base(tiny("qwen3_5_text")))
+    assert mtp["head.fc.weight"] == [60] and mtp["head.block.mixer.qkv.weight"] == [192, 32, 32]
 
 
 def polynomial(x: Tensor) -> Tensor:
@@ -143,7 +145,9 @@ def test_one_matrix_is_that_of_torch(adjust: Any) -> None:
             if step == 2:
                 optimizers[0] = copy.deepcopy(optimizers[0])
                 ours = optimizers[0].param_groups[0]["params"][0]
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        # Newton-Schulz is in bfloat16, and its products are not those of every version of torch.
+        factor = 0.2 * max(shape) ** 0.5 if adjust == "match_rms_adamw" else max(1, shape[0] / shape[1]) ** 0.5
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * 0.05 * factor)
         assert torch.equal(ours, inside)
 
 
