@@ -281,6 +281,7 @@ def test_a_loss_that_cannot_be_used_is_an_error(
         ({"objective": "cpo", "loss_type": ("hinge", "ipo")}, "loss_type: the objective cpo has one loss type"),
         ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired"),
         ({"objective": "dpo", "beta": 0.0}, "beta must be positive"),
+        ({"objective": "distill", "teacher": "x", "beta": 2.0}, "beta: must be from 0 to 1"),
         ({"objective": "distill"}, "teacher: the objective distill needs a teacher"),
         ({"objective": "dpo", "excess_length_strategy": "split"}, "preference data cannot be split"),
         ({"objective": "dpo", "packing_strategy": "bfd"}, "packing_strategy: is for texts and chats"),
