@@ -177,6 +177,13 @@ def test_distillation(base: Path, data: Path, teacher: Path, tmp_path: Path) -> 
     assert loss.item() == pytest.approx((q.exp() * (q - p)).sum(-1)[kept].mean().item(), rel=1e-5)
 
 
+def test_a_quantised_head_cannot_be_distilled(base: Path, data: Path, teacher: Path) -> None:
+    recipe = recipe_for(base, data, objective="distill", teacher=teacher)
+    student = lm.from_pretrained(base, quantize="int4", quantize_head="int4")
+    with pytest.raises(InputError, match="distill: the student's head is a LMHead"):
+        objective_of(recipe, student)
+
+
 def test_a_teacher_with_other_tokens_is_an_error(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
     other = shutil.copytree(teacher, tmp_path / "teacher")
     path = other / "tokenizer.json"
