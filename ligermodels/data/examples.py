@@ -168,7 +168,7 @@ class ExampleBatches(PackedBatches):
     examples: int64 (B, 2), index of each example's record, and number of the example in it.
     ref_log_probs: float64 (S,), log-probabilities of the completions by the reference, if there is one.
     desirable: bool (S,), the labels of single sequences.
-    kl_...: input_ids, labels, cu_seqlens and ref_log_probs of the mismatched sequences.
+    kl_...: input_ids, labels, cu_seqlens, targets and ref_log_probs of the mismatched sequences.
 
     Args:
         documents: the examples.
@@ -206,7 +206,7 @@ class ExampleBatches(PackedBatches):
         others = [example.mismatched for example in examples if example.mismatched is not None]
         if others:
             packed = _packed(others)
-            tensors |= {f"kl_{name}": packed[name] for name in ("input_ids", "labels", "cu_seqlens")}
+            tensors |= {f"kl_{name}": packed[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
         if self._examples.reference is not None:
             tensors |= self._reference(tensors["examples"], with_kl=bool(others))
         sources = dict.fromkeys(piece.document for piece in pieces)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused
-from ligermodels.data.records import Record, record_of
+from ligermodels.data.records import NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
 """Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
@@ -46,7 +46,7 @@ def read_pair(fields: Mapping[str, Any]) -> tuple[tuple[Record, Record], list[st
 
     Raises:
         ValueError: a field is missing, or of a wrong type; the message names it.
-        NothingToLearn: (a ValueError) a completion is empty.
+        NothingToLearn: (a ValueError) a completion is empty, or both are equal.
 
     Examples:
         >>> read_pair({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"})[0][0]
@@ -55,7 +55,7 @@ def read_pair(fields: Mapping[str, Any]) -> tuple[tuple[Record, Record], list[st
     unused = _unused(fields, _PAIR)
     prompt, chosen, rejected = _sides(fields)
     if chosen == rejected:
-        raise ValueError('"chosen" and "rejected" are equal, so there is no preference; remove the record')
+        raise NothingToLearn('"chosen" and "rejected" are equal')
     return (_completion(fields, prompt, chosen), _completion(fields, prompt, rejected)), unused
 
 
@@ -135,8 +135,11 @@ def _split_turns(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[l
         if prompt in [_text_of(turn) for turn in chosen[:count]]:  # a prompt that is given as a text too
             return chosen[:count], chosen[count:], rejected[count:]
         prompt = _user(prompt)
-    count = len(prompt) if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt else 0
-    return prompt, chosen[count:], rejected[count:]
+    return prompt, *(side[len(prompt) :] if _begins_with(side, prompt) else side for side in (chosen, rejected))
+
+
+def _begins_with(side: list[Any], prompt: list[Any]) -> bool:
+    return len(side) > len(prompt) and side[: len(prompt)] == prompt
 
 
 def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:

@@ -104,7 +104,12 @@ def dpo_loss(
     check_choice("dpo_loss", "loss_type", loss_type, LOSS_TYPES)
     check_choice("dpo_loss", "f_divergence_type", f_divergence_type, SCORES)
     check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
-    check_finite("dpo_loss", f_alpha_divergence_coef=f_alpha_divergence_coef, label_smoothing=label_smoothing)
+    check_finite(
+        "dpo_loss",
+        f_alpha_divergence_coef=f_alpha_divergence_coef,
+        label_smoothing=label_smoothing,
+        num_nll_tokens=num_nll_tokens,
+    )
     chosen_type = LOSS_TYPES[loss_type]
     divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
     check_used(
@@ -171,7 +176,7 @@ def cpo_loss(
     """
     check_tokens("cpo_loss", log_probs, mask)
     check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
-    check_finite("cpo_loss", cpo_alpha=cpo_alpha)
+    check_finite("cpo_loss", cpo_alpha=cpo_alpha, num_nll_tokens=num_nll_tokens)
     found = dpo_loss(
         log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
@@ -247,6 +252,7 @@ def orpo_loss(
     chosen, rejected = _average_pairs("orpo_loss", log_probs, mask, beta)
     if nll_mask is not None:
         check_tensor("orpo_loss", "nll_mask", nll_mask, mask.shape, mask.device, torch.bool)
+    check_finite("orpo_loss", num_nll_tokens=num_nll_tokens)
     nll = _nll(log_probs, mask if nll_mask is None else nll_mask, num_nll_tokens)
     losses = nll - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return PreferenceLoss(reduced("orpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import ConfigError
-from ligermodels.layers import IGNORE_INDEX
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import IGNORE_INDEX, LMHead
 from ligermodels.layers.sharding import call_gathered
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
@@ -28,12 +28,18 @@ class DistillationModel(nn.Module):
         model: the student.
         teacher: the teacher, with the same tokens; it gets no gradient, and is not registered as a submodule.
         options: `beta` and `temperature` of `generalized_jsd_loss`.
+
+    Raises:
+        InputError: a head has no weight of its own that a fused loss could read: it is quantised, or a user's class.
     """
 
     unrecordable: ClassVar[str] = "steps with a teacher are not verified in CUDA graphs"
 
     def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
         super().__init__()
+        for name, each in (("student", model), ("teacher", teacher)):
+            if type(each.head).forward is not LMHead.forward or each.head.weight is None:
+                raise InputError(f"distill: the {name}'s head is a {each.head}, and must be an LMHead with a weight")
         self.model, self.options = model, options
         self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple: not registered as a submodule
         self._vocab_size = min(model.config.vocab_size, teacher.config.vocab_size)

@@ -113,6 +113,8 @@ class ObjectiveRecipe(TrainingRecipe):
         super().check()
         if self.objective == "distill" and self.teacher is None:
             raise ConfigError("teacher: the objective distill needs a teacher; give a checkpoint folder or a hub id")
+        if self.objective == "distill" and (self.beta or 0.0) > 1:
+            raise ConfigError(f"beta: must be from 0 to 1 with the objective distill, got {self.beta}")
         if self.data_form.name != "documents" and self.excess_length_strategy == "split":
             raise ConfigError("excess_length_strategy: preference data cannot be split; give truncate, drop or raise")
         if self.loss_weights and len(self.loss_weights) != max(1, len(self.loss_type)):

@@ -55,6 +55,7 @@ class PreferenceModel(nn.Module):
         kl_input_ids: Tensor | None = None,
         kl_labels: Tensor | None = None,
         kl_cu_seqlens: Tensor | None = None,
+        kl_targets: Tensor | None = None,
         kl_ref_log_probs: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
     ) -> ObjectiveOutput:
@@ -72,6 +73,7 @@ class PreferenceModel(nn.Module):
             kl_input_ids: (1, m), the mismatched sequences of KTO.
             kl_labels: (1, m).
             kl_cu_seqlens: (B + 1,).
+            kl_targets: (B, T').
             kl_ref_log_probs: (B,).
             num_items_in_batch: the sum of `num_targets` over all micro-batches. Default: of this one.
         """
@@ -86,7 +88,8 @@ class PreferenceModel(nn.Module):
         if kl_input_ids is not None:
             with torch.no_grad():
                 other = self.model.log_probs(kl_input_ids, kl_labels, cu_seqlens=kl_cu_seqlens).log_probs
-            kl = self._kl(_sums(other, kl_cu_seqlens) - cast(Tensor, kl_ref_log_probs), items)
+            sums = sequence_log_probs(*_by_sequence(other, cast(Tensor, kl_labels), cast(Tensor, kl_targets)))
+            kl = self._kl(sums - cast(Tensor, kl_ref_log_probs), items)
         # The likelihood's divisor of this micro-batch, whose losses count by the fraction of its items.
         dtype = log_probs.dtype
         nll_tokens = (num_tokens * len(items)).to(dtype) / num_items
@@ -141,25 +144,25 @@ def _num_labels(labels: Tensor, cu_seqlens: Any) -> Tensor:
     return counts.index_add_(0, document_of(cu_seqlens, labels.numel()), present.long())
 
 
-def _sums(log_probs: Any, cu_seqlens: Any) -> Tensor:
-    """Log-probabilities of a row, summed over each sequence, (S,)."""
-    sums = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float64, device=log_probs.device)
-    return sums.index_add_(0, document_of(cu_seqlens, log_probs.numel()), log_probs.flatten().double())
-
-
 @torch.no_grad()
 def completion_log_probs(model: CausalLM, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities of the completions in a batch of `ExampleBatches`, (S,), and of its mismatched sequences,
     (S + B,) in all; float64, NaN for sequences without a label."""
-    out = model.log_probs(batch["input_ids"], batch["labels"], cu_seqlens=batch["cu_seqlens"])
-    log_probs, mask = _by_sequence(out.log_probs, batch["labels"], batch["targets"])
-    sums = sequence_log_probs(log_probs.double(), mask & batch["completion_mask"])
-    sums = torch.where(mask.any(1), sums, torch.nan)
+
+    def sums_of(prefix: str, mask: Tensor | None) -> Tensor:
+        input_ids, labels, cu_seqlens, targets = (batch[prefix + name] for name in _SEQUENCES)
+        out = model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens)
+        log_probs, has_label = _by_sequence(out.log_probs, labels, targets)
+        sums = sequence_log_probs(log_probs.double(), has_label if mask is None else has_label & mask)
+        return torch.where(has_label.any(1), sums, torch.nan)
+
+    sums = sums_of("", batch["completion_mask"])
     if "kl_input_ids" not in batch:
         return sums
-    bounds = batch["kl_cu_seqlens"]
-    others = _sums(model.log_probs(batch["kl_input_ids"], batch["kl_labels"], cu_seqlens=bounds).log_probs, bounds)
-    return torch.cat([sums, torch.where(mask.any(1), others, torch.nan)])
+    return torch.cat([sums, torch.where(sums.isnan(), torch.nan, sums_of("kl_", None))])
+
+
+_SEQUENCES = ("input_ids", "labels", "cu_seqlens", "targets")
 
 
 def check_settings(objective: PreferenceObjective, settings: Mapping[str, Any], *, pairs: bool, kl: bool) -> ItemLosses:

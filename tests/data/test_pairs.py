@@ -56,6 +56,7 @@ PAIRS: dict[str, tuple[dict[str, Any], Any]] = {
         CHAT,
     ),
     "ms-swift": ({"messages": [U, A], "rejected_response": "No."}, CHAT),
+    "ms-swift, turns": ({"messages": [U, A], "rejected_messages": [U, B]}, CHAT),
     "an earlier answer is not trained on": (
         {"chosen": [U, B, U, A], "rejected": [U, B, U, B]},
         ([[U, {**B, "weight": 0}, U, A], {}], [[U, {**B, "weight": 0}, U, B], {}]),
@@ -93,7 +94,7 @@ def test_completions_with_labels(name: str) -> None:
     [
         (read_pair, {"prompt": "a", "chosen": "b"}, 'has no "rejected"; .* its fields are: prompt, chosen'),
         (read_pair, {"messages": [U, A]}, 'has no "chosen"'),
-        (read_pair, {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal, so there is no preference"),
+        (read_pair, {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         (read_pair, {"prompt": "a", "question": "b", "chosen": "c", "rejected": "d"}, "several prompts"),
         (read_pair, {"chosen": [A], "rejected": [B]}, 'there is no "prompt"'),
         (read_pair, {"prompt": 1, "chosen": "c", "rejected": "d"}, '"prompt" must be'),

@@ -177,6 +177,13 @@ def test_distillation(base: Path, data: Path, teacher: Path, tmp_path: Path) -> 
     assert loss.item() == pytest.approx((q.exp() * (q - p)).sum(-1)[kept].mean().item(), rel=1e-5)
 
 
+def test_a_quantised_head_cannot_be_distilled(base: Path, data: Path, teacher: Path) -> None:
+    recipe = recipe_for(base, data, objective="distill", teacher=teacher)
+    student = lm.from_pretrained(base, quantize="int4", quantize_head="int4")
+    with pytest.raises(InputError, match="distill: the student's head is a LMHead"):
+        objective_of(recipe, student)
+
+
 def test_a_teacher_with_other_tokens_is_an_error(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
     other = shutil.copytree(teacher, tmp_path / "teacher")
     path = other / "tokenizer.json"
@@ -281,6 +288,7 @@ def test_a_loss_that_cannot_be_used_is_an_error(
         ({"objective": "cpo", "loss_type": ("hinge", "ipo")}, "loss_type: the objective cpo has one loss type"),
         ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired"),
         ({"objective": "dpo", "beta": 0.0}, "beta must be positive"),
+        ({"objective": "distill", "teacher": "x", "beta": 2.0}, "beta: must be from 0 to 1"),
         ({"objective": "distill"}, "teacher: the objective distill needs a teacher"),
         ({"objective": "dpo", "excess_length_strategy": "split"}, "preference data cannot be split"),
         ({"objective": "dpo", "packing_strategy": "bfd"}, "packing_strategy: is for texts and chats"),
