@@ -40,6 +40,8 @@ PAGES = {
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
+    "docs/tracking.md": {"runs", "best"},
+    "docs/callbacks.md": {"out"},
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
