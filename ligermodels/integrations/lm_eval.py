@@ -30,7 +30,7 @@ class NativeHFLM(HFLM):
     """lm-eval's `HFLM` that computes with a native model.
 
     Args:
-        model: the model, which stays as it is.
+        model: the model; it is not changed.
         tokenizer: folder or hub id of a tokenizer for transformers.
         batch_size: sequences per batch.
         stop: asked before each batch; if it returns True, `Interrupted` is raised.
@@ -102,8 +102,8 @@ class LmEval(Callback):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.every = settings["lm_eval_every"]
-        self._manager = TaskManager(include_path=settings["lm_eval_include_path"])
-        self._tasks = _tasks_named(self._manager, settings["lm_eval"])
+        self._tasks = [name.strip() for names in settings["lm_eval"] for name in names.split(",")]
+        self._manager = _manager_of(self._tasks, settings["lm_eval_include_path"])
         self._options = {"limit": settings["lm_eval_limit"], "num_fewshot": settings["lm_eval_num_fewshot"]}
         self._batch_size = settings["lm_eval_batch_size"]
         self.evaluated: set[int] = set()
@@ -151,16 +151,24 @@ class LmEval(Callback):
         return _metrics_of(results or {"results": {}})  # None on ranks other than the first
 
 
-def _tasks_named(manager: TaskManager, names: Sequence[str]) -> list[str]:
-    """The names of tasks, groups, tags or patterns. Raises ConfigError for names that lm-eval does not have."""
-    wanted = [name.strip() for text in names for name in text.split(",")]
-    for name in wanted:
-        if not manager.match_tasks([name]):
-            raise ConfigError(
-                f"lm_eval: lm-eval has no task {name!r}; `lm-eval ls tasks` lists them, and lm_eval_include_path adds "
-                "a folder of tasks"
-            )
-    return wanted
+def _manager_of(tasks: Sequence[str], include_path: str | None) -> TaskManager:
+    """lm-eval's index of tasks. It takes long to read all tasks of lm-eval, so they are left out if all `tasks` (names
+    of tasks, groups or tags, or patterns) are in the folder `include_path`. Raises ConfigError for an unknown task."""
+
+    def unknown(manager: TaskManager) -> list[str]:
+        return [name for name in tasks if not manager.match_tasks([name])]
+
+    if include_path is not None:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if not unknown(manager):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    if missing := unknown(manager):
+        raise ConfigError(
+            f"lm_eval: lm-eval has no task {missing[0]!r}; `lm-eval ls tasks` lists them, and lm_eval_include_path "
+            "adds a folder of tasks"
+        )
+    return manager
 
 
 def _metrics_of(results: Mapping[str, Any]) -> dict[str, float]:

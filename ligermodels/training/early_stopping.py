@@ -57,7 +57,7 @@ class EarlyStopping(Callback):
         return {**vars(self._best), "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state back. The patience is that of this object, which may have changed."""
+        """Take a state back. The patience of this object stays: it may have changed."""
         self._best.loss, self._best.step, self._count = state["loss"], state["step"], state["count"]
 
 

@@ -1,4 +1,4 @@
-"""Settings of a recipe for lm-eval while training. Names after `lm_eval_` are those of lm-eval's command line."""
+"""Settings of a recipe for lm-eval while training. After `lm_eval_` come names of lm-eval's command line."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Validate(Callback):
 
 
 class RunCallbacks:
-    """The callbacks of a run, in the order `all` in which they are called.
+    """The callbacks of a run. `all` has them in the order of their calls.
 
     Args:
         state: the run, at the step that it starts or resumes from.

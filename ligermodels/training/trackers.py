@@ -24,7 +24,7 @@ class TrackedRun:
     """A run for a tracker.
 
     folder: folder of the run.
-    project, name: names under which the tracker shows the run.
+    project, name: names of the project and of the run in the tracker.
     id: identifies the run; a resumed run keeps it.
     start: step that the run resumes after; 0 for a new run.
     settings: the recipe, as JSON types.
@@ -47,7 +47,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """What a run needs of a tracker."""
+    """The interface of trackers."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of a step, by name. Steps may repeat."""
@@ -149,9 +149,16 @@ def tracker_names(track: Sequence[str]) -> list[str]:
 
 @contextmanager
 def open_trackers(plan: RunPlan, folder: Path, ranks: Ranks) -> Iterator[list[Tracker]]:
-    """Context manager that gives the trackers of a run, on the first rank, and completes their records at the end.
+    """Context manager that starts trackers on the first rank, and completes their records at the end.
 
-    Raises BackendError if a tracker cannot start, for example because nobody is logged in."""
+    Args:
+        plan: the run.
+        folder: folder of the run.
+        ranks: all ranks.
+
+    Raises:
+        BackendError: a tracker cannot start, for example because nobody is logged in.
+    """
     trackers: list[Tracker] = []
     with ExitStack() as opened:
         opened.push(partial(_finish, trackers))
@@ -166,7 +173,7 @@ def open_trackers(plan: RunPlan, folder: Path, ranks: Ranks) -> Iterator[list[Tr
 def _started(name: str, run: TrackedRun) -> Tracker:
     try:
         return TRACKERS[name](run)
-    except Exception as error:  # of the package, which has types of its own
+    except Exception as error:  # of a type of the package
         raise BackendError(f"track: {name} cannot start: {error}") from error
 
 

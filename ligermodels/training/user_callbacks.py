@@ -36,7 +36,7 @@ def imported(path: str, setting: str) -> Any:
     if not (module_name and colon and name):
         raise ConfigError(f"{setting}: must be module:name, got {path!r}")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # as for `python -m`
+        sys.path.insert(0, here)  # like `python -m`
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -44,6 +44,8 @@ PAGES = {
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
     "docs/optimizers.md": {"out", "stable"},
+    "docs/tracking.md": {"runs", "best"},
+    "docs/callbacks.md": {"out"},
     "docs/float8.md": {"float8"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),

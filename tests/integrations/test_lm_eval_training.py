@@ -91,7 +91,7 @@ def lm_evals(folder: Path, tasks: Path, names: list[str]) -> dict[str, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     harness = HFLM(pretrained=model, tokenizer=str(folder), batch_size=2, device="cpu")
-    manager = TaskManager(include_path=str(tasks))
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found: Any = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     return found
 
@@ -135,7 +135,7 @@ def test_answers_are_lm_evals(base: Path, data: Path, tasks: Path, tmp_path: Pat
     names = ["tiny_choice", "tiny_answer", "tiny_text"]
     model = lm.from_pretrained(tmp_path / "out", dtype=torch.float32).train()
     harness = NativeHFLM(model, str(tmp_path / "out"), batch_size=2)
-    manager = TaskManager(include_path=str(tasks))
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found: Any = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
     wanted = lm_evals(tmp_path / "out", tasks, names)
     assert all(module.training for module in model.modules())
