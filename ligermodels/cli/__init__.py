@@ -98,7 +98,11 @@ def _one_line_errors() -> Iterator[None]:
             raise
         ctx = getattr(error, "ctx", None)
         where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
-        say(f"error: {_one_line(error.format_message()).rstrip('.')}{where}")
+        message = _one_line(error.format_message()).rstrip(".")
+        options = {name for parameter in ctx.command.params for name in parameter.opts} if ctx is not None else set()
+        if "unexpected extra argument" in message and "--data" in options:  # as of a pattern that the shell expands
+            message += "; give --data for each file, or quote a pattern"
+        say(f"error: {message}{where}")
         raise typer.Exit(error.exit_code) from None
 
 

@@ -414,6 +414,8 @@ def test_paths_are_checked_before_work_begins(
         ("generate x --prompt a --medusa y --sample", "--heads"),
         ("medusa train x --out y", "--data"),
         ("medusa train x --out y --data z --lm-head mine", "shared"),
+        ("train M --data a.txt b.txt --out o", "argument(s) (b.txt); give --data for each file, or quote a pattern"),
+        ("info M b.txt", "argument(s) (b.txt) (see"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: str, words: str) -> None:

@@ -47,6 +47,7 @@ PAGES = {
     "docs/tracking.md": {"runs", "best"},
     "docs/callbacks.md": {"out"},
     "docs/float8.md": {"float8"},
+    "docs/several-gpus.md": {"out", "tuned"},
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
@@ -57,9 +58,7 @@ PAGES = {
     "docs/reference/recipes.md": {"mine"},
 }
 """Page -> some of the files that its commands write."""
-ELSEWHERE = {
-    *(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "several-gpus", "engines"))
-}
+ELSEWHERE = {*(f"docs/{name}.md" for name in ("transformers", "trainers", "peft", "evaluation", "engines"))}
 """Pages that other tests run, or that explain code of the repository."""
 WIDTH = 80
 """Columns that a code block of the site shows without scrolling."""
