@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,27 @@ class Mixture:
     def __len__(self) -> int:
         """Number of documents in an epoch."""
         return sum(self._counts)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents in an epoch."""
+        return len(self)
+
+    @property
+    def key(self) -> list[list[int]]:
+        """Number of documents of each source in an epoch, and in all; a resumed run needs the same."""
+        return [[count, len(source)] for count, source in zip(self._counts, self._sources, strict=True)]
+
+    def documents(self, seed: int | None, epoch: int, place: int) -> Iterator[tuple[int, int]]:
+        """Indices of the documents of an epoch, each with the place after it: the number of documents read.
+
+        Args:
+            seed: seed of the run; None is 0.
+            epoch: number of the epoch, from 0.
+            place: place to start at.
+        """
+        order = self.epoch(epoch, seed=seed or 0)
+        yield from ((int(order[number]), number + 1) for number in range(place, len(order)))
 
     def epoch(self, number: int, *, seed: int) -> Indices:
         """The documents of an epoch.

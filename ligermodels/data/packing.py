@@ -37,11 +37,10 @@ class PackedBatches:
 
     Args:
         documents: the documents.
-        indices: the documents to use, int64; None for all.
+        indices: the documents to use, int64, or a mixture of them; None for all.
         seq_len: most tokens of a sequence, at least 2.
         batch_size: sequences per batch, at least 1.
         seed: shuffles the documents, differently in each epoch; None keeps their order.
-        mixture: the documents of each epoch, with a seed; None for all of `indices`.
         epochs: passes through the documents; None repeats them without end. The last batch may be smaller.
         excess_length_strategy: for a whole document with more than `seq_len` tokens: "truncate" keeps its first
             `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences (later sequences are trained on
@@ -62,12 +61,11 @@ class PackedBatches:
     def __init__(
         self,
         documents: Documents | TokenDocuments,
-        indices: Indices | None = None,
+        indices: Indices | Mixture | None = None,
         *,
         seq_len: int,
         batch_size: int,
         seed: int | None = None,
-        mixture: Mixture | None = None,
         epochs: int | None = None,
         excess_length_strategy: ExcessLengthStrategy = "truncate",
     ) -> None:
@@ -76,7 +74,7 @@ class PackedBatches:
         if excess_length_strategy not in get_args(ExcessLengthStrategy):
             known = ", ".join(get_args(ExcessLengthStrategy))
             raise InputError(f"excess_length_strategy: must be one of {known}, got {excess_length_strategy!r}")
-        self._documents, self._seed, self._epochs, self._mixture = documents, seed, epochs, mixture
+        self._documents, self._seed, self._epochs = documents, seed, epochs
         self._indices = np.arange(len(documents)) if indices is None else indices
         if not len(self._indices):
             raise InputError("there is no document in the data: give files with text")
@@ -85,17 +83,18 @@ class PackedBatches:
 
     def _start(self, epoch: int, place: int) -> None:
         self._epoch, self._place, self._num_rows = epoch, place, 0
-        self._order = self._indices
-        if self._mixture is not None and self._seed is not None:
-            self._order = self._mixture.epoch(epoch, seed=self._seed)
-        elif self._seed is not None:
+        if isinstance(self._indices, Mixture):
+            self._order = self._indices.epoch(epoch, seed=self._seed or 0)
+        elif self._seed is None:
+            self._order = self._indices
+        else:
             self._order = self._indices[permutation(len(self._indices), self._seed, epoch)]
         self._pool = Pool(self._seq_len)
 
     @property
     def num_documents(self) -> int:
         """Number of documents of an epoch."""
-        return len(self._order)
+        return len(self._indices)
 
     @property
     def documents_read(self) -> int:

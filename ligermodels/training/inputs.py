@@ -53,31 +53,28 @@ def documents_of(
     )
 
 
-def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices, **options: Any) -> PackedBatches:
+def packed(recipe: TrainingRecipe, documents: Documents, indices: Indices | Mixture, **options: Any) -> PackedBatches:
     """Documents packed by a recipe.
 
     Args:
         recipe: the settings: sequence length and what happens to longer documents.
         documents: the documents.
-        indices: the documents to use.
+        indices: the documents to use, or a mixture of them.
         options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
     """
     strategy = recipe.excess_length_strategy
-    mixture = None if options.get("seed") is None else mixture_of(recipe, documents, indices)
-    return PackedBatches(
-        documents, indices, seq_len=recipe.seq_len, mixture=mixture, excess_length_strategy=strategy, **options
-    )
+    return PackedBatches(documents, indices, seq_len=recipe.seq_len, excess_length_strategy=strategy, **options)
 
 
-def mixture_of(recipe: TrainingRecipe, documents: Documents, indices: Indices) -> Mixture | None:
-    """The mixture of a recipe with `data_weights`; None for a recipe without.
+def training_order(recipe: TrainingRecipe, documents: Documents, training: Indices) -> Indices | Mixture:
+    """The documents of the training split, or with `data_weights` the mixture of them.
 
     Args:
         recipe: the settings.
         documents: the documents.
-        indices: the documents to use.
+        training: the documents of the training split.
     """
-    return Mixture.of(documents.corpus, indices, recipe.data_weights) if recipe.data_weights else None
+    return Mixture.of(documents.corpus, training, recipe.data_weights) if recipe.data_weights else training
 
 
 def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:

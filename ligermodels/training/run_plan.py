@@ -17,6 +17,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
+from ligermodels.data.mixture import Mixture
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.parallel.ranks import data_share, world_size
@@ -30,11 +31,11 @@ from ligermodels.training.inputs import (
     content_of,
     documents_of,
     length_changes,
-    mixture_of,
     mixture_summary,
     packed,
     require_same_content,
     same_recipe,
+    training_order,
 )
 from ligermodels.training.recipe import TrainingRecipe
 
@@ -58,7 +59,7 @@ class RunPlan:
     base: Base
     documents: Documents
     content: Content
-    training: Indices
+    training: Indices | Mixture
     validation: Indices
     steps: int
     warmup_steps: int
@@ -98,7 +99,7 @@ class RunPlan:
             limit = max(1, sequences // self.micro_batches[0])
         return self._share(islice(self._packed(self.validation, epochs=1), limit))
 
-    def _packed(self, indices: Indices, **options: Any) -> PackedBatches:
+    def _packed(self, indices: Indices | Mixture, **options: Any) -> PackedBatches:
         return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
 
     def _share(self, batches: B) -> B | RankBatches:
@@ -149,9 +150,10 @@ def plan_run(
     _require_same_data(documents, ranks)
     if checkpoint:
         require_same_content(content, checkpoint["content"])
-    training, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
-    if (mixture := mixture_of(recipe, documents, training)) is not None:
-        console.say(mixture_summary(recipe, documents, mixture))
+    split, validation = documents.corpus.split(recipe.validation_fraction, recipe.seed)
+    training = training_order(recipe, documents, split)
+    if isinstance(training, Mixture):
+        console.say(mixture_summary(recipe, documents, training))
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
@@ -184,17 +186,17 @@ def _require_same_data(documents: Documents, ranks: Ranks) -> None:
 
 
 def _count_steps(
-    recipe: TrainingRecipe, documents: Documents, training: Indices, validation: Indices, console: Console
+    recipe: TrainingRecipe, documents: Documents, training: Indices | Mixture, validation: Indices, console: Console
 ) -> int:
     """Steps of the recipe. The validation split is read in any case, so that errors in it show now."""
 
-    def count(indices: Indices, seed: int | None) -> tuple[int, int, int]:
-        """Number of documents, sequences and tokens in an epoch."""
+    def count(indices: Indices | Mixture, seed: int | None) -> tuple[int, int]:
+        """Number of sequences and of tokens in an epoch."""
         batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
         for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
             tokens += batch["labels"].numel()
             update(batches.documents_read, batches.num_documents)
-        return batches.num_documents, sequences, tokens
+        return sequences, tokens
 
     with console.progress("reading text") as update:
         try:
@@ -204,10 +206,10 @@ def _count_steps(
             raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
             return recipe.steps
-        num_documents, sequences, tokens = count(training, recipe.seed)
+        sequences, tokens = count(training, recipe.seed)
     steps = max(1, math.ceil(recipe.epochs * sequences * recipe.seq_len / recipe.batch_tokens))
     console.say(
-        f"{num_documents:,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
+        f"{len(training):,} documents, {tokens:,} tokens in {sequences:,} sequences of {recipe.seq_len:,}; {steps:,} "
         f"steps of {recipe.batch_tokens // recipe.seq_len:,} sequences"
     )
     return steps

@@ -82,6 +82,12 @@ def test_texts_are_texts(tmp_path: Path, name: str, compression: str) -> None:
     assert corpus.read(0) == (TEXT.encode(), False, True, True) and len(corpus) == 1
 
 
+@pytest.mark.parametrize("text", ["[1]\n", "{}", '{"a" b}', "{% if x %}", '"a": 1', "[link](x)", '["a"]'])
+def test_texts_with_brackets_are_texts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert Corpus([tmp_path / "a.txt"]).read(0)[0] == text.encode()
+
+
 def test_a_table_of_parquet(tmp_path: Path) -> None:
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "é"}]},
@@ -108,6 +114,7 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
         ("a.npy", b"1", r"has the suffix '.npy', which is of no known kind"),
         ("a.npy.gz", b"1", r"has the suffix '.npy', which is of no known kind"),
         ("a.txt", b'\n{"text": "a"}\n{"text": "b"}\n', "txt: starts with JSON, and is named as a text"),
+        ("a.md", b'[\n {\n "text": "a"\n}]', "a.md: starts with JSON, and is named as a text"),
         ("a", b'[{"text": "a"}]', "a: starts with JSON, and is named as a text"),
         ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: is damaged, or is not what its suffix says"),
         ("a.txt.gz", gzip.compress(b"aaaa" * 100)[:-9], "a.txt.gz: is damaged"),

@@ -18,7 +18,7 @@ from ligermodels.data.mixture import Mixture
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import ConfigError
 from ligermodels.training import FineTuningRecipe
-from ligermodels.training.inputs import mixture_of, mixture_summary, packed
+from ligermodels.training.inputs import mixture_summary, packed, training_order
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,19 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
     documents = Documents(Corpus(recipe.data), tokenizer)
     short, long = (len(tokenizer.encode(text)) for text in ("Hi there", "Hello there"))
     indices = np.arange(len(documents))
-    mixture = mixture_of(recipe, documents, indices)
-    assert recipe.data_weights == (3.0, 1.0) and mixture is not None and len(mixture) == 8
+    mixture = training_order(recipe, documents, indices)
+    assert recipe.data_weights == (3.0, 1.0) and isinstance(mixture, Mixture) and mixture.num_documents == 8
+    epoch = mixture.epoch(2, seed=5).tolist()
+    assert list(mixture.documents(5, 2, 3)) == [
+        (index, number + 1) for number, index in enumerate(epoch) if number >= 3
+    ]
     assert mixture_summary(recipe, documents, mixture) == (
         f"data_weights: an epoch has of {tmp_path}/a.jsonl 6 of 6 documents, 72% of the bytes; of {tmp_path}/many 2 of "
         "20 documents, 28% of the bytes"
     )
 
     def stream() -> PackedBatches:
-        return packed(recipe, documents, indices, batch_size=1, seed=5, epochs=6)
+        return packed(recipe, documents, mixture, batch_size=1, seed=5, epochs=6)
 
     whole = list(stream())
     assert stream().num_documents == 8
