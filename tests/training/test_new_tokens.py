@@ -34,7 +34,9 @@ def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
     tokenizer.backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
-    fields = {"bos_token": begin, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    added = {str(tokenizer.backend.token_to_id(token)): {"content": token, "special": True} for token in (begin, end)}
+    fields: dict[str, Any] = {"bos_token": begin, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    fields["added_tokens_decoder"] = added  # read by transformers 4
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     used = max(tokenizer.backend.get_vocab().values()) + 1
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
@@ -103,6 +105,8 @@ def test_the_export_of_a_base_model_with_new_tokens(tmp_path: Path, chats: Path,
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end == used + 1 and model.config.vocab_size == padded(used + 2) and len(tokenizer) == used + 2
+    added = read_json(out / "tokenizer_config.json")["added_tokens_decoder"]
+    assert added[str(end)]["content"] == "<|im_end|>" and added[str(end)]["special"] and len(added) == 4
     assert model.generation_config.eos_token_id == [model.config.eos_token_id, end]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
