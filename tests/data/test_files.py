@@ -7,12 +7,14 @@ import lzma
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
+from ligermodels.data.files import data_files
 from ligermodels.data.records import read_record
 from ligermodels.errors import InputError
 
@@ -167,6 +169,15 @@ def test_a_conversion_is_made_once_and_again_for_another_content(tmp_path: Path,
         assert read_record(corpus.read(0)[0])[0] == ("", text, True)
         assert len(list(cache.glob("data/*-a.csv"))) == len(said) == count
     assert said[0] == f"{path}: converting it once, to {cache / 'data'}"
+
+
+def test_one_of_several_readers_converts(tmp_path: Path) -> None:
+    """As the ranks of a run do, each in a process of its own."""
+    said = list[str]()
+    (tmp_path / "a.csv").write_text("text\n" + "a\n" * 50_000)
+    with ThreadPoolExecutor(4) as readers:
+        found = list(readers.map(lambda _: data_files([tmp_path / "a.csv"], said.append)[0], range(4)))
+    assert len(said) == 1 and len({file.path for file in found}) == 1 and len(found[0].path.read_bytes()) > 500_000
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
