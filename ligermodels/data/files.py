@@ -97,6 +97,10 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
     Raises:
         InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
         HubError: a dataset of the hub cannot be found or reached.
+
+    Examples:
+        >>> [(file.name, file.has_lines) for file in data_files(["*.jsonl", "book.txt"])]
+        [('chats.jsonl', True), ('book.txt', False)]
     """
     files: list[DataFile] = []
     for source, name in enumerate(names):
