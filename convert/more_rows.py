@@ -23,6 +23,8 @@ PER_LAYER = "vocab_size_per_layer_input"
 """Field of models with an embedding in each layer, which has a vocabulary of its own."""
 
 
+ZERO = 1e-16
+"""Largest value of an embedding that counts as zero."""
 MULTIPLE = 64
 """A larger vocabulary is rounded up to this multiple, as in TRL: products of other sizes are slower on GPUs."""
 
@@ -104,13 +106,12 @@ def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]
         CheckpointError: the weights are missing or damaged.
     """
     with Checkpoint(folder) as checkpoint:
-        shapes = {name: math.prod(checkpoint.headers[name].shape[1:]) for name in _names(checkpoint, vocab_size)}
-        return [
-            row
-            for row in rows
-            if shapes
-            and not any(checkpoint.read_slice(name, row * width, width).any() for name, width in shapes.items())
-        ]
+        widths = {name: math.prod(checkpoint.headers[name].shape[1:]) for name in _names(checkpoint, vocab_size)}
+        largest = {
+            row: max(float(checkpoint.read_slice(name, row * n, n).float().abs().max()) for name, n in widths.items())
+            for row in (rows if widths else ())
+        }
+    return [row for row, value in largest.items() if value <= ZERO]
 
 
 def _names(checkpoint: Checkpoint, vocab_size: int) -> list[str]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ligermodels.cli import options
 from ligermodels.cli.options import AsJson
-from ligermodels.console import console, print_json, say, show_table
+from ligermodels.console import console, print_json, progress, say, show_table
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def data(
         for document in shown:
             _show(document)
     indices = np.arange(len(found))
-    counts = survey(found, indices, packed(recipe, found, indices, batch_size=1, seed=None, epochs=1))
+    sequences = packed(recipe, found, indices, batch_size=1, seed=None, epochs=1)
+    with progress("reading documents") as update:
+        counts = survey(found, indices, sequences, update)
     facts = {**vars(counts), "unusable": len(found.bad), "notes": found.notes.totals()}
     if as_json:
         print_json({**facts, "shown": [_as_json(document) for document in shown]})

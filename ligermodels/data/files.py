@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from ligermodels.convert.input_files import as_path, open_file, parse_json, shown
+from ligermodels.convert.input_files import as_path, open_file, shown
 from ligermodels.data import hub_dataset
 from ligermodels.data.compression import COMPRESSIONS, damage_named, decompressed
 from ligermodels.data.converted import converted
-from ligermodels.data.json_files import first_line, items_of
-from ligermodels.data.records import LINE_BYTES
+from ligermodels.data.json_files import BOM, items_of
 from ligermodels.data.tables import csv_lines, parquet_lines
 from ligermodels.errors import InputError
 
@@ -48,6 +48,9 @@ ADVICE = {
 ABOUT_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_info", "dataset_infos", "state")
 """Names, without suffix, of files about a dataset. Those in a folder are not data."""
 
+
+STARTS_AS_JSON = re.compile(rb'\s*(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
+"""The start of an object with a field, or of an array of objects."""
 
 LISTED = 10
 """Most names of files in a message."""
@@ -94,6 +97,10 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
     Raises:
         InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
         HubError: a dataset of the hub cannot be found or reached.
+
+    Examples:
+        >>> [(file.name, file.has_lines) for file in data_files(["*.jsonl", "book.txt"])]
+        [('chats.jsonl', True), ('book.txt', False)]
     """
     files: list[DataFile] = []
     for source, name in enumerate(names):
@@ -176,10 +183,5 @@ def _data_file(path: Path, source: int, say: Say) -> DataFile:
 
 def _require_text(content: BinaryIO, name: str) -> None:
     """Raise InputError for records of JSON in a file that has the name of a text: they would be trained on as text."""
-    first = first_line(content, LINE_BYTES)
-    try:
-        is_json = first.lstrip().startswith((b"{", b"[")) and isinstance(parse_json(first), dict | list)
-    except ValueError:
-        return
-    if is_json:
+    if STARTS_AS_JSON.match(content.read(1 << 16).removeprefix(BOM)):
         raise InputError(f"{name}: starts with JSON, and is named as a text; give it the suffix .jsonl or .json")

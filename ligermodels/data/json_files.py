@@ -30,21 +30,15 @@ def items_of(content: BinaryIO, name: str) -> Callable[[BinaryIO, str], Iterator
     Raises:
         InputError: an object around the records has several lists of objects.
     """
-    first = first_line(content, JSON_BYTES)
+    first = content.readline(JSON_BYTES).removeprefix(BOM)
+    while first and not first.strip():
+        first = content.readline(JSON_BYTES)
     if first.lstrip().startswith(b"["):
         return array_lines
     if not first.lstrip().startswith(b"{"):
         return None
     whole = _whole(first, content)
     return None if whole is None or _wrapped(whole, name) is None else wrapped_lines
-
-
-def first_line(content: BinaryIO, most: int) -> bytes:
-    """The first `most` bytes of the first line that is not blank, without a byte order mark."""
-    line = content.readline(most).removeprefix(BOM)
-    while line and not line.strip():
-        line = content.readline(most)
-    return line
 
 
 def _whole(first: bytes, content: BinaryIO) -> dict[str, Any] | None:

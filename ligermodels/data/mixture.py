@@ -65,8 +65,9 @@ class Mixture:
         return cls([indices[np.isin(indices, source)] for source in sources], weights)
 
     @property
-    def key(self) -> list[int]:
-        return self._counts
+    def key(self) -> list[list[int]]:
+        """Number of documents of each source in an epoch, and in all; a resumed run needs the same."""
+        return [[count, len(source)] for count, source in zip(self._counts, self._sources, strict=True)]
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
         """Indices of the documents, each with the place after it: the number of documents read.

@@ -72,8 +72,8 @@ TRAINED = ("weight", "train", "training", "loss")
 
 
 def is_record(value: Mapping[str, Any]) -> bool:
-    """Whether an object has the required fields of a format."""
-    return any(value.keys() >= set(form.required) for form in FORMATS)
+    """Whether an object has the required fields of a format, or is preference data."""
+    return value.keys() >= {"chosen", "rejected"} or any(value.keys() >= set(form.required) for form in FORMATS)
 
 
 def format_of(record: Mapping[str, Any]) -> Format:

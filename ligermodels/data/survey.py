@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -49,13 +49,19 @@ class Survey:
     targets: int
 
 
-def survey(documents: Documents, indices: Indices, sequences: Iterable[Batch]) -> Survey:
+def survey(
+    documents: Documents,
+    indices: Indices,
+    sequences: Iterable[Batch],
+    update: Callable[[int, int], object] = lambda done, total: None,
+) -> Survey:
     """Read all documents, once alone and once in sequences.
 
     Args:
         documents: the documents.
         indices: the documents to use, int64.
         sequences: the sequences of one epoch, as training gets them, one per batch.
+        update: called with the number of documents that have been read alone, and of all.
 
     Raises:
         InputError: there is nothing to learn in any document.
@@ -65,6 +71,7 @@ def survey(documents: Documents, indices: Indices, sequences: Iterable[Batch]) -
     while place < len(indices):
         some = indices[place : place + documents.at_once(indices[place:])]
         place += len(some)
+        update(place, len(indices))
         for tokens in documents.read(some):
             if tokens is not None:
                 lengths.append(len(tokens.ids))

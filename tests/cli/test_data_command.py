@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 from chat_templates import tokenizer_of
+from runs import make_base, make_data
 from typer.testing import CliRunner
 
 from ligermodels import console
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.training import Console, FineTuningRecipe, fine_tune
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -84,3 +86,18 @@ def test_colours_on_a_terminal(model: Path, data: Path, monkeypatch: pytest.Monk
     assert console.console().is_terminal
     out = run(data, "--model", model, "--documents", 1)
     assert "\x1b[32mHello, you?<|im_end|>\x1b[0m" in out and "⟦" not in out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_uses_the_same_tokens(tmp_path: Path) -> None:
+    """The tokens that are counted are those of a run, also where chats are cut and a line is unusable."""
+    make_base(tmp_path / "base")
+    make_data(tmp_path / "data.jsonl")
+    counts = json.loads(run(tmp_path / "data.jsonl", "--model", tmp_path / "base", "--json", "--seq-len", 16))
+    assert counts["unusable"] == 1 and counts["used_tokens"] < counts["tokens"]
+    settings = {"seq_len": 16, "batch_tokens": 512, "max_bad_lines": 1, "validation_fraction": 0, "dtype": "float32"}
+    recipe = FineTuningRecipe(base=tmp_path / "base", data=tmp_path / "data.jsonl", **settings)
+    said = list[str]()
+    fine_tune(recipe, tmp_path / "out", console=Console(say=said.append))
+    (tokens,) = (line.split(" tokens in ")[0].split()[-1] for line in said if " tokens in " in line)
+    assert int(tokens.replace(",", "")) == counts["used_tokens"]

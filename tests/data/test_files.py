@@ -7,12 +7,14 @@ import lzma
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
+from ligermodels.data.files import data_files
 from ligermodels.data.records import read_record
 from ligermodels.errors import InputError
 
@@ -82,6 +84,12 @@ def test_texts_are_texts(tmp_path: Path, name: str, compression: str) -> None:
     assert corpus.read(0) == (TEXT.encode(), False, True, True) and len(corpus) == 1
 
 
+@pytest.mark.parametrize("text", ["[1]\n", "{}", '{"a" b}', "{% if x %}", '"a": 1', "[link](x)", '["a"]'])
+def test_texts_with_brackets_are_texts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert Corpus([tmp_path / "a.txt"]).read(0)[0] == text.encode()
+
+
 def test_a_table_of_parquet(tmp_path: Path) -> None:
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "é"}]},
@@ -108,6 +116,7 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
         ("a.npy", b"1", r"has the suffix '.npy', which is of no known kind"),
         ("a.npy.gz", b"1", r"has the suffix '.npy', which is of no known kind"),
         ("a.txt", b'\n{"text": "a"}\n{"text": "b"}\n', "txt: starts with JSON, and is named as a text"),
+        ("a.md", b'[\n {\n "text": "a"\n}]', "a.md: starts with JSON, and is named as a text"),
         ("a", b'[{"text": "a"}]', "a: starts with JSON, and is named as a text"),
         ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: is damaged, or is not what its suffix says"),
         ("a.txt.gz", gzip.compress(b"aaaa" * 100)[:-9], "a.txt.gz: is damaged"),
@@ -160,6 +169,15 @@ def test_a_conversion_is_made_once_and_again_for_another_content(tmp_path: Path,
         assert read_record(corpus.read(0)[0])[0] == ("", text, True)
         assert len(list(cache.glob("data/*-a.csv"))) == len(said) == count
     assert said[0] == f"{path}: converting it once, to {cache / 'data'}"
+
+
+def test_one_of_several_readers_converts(tmp_path: Path) -> None:
+    """As the ranks of a run do, each in a process of its own."""
+    said = list[str]()
+    (tmp_path / "a.csv").write_text("text\n" + "a\n" * 50_000)
+    with ThreadPoolExecutor(4) as readers:
+        found = list(readers.map(lambda _: data_files([tmp_path / "a.csv"], said.append)[0], range(4)))
+    assert len(said) == 1 and len({file.path for file in found}) == 1 and len(found[0].path.read_bytes()) > 500_000
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:

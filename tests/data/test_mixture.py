@@ -77,6 +77,10 @@ def test_a_recipe_with_weights(tmp_path: Path, recipe: FineTuningRecipe) -> None
     recipe = recipe.changed({"validation_fraction": 0})
     mixture, _ = split(recipe, documents)
     assert recipe.data_weights == (3.0, 1.0) and isinstance(mixture, Mixture) and mixture.num_documents == 8
+    epoch = mixture.epoch(2, seed=5).tolist()
+    assert list(mixture.documents(5, 2, 3)) == [
+        (index, number + 1) for number, index in enumerate(epoch) if number >= 3
+    ]
     assert mixture_summary(recipe, documents, mixture) == (
         f"data_weights: an epoch has of {tmp_path}/a.jsonl 6 of 6 documents, 72% of the bytes; of {tmp_path}/many 2 of "
         "20 documents, 28% of the bytes"

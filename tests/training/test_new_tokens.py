@@ -34,7 +34,9 @@ def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
     tokenizer.backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
-    fields = {"bos_token": begin, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    added = {str(tokenizer.backend.token_to_id(token)): {"content": token, "special": True} for token in (begin, end)}
+    fields: dict[str, Any] = {"bos_token": begin, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    fields["added_tokens_decoder"] = added  # read by transformers 4
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     used = max(tokenizer.backend.get_vocab().values()) + 1
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
@@ -103,6 +105,8 @@ def test_the_export_of_a_base_model_with_new_tokens(tmp_path: Path, chats: Path,
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end == used + 1 and model.config.vocab_size == padded(used + 2) and len(tokenizer) == used + 2
+    added = read_json(out / "tokenizer_config.json")["added_tokens_decoder"]
+    assert added[str(end)]["content"] == "<|im_end|>" and added[str(end)]["special"] and len(added) == 4
     assert model.generation_config.eos_token_id == [model.config.eos_token_id, end]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
@@ -136,13 +140,13 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
 
 
 def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:
-    """As in Llama 3's base models."""
+    """As Llama 3's base models have them: nearly zero."""
     make_base(tmp_path / "base")
     weights = load_file(tmp_path / "base/model.safetensors")
     end = Tokenizer(tmp_path / "base").backend.token_to_id("<|eot_id|>")
     for name, rows in weights.items():
         if "embed" in name or "lm_head" in name:
-            rows[end] = 0
+            rows[end] = 1e-23
     save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
     with pytest.warns(CheckpointWarning, match=r"embeddings of <\|eot_id\|> in .*base are zero"):
         Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="llama3"))
