@@ -112,8 +112,8 @@ def _finite(value: Any) -> Any:
 def progress(title: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
     """A progress bar on standard error; call the yielded function to move it.
 
-    Without a terminal it prints a line for each note, and every LINE_SECONDS; in a notebook it rewrites one line in
-    place.
+    Without a terminal it prints a line for each note, and every LINE_SECONDS seconds; in a notebook it rewrites one
+    line in place.
     """
     screen = console(stderr=True)
     if screen.is_jupyter:
@@ -140,8 +140,8 @@ class _Bar(Progress):
         yield from (Text(task.fields["note"], overflow="fold") for task in self.tasks if task.fields["note"])
 
 
-LINE_SECONDS = 5.0
-"""Seconds between lines about progress that has no note, where there is no terminal."""
+LINE_SECONDS = 10.0
+"""Seconds between two lines of progress without a note, where there is no terminal."""
 
 
 def _plain_lines(title: str, in_bytes: bool) -> ProgressUpdate:
@@ -149,16 +149,15 @@ def _plain_lines(title: str, in_bytes: bool) -> ProgressUpdate:
 
     def update(done: int, total: int, note: str = "") -> None:
         nonlocal last
-        if note:
-            say(f"{title}: {done} of {total}, {note}")
-        elif time.monotonic() - last >= LINE_SECONDS:
-            amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
-            say(f"{title}: {' of '.join(amounts)}")
-        else:
-            return
-        last = time.monotonic()
+        if note or time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            say(f"{title}: {_amounts(done, total, in_bytes)}{note and ', '}{note}")
 
     return update
+
+
+def _amounts(done: int, total: int, in_bytes: bool) -> str:
+    return " of ".join(readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total))
 
 
 def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:
@@ -172,9 +171,8 @@ def _notebook_line(title: str, in_bytes: bool) -> ProgressUpdate:
         if done < total and time.monotonic() - last < 0.1:  # each update is a message to the browser
             return
         last = time.monotonic()
-        amounts = [readable_bytes(n) if in_bytes else f"{n:,}" for n in (done, total)]
         bar = "█" * (20 * done // max(total, 1))
-        text = f"{title} {bar:░<20} {' of '.join(amounts)}{note and ', '}{note}"
+        text = f"{title} {bar:░<20} {_amounts(done, total, in_bytes)}{note and ', '}{note}"
         shown.update({"text/plain": text}, raw=True)
 
     return update
