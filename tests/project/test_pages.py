@@ -33,7 +33,7 @@ PAGES = {
     "docs/command-line.md": {"bf16", "merged"},
     "docs/medusa.md": {"own-loop", "heads", "joint", "for-tgi", "scores.png"},
     "docs/draft-heads.md": set[str](),
-    "docs/serving.md": {"heads", "heads-vllm", "heads-tgi", "heads-trt", "with-mtp"},
+    "docs/serving.md": {"heads", "heads-vllm", "heads-tgi", "heads-trt", "with-mtp", "eagle-vllm", "eagle-sglang"},
     "docs/long-sequences.md": {"long"},
     "docs/custom-architecture.md": {"decay", "decay-heads"},
     "docs/weight-map.md": set[str](),
