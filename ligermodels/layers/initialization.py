@@ -98,7 +98,8 @@ def initialize_own(module: nn.Module, std: float, name: str) -> None:
     """
     for key, parameter in module.named_parameters(recurse=False):
         check_not_partitioned(f"{name}.{key}", parameter)
-    with whole_parameters(module, module._parameters):
+    own = module._parameters.keys() - set(getattr(module, "tied_parameters", ()))
+    with whole_parameters(module, own):
         _initialize_own(module, std, name)
 
 

@@ -198,6 +198,11 @@ class LMHead(Linear):
     def reset_parameters(self) -> None:
         """Nothing: `init_weights` fills the weight, which is large, once."""
 
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        """Parameters that another module fills: the weight of a tied head is the embedding's."""
+        return ("weight",) if self.config.tied else ()
+
     def init_weights(self, std: float) -> None:
         """normal(0, std), bias zero; a tied weight is the embedding's to fill."""
         if not self.config.tied and self.weight is not None:
