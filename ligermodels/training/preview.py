@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -136,9 +137,10 @@ def dry_run(
     folder, console = Path(out or os.devnull), console or Console()
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
-    with planned_ranks(gpus):
+    with planned_ranks(gpus), ExitStack() as stack:
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console)
+        stack.callback(plan.documents.close)
         recipe, micro_batches = plan.recipe, plan.micro_batches
         model, job = _on_meta(plan, attention)
         epoch = _count_epoch(plan, console)
