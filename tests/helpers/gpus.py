@@ -45,6 +45,8 @@ TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
+NOT_RUN = {"adamw_step with 8-bit states", "Muon's momentum and update"}
+"""Ops that have not been run on it yet."""
 
 HEAD = f"""# GPUs
 
@@ -201,7 +203,8 @@ def cell(recorded: dict[str, Any], op: str, gpu: str) -> str:
         if isinstance(here, str):
             results.add("error")
         elif on_run:
-            results.add("torch" if set(here).isdisjoint(on_run) else "run" if gpu == RUN else "compiled")
+            is_run = gpu == RUN and op not in NOT_RUN
+            results.add("torch" if set(here).isdisjoint(on_run) else "run" if is_run else "compiled")
     return results.pop() if len(results) == 1 else "mixed"
 
 
