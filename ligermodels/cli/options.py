@@ -239,7 +239,8 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if field.default not in (None, (), {}) and "[default" not in text:
         text += f"  [default: {field.default}]"
     names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
-    if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict
-        kind = list[str if get_origin(kind) is dict else get_args(kind)[0]]  # type: ignore[misc]
+    if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict; the recipe checks texts
+        element = get_args(kind)[0]
+        kind = list[element if element in (int, float) else str]  # type: ignore[valid-type]
     annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -17,7 +17,7 @@ import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training import Callback, EarlyStopping, Event, FineTuningRecipe, fine_tune, train_heads
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.fine_tuning import LossEvaluation
+from ligermodels.training.objectives import LossEvaluation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
