@@ -241,6 +241,6 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
     if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict; the recipe checks texts
         element = get_args(kind)[0]
-        kind = list[element if element in (int, float) else str]  # type: ignore[valid-type]
+        kind = list[element if element in (int, float) else str]  # type: ignore[misc]
     annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
