@@ -24,7 +24,8 @@ import ligermodels as lm
 from ligermodels import pretrained
 from ligermodels.cli import app
 from ligermodels.console import progress, show_table
-from ligermodels.data.tokenizer import TextStream, Tokenizer
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.generation.text_stream import TextStream
 from ligermodels.errors import LigerModelsError
 from ligermodels.speculative.decoding import TreeStep
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from zoo_parts import BASE
 
 import ligermodels as lm
-from ligermodels.data.tokenizer import TextStream, Tokenizer
+from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.generation.text_stream import TextStream
 from ligermodels.generation.host import Stopping
 from ligermodels.generation.prompts import prepare_prompts
 

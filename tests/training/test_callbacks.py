@@ -229,7 +229,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen[key] = SCRIPT[len(seen)]
         return seen[key]
 
-    monkeypatch.setattr("ligermodels.training.fine_tuning.evaluate", evaluate)
+    monkeypatch.setattr("ligermodels.training.objectives.evaluate", evaluate)
     return calls
 
 
