@@ -95,6 +95,7 @@ def evaluate(
         "targets": scores.counts.long().tolist(),
         "losses": scores.losses.tolist(),
         "accuracies": {k: scores.accuracy(k).tolist() for k in RANKS},
+        **{name: share.tolist() for name, share in scores.accepted.items()},
     }
     if token_prompts:
         with progress("generating") as update:
@@ -131,12 +132,16 @@ def evaluate(
 
 def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
     """Print a table of losses and accuracies, one head per line."""
-    columns = ["head", "token", "loss", *(f"top-{k}" for k in ranks)]
+    columns = ["head", "token", "loss", *(f"top-{k}" for k in ranks), *scores.accepted]
+    shares = [*(scores.accuracy(k) for k in ranks), *scores.accepted.values()]
     rows = [
-        (str(i), f"t+{i + 2}", f"{loss:.3f}", *(f"{scores.accuracy(k)[i]:.1%}" for k in ranks))
+        (str(i), f"t+{i + 2}", f"{loss:.3f}", *(f"{share[i]:.1%}" for share in shares))
         for i, loss in enumerate(scores.losses.tolist())
     ]
     show_table(columns, rows, numbers=range(2, len(columns)))
+    if scores.accepted:
+        found = (f"{name} {tokens:.2f}" for name, tokens in scores.tokens_per_step().items())
+        typer.echo(f"tokens per step of a chain, from {' and '.join(found)}")
 
 
 def _number(value: float) -> str:

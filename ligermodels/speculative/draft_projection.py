@@ -96,7 +96,11 @@ class DraftProjection:
         """
         valid = targets != IGNORE_INDEX
         options |= {"divergence": divergence, "reduction": reduction, "num_tokens": num_targets}
-        found = call_gathered(self.base, self._distilled, teacher, normed, valid, options)
+        arguments = teacher, normed, valid, options
+        if self.lm_head is None:
+            found = call_gathered(self.base, self._distilled, *arguments)
+        else:  # FSDP2 gathers the two one after the other
+            found = call_gathered(self.lm_head, call_gathered, self.base, self._distilled, *arguments)
         loss, sums = found[0], torch.stack([x.sum(dtype=found[0].dtype) for x in (*found[1:], valid)])
         ranks = self.ranks(normed, targets) if return_rank and not torch.is_grad_enabled() else None
         return DraftLoss(HeadLoss(loss=loss, ranks=ranks), sums)

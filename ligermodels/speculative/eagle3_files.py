@@ -124,7 +124,7 @@ def load_head(
     options: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Load a head, and freeze the base model's parameters.
+    """Load a head, and freeze the base model's parameters. On the meta device only names and shapes are checked.
 
     Args:
         model_class: class of the model.
@@ -149,13 +149,19 @@ def load_head(
         if formats.D2T in names:
             vocabulary = DraftVocabulary.from_tables(names[formats.D2T], names.get(formats.T2D), target.vocab_size)
         own = LM_HEAD in names
+        if options["num_steps"] is None:
+            options = {**options, "num_steps": formats.stored_steps(stored) or formats.STEPS}
         try:
             model = model_class(base, config, vocabulary, lm_head="own" if own else "shared", **options)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        formats.weight_map(config, "layers.0", lm_head=own).load(reader, _state(model), progress)
-        if formats.EMBEDDING in names:
-            _take_embedding(model, path, names[formats.EMBEDDING])
+        weight_map = formats.weight_map(config, "layers.0", lm_head=own)
+        if base.device.type == "meta":
+            weight_map.plan(names, _state(model))
+        else:
+            weight_map.load(reader, _state(model), progress)
+            if formats.EMBEDDING in names:
+                _take_embedding(model, path, names[formats.EMBEDDING])
     base.requires_grad_(False)
     return model
 

@@ -16,8 +16,11 @@ from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
+from ligermodels.models.extra_heads import is_eagle3
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
+STEPS = 7
+"""Steps of training, and tokens proposed by default."""
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
@@ -174,10 +177,11 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
     flat = kind is None
     if not flat and kind != "eagle3":
         raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
-    if flat and not any("eagle3" in str(name).lower() for name in stored.get("architectures") or ()):
+    if flat and not is_eagle3(stored):
         raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
-    layer = {name: whole[name] for name in _LAYER_FIELDS if name in whole} if flat else whole
+    layer = {name: value for name, value in whole.items() if name in _LAYER_FIELDS or not flat}
+    layer.pop("architectures", None)  # of the head
     flags = {flag: bool(stored.get(flag, False)) for flag in FLAGS}
     if not flat and "norm_before_residual" not in stored:
         warnings.warn(
@@ -209,3 +213,10 @@ def _ids(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(is_int(each) for each in given):
         raise ConfigError(f"{BOUNDARIES}: must be a list of whole numbers, got {short(given)}")
     return tuple(sorted(set(given)))  # as vLLM reads them
+
+
+def stored_steps(stored: Mapping[str, Any]) -> int | None:
+    """The number of tokens that a server proposes by default; None where config.json does not name it."""
+    methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    steps = methods[0].get("speculative_tokens")
+    return steps if is_int(steps) and steps > 0 else None
