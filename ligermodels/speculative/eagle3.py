@@ -302,7 +302,7 @@ class Eagle3Model(MultiHeadModel):
         head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             dtype = head.reader.fc.weight.dtype
-            project = partial(F.linear, weight=call_gathered(self.base, self.projection.rows, dtype))
+            project = partial(F.linear, weight=self.projection.rows(dtype))
 
         def lm_head(hidden: Tensor) -> Tensor:
             return cast(Tensor, project(hidden if self.config.norm_output else head.norm(hidden)))

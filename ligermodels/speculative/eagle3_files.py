@@ -23,7 +23,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import call_gathered, reshard
+from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
@@ -70,7 +70,7 @@ def save_head(
     reshard(model)
     state = _state(model)
     if model.lm_head is None:
-        state[LM_HEAD] = call_gathered(base, model.projection.rows, base.dtype)
+        state[LM_HEAD] = model.projection.rows(base.dtype)
     further = {} if model.vocabulary.is_whole and not form.always_tables else model.vocabulary.tables()
     if form.embedding:
         further[formats.EMBEDDING] = _embedding(model)
