@@ -157,12 +157,17 @@ def _documents(
     `settings` that are not None replace the settings of the run. Raises InputError if the run has no validation split,
     or the data is not the data of the run.
     """
-    from ligermodels.training import MedusaRecipe
+    from ligermodels.training import MedusaRecipe, TrainingRecipe
     from ligermodels.training.base import Base
     from ligermodels.training.folder import RECIPE, read_content
     from ligermodels.training.inputs import data_content, documents_of, require_same_content
+    from ligermodels.training.recipe_file import recipe_settings
 
-    recipe = MedusaRecipe() if run is None else MedusaRecipe.read(run / RECIPE)
+    recipe = MedusaRecipe()
+    if run is not None:  # of any kind: the settings of the data are in every recipe
+        found = MedusaRecipe.current_names(recipe_settings(run / RECIPE), str(run / RECIPE))
+        common = {name: value for name, value in found.items() if name in TrainingRecipe.model_fields}
+        recipe = recipe.changed(common, str(run / RECIPE))
     changes = {name: value for name, value in settings.items() if value is not None}
     recipe = recipe.changed(changes | ({"data": tuple(data)} if data else {}), "the command line")
     if run is not None:

@@ -53,5 +53,7 @@ def require_model(config: Mapping[str, Any]) -> None:
 
 def base_of_heads(config: Mapping[str, Any]) -> str:
     """Text for a message: the base model of draft heads, with its name if their config has it."""
-    name = config.get("base_model_name_or_path")
+    name, found = config.get("base_model_name_or_path"), config.get("speculators_config")
+    if isinstance(found, Mapping) and isinstance(verifier := found.get("verifier"), Mapping):
+        name = verifier.get("name_or_path")
     return f"their base model, {short(name)}" if name and isinstance(name, str) else "their base model"

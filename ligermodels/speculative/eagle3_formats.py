@@ -192,21 +192,21 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
         flags["norm_before_residual"] = True
     return Eagle3Config(
         layer={"model_type": "llama"} | layer,
-        boundaries=_boundaries(stored, num_layers),
+        boundaries=_boundaries(stored) or default_boundaries(num_layers),  # as servers do
         target_hidden_size=stored.get("target_hidden_size") or hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
         **flags,
     )
 
 
-def _boundaries(stored: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The boundaries that config.json names, or the servers' default."""
+def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The boundaries that config.json names, or None."""
     if (given := stored.get(BOUNDARIES)) is not None:
         return _ids(given)
     nested = stored.get("eagle_config")
     if isinstance(nested, Mapping) and (given := nested.get(BOUNDARIES)) is not None:
         return boundaries_of(_ids(given))
-    return default_boundaries(num_layers)
+    return None
 
 
 def _ids(given: Any) -> tuple[int, ...]:
@@ -220,3 +220,16 @@ def stored_steps(stored: Mapping[str, Any]) -> int | None:
     methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
     steps = methods[0].get("speculative_tokens")
     return steps if is_int(steps) and steps > 0 else None
+
+
+def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says about a head: its model, the kind of its layer, and sizes."""
+    whole = stored.get("transformer_layer_config", stored)
+    return {
+        "base_model": ((stored.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path"),
+        "layer": whole.get("model_type"),
+        "boundaries": _boundaries(stored),
+        "draft_vocab_size": stored.get("draft_vocab_size"),
+        "num_steps": stored_steps(stored),
+        **{name: whole.get(name) for name in ("hidden_size", "vocab_size")},
+    }
