@@ -214,7 +214,9 @@ def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
         found = json.loads(command("generate", base, "--heads", folder, *options))
         assert found["completions"] == plain and found["tokens_per_step"] >= 1
         assert "holds heads and no model" in command("generate", folder, "--prompt", "x", code=1)
-        with pytest.raises(ConfigError, match="describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"):
+        with pytest.raises(
+            ConfigError, match="describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"
+        ):
             lm.from_pretrained(folder)
     scored = ["--max-new-tokens", 4, "--seq-len", 128, "--device", "cpu", "--json"]
     found = json.loads(command("eagle", "eval", base, head, "--validation-of", head, "--prompts", 0, *scored))
