@@ -14,7 +14,7 @@ from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_coun
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.eagle_recipe import EagleRecipe
+from ligermodels.training.eagle_recipe import FLAGS, EagleRecipe
 from ligermodels.training.heads import draft_metrics, frozen_base_job
 from ligermodels.training.inputs import packed
 from ligermodels.training.job import Job
@@ -82,10 +82,11 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     size, whole = recipe.draft_vocab_size, model.config.vocab_size
     unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
     options |= {"layer": recipe.layer, "lm_head": recipe.lm_head, "boundaries": recipe.boundaries or None}
+    options |= {name: getattr(recipe, name) for name in FLAGS}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(recipe.seed)
         try:
-            eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options, **recipe.flags())
+            eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
         except InputError as error:
             raise ConfigError(str(error)) from None
 

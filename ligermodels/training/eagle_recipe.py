@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -98,7 +97,3 @@ class EagleRecipe(TrainingRecipe):
                 f"it must be at least {self.num_steps + 2}"
             )
         super().check()
-
-    def flags(self) -> Mapping[str, bool]:
-        """The settings in FLAGS."""
-        return {name: getattr(self, name) for name in FLAGS}

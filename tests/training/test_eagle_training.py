@@ -215,7 +215,7 @@ def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
         assert found["completions"] == plain and found["tokens_per_step"] >= 1
         assert "holds heads and no model" in command("generate", folder, "--prompt", "x", code=1)
         with pytest.raises(
-            ConfigError, match="describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"
+            ConfigError, match=r"describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"
         ):
             lm.from_pretrained(folder)
     scored = ["--max-new-tokens", 4, "--seq-len", 128, "--device", "cpu", "--json"]
