@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
+from ligermodels.layers.initialization import allocate, skip_init, whole_parameters
 from ligermodels.layers.lm_head import loss_or_log_probs
-from ligermodels.layers.sharding import call_gathered, is_sharded
+from ligermodels.layers.quantized import dense_state
+from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
@@ -135,3 +137,20 @@ class DraftProjection:
                 return_agreement=True,
                 **options,
             )
+
+
+def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
+    """A head's own lm_head, with the rows of the model's lm_head for the draft vocabulary."""
+    with torch.device("meta"), skip_init():
+        lm_head = LMHead(base.config.hidden_size, len(vocabulary), HeadConfig())
+    allocate(lm_head, base.dtype, base.device)
+    copy_rows(base, vocabulary, lm_head)
+    return lm_head
+
+
+@torch.no_grad()
+def copy_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: LMHead) -> None:
+    """Copy the rows of the model's lm_head for the draft vocabulary into `lm_head`, also if the two are sharded."""
+    rows = vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"]))
+    with whole_parameters(lm_head, ["weight"]):
+        lm_head.weight.copy_(rows)

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
-from ligermodels.layers import HeadConfig, HeadLoss, LMHead
-from ligermodels.layers.initialization import allocate, initialize, skip_init, whole_parameters
-from ligermodels.layers.quantized import dense_state
-from ligermodels.layers.sharding import call_gathered, gathered
+from ligermodels.layers import HeadLoss
+from ligermodels.layers.initialization import allocate, initialize, skip_init
+from ligermodels.layers.sharding import call_gathered
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.draft_projection import DraftProjection
+from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_formats import STEPS
@@ -83,7 +82,7 @@ class Eagle3Model(MultiHeadModel):
             self.head = Eagle3Head(config)
         allocate(self.head, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "eagle3")
-        self.lm_head = self._copied_lm_head() if lm_head == "own" else None
+        self.lm_head = own_lm_head(base, self.vocabulary) if lm_head == "own" else None
 
     def _check_config(self) -> None:
         config, base = self.config, self.base.config
@@ -98,22 +97,6 @@ class Eagle3Model(MultiHeadModel):
                 raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
         if config.boundaries[-1] > len(base.blocks):
             raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
-
-    def _copied_lm_head(self) -> LMHead:
-        base, size = self.base, self.config.decoder.hidden_size
-        with torch.device("meta"), skip_init():
-            lm_head = LMHead(size, len(self.vocabulary), HeadConfig())
-        allocate(lm_head, base.dtype, base.device)
-        self._copy_rows(lm_head)
-        return lm_head
-
-    @torch.no_grad()
-    def _copy_rows(self, lm_head: LMHead) -> None:
-        """Copy the rows of the base model's lm_head, also if the two are sharded."""
-        base = self.base
-        rows = self.vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"]))
-        with whole_parameters(lm_head, ["weight"]):
-            lm_head.weight.copy_(rows)
 
     def choose(self, vocabulary: DraftVocabulary) -> None:
         """Propose other tokens, of the same number. The head's own lm_head starts again from the base model's rows.
@@ -131,7 +114,7 @@ class Eagle3Model(MultiHeadModel):
             )
         self.vocabulary = vocabulary
         if self.lm_head is not None:
-            self._copy_rows(self.lm_head)
+            copy_rows(self.base, vocabulary, self.lm_head)
 
     @classmethod
     def from_base(

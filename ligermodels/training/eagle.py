@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.causal_lm import CausalLM
@@ -65,7 +66,7 @@ def train_eagle(
 
 
 def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. The draft vocabulary of a new head is chosen `before_training`, from the data.
+    """The `Job` of a recipe. The draft tokens of a new head are placeholders until `choose_vocabulary`.
 
     Args:
         recipe: the settings.
@@ -90,29 +91,39 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
         except InputError as error:
             raise ConfigError(str(error)) from None
 
-    def choose(plan: RunPlan, console: Console) -> None:
-        if not unknown.is_whole:
-            eagle.choose(_trained_most(plan, console, unknown))
+    return frozen_base_job(
+        eagle,
+        recipe.learning_rate,
+        eagle.save_pretrained,
+        draft_metrics,
+        before_training=lambda plan, console: choose_vocabulary(plan, eagle, console),
+    )
 
-    return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics, before_training=choose)
 
+def choose_vocabulary(plan: RunPlan, eagle: Eagle3Model, console: Console) -> None:
+    """Choose the draft tokens of a new head: those that are trained most often in an epoch. They are the same on all
+    ranks, and whenever the run resumes.
 
-def _trained_most(plan: RunPlan, console: Console, like: DraftVocabulary) -> DraftVocabulary:
-    """As many tokens as `like` has: those that are trained most often in an epoch. The same on all ranks, and in each
-    resumed run."""
-    recipe = plan.recipe
+    Args:
+        plan: the run.
+        eagle: the model with the head, which may be sharded.
+        console: where messages and progress go.
+    """
+    recipe, before = plan.recipe, eagle.vocabulary
+    if recipe.start_from is not None or before.is_whole:
+        return
     batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
     with console.progress("counting tokens") as update:
 
-        def labels() -> Any:
+        def labels() -> Iterator[Tensor]:
             for batch in batches:
-                update(batches.documents_read, batches.num_documents)
+                update(batches.documents_read, batches.num_documents or 0)
                 yield batch["labels"]
 
-        counts = token_counts(labels(), like.vocab_size)
-    vocabulary = DraftVocabulary.of_counts(counts, len(like))
+        counts = token_counts(labels(), before.vocab_size)
+    vocabulary = DraftVocabulary.of_counts(counts, len(before))
     share = counts[vocabulary.tokens].sum() / counts.sum().clamp(min=1)
     console.say(
-        f"draft vocabulary: {len(vocabulary):,} of {like.vocab_size:,} tokens, {share:.2%} of the tokens trained on"
+        f"draft vocabulary: {len(vocabulary):,} of {before.vocab_size:,} tokens, {share:.2%} of the tokens trained on"
     )
-    return vocabulary
+    eagle.choose(vocabulary)
