@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -100,16 +100,16 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     )
 
 
-def choose_vocabulary(plan: RunPlan, eagle: Eagle3Model, console: Console) -> None:
+def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> None:
     """Choose the draft tokens of a new head: those that are trained most often in an epoch. They are the same on all
     ranks, and whenever the run resumes.
 
     Args:
         plan: the run.
-        eagle: the model with the head, which may be sharded.
+        model: the model with the head, which may be sharded.
         console: where messages and progress go.
     """
-    recipe, before = plan.recipe, eagle.vocabulary
+    recipe, before = cast(EagleRecipe, plan.recipe), model.vocabulary
     if recipe.start_from is not None or before.is_whole:
         return
     batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
@@ -126,4 +126,4 @@ def choose_vocabulary(plan: RunPlan, eagle: Eagle3Model, console: Console) -> No
     console.say(
         f"draft vocabulary: {len(vocabulary):,} of {before.vocab_size:,} tokens, {share:.2%} of the tokens trained on"
     )
-    eagle.choose(vocabulary)
+    model.choose(vocabulary)
