@@ -51,13 +51,15 @@ def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
 def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
     """Of each kind of training. Micro-batches are given, or a rank's share of the batch."""
     share = {"micro_batch_tokens": None}
+    eagle = EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT})
     return {
         "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
         "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
-        "eagle": EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT}),
+        "eagle": eagle,
+        "eagle, shared lm_head": eagle.changed({"lm_head": "shared"}),
         "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
