@@ -95,6 +95,7 @@ def evaluate(
         "targets": scores.counts.long().tolist(),
         "losses": scores.losses.tolist(),
         "accuracies": {k: scores.accuracy(k).tolist() for k in RANKS},
+        **{name: share.tolist() for name, share in scores.accepted.items()},
     }
     if token_prompts:
         with progress("generating") as update:
@@ -131,12 +132,16 @@ def evaluate(
 
 def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
     """Print a table of losses and accuracies, one head per line."""
-    columns = ["head", "token", "loss", *(f"top-{k}" for k in ranks)]
+    columns = ["head", "token", "loss", *(f"top-{k}" for k in ranks), *scores.accepted]
+    shares = [*(scores.accuracy(k) for k in ranks), *scores.accepted.values()]
     rows = [
-        (str(i), f"t+{i + 2}", f"{loss:.3f}", *(f"{scores.accuracy(k)[i]:.1%}" for k in ranks))
+        (str(i), f"t+{i + 2}", f"{loss:.3f}", *(f"{share[i]:.1%}" for share in shares))
         for i, loss in enumerate(scores.losses.tolist())
     ]
     show_table(columns, rows, numbers=range(2, len(columns)))
+    if scores.accepted:
+        found = (f"{name} {tokens:.2f}" for name, tokens in scores.tokens_per_step().items())
+        typer.echo(f"tokens per step of a chain, from {' and '.join(found)}")
 
 
 def _number(value: float) -> str:
@@ -152,12 +157,17 @@ def _documents(
     `settings` that are not None replace the settings of the run. Raises InputError if the run has no validation split,
     or the data is not the data of the run.
     """
-    from ligermodels.training import MedusaRecipe
+    from ligermodels.training import MedusaRecipe, TrainingRecipe
     from ligermodels.training.base import Base
     from ligermodels.training.folder import RECIPE, read_content
     from ligermodels.training.inputs import data_content, documents_of, require_same_content
+    from ligermodels.training.recipe_file import recipe_settings
 
-    recipe = MedusaRecipe() if run is None else MedusaRecipe.read(run / RECIPE)
+    recipe = MedusaRecipe()
+    if run is not None:  # of any kind: the settings of the data are in every recipe
+        found = MedusaRecipe.current_names(recipe_settings(run / RECIPE), str(run / RECIPE))
+        common = {name: value for name, value in found.items() if name in TrainingRecipe.model_fields}
+        recipe = recipe.changed(common, str(run / RECIPE))
     changes = {name: value for name, value in settings.items() if value is not None}
     recipe = recipe.changed(changes | ({"data": tuple(data)} if data else {}), "the command line")
     if run is not None:

@@ -36,7 +36,8 @@ def generate(
         typer.Option(
             "--medusa",
             "--heads",
-            help="Medusa or MTP heads, a folder or a hub id (PATH, if it holds them): the same tokens in fewer steps.",
+            help="Medusa, MTP or EAGLE-3 heads, a folder or a hub id (PATH, if it holds them): the same tokens in "
+            "fewer steps.",
         ),
     ] = None,
     adapter: models.Adapter = None,

@@ -1,4 +1,4 @@
-"""`ligermodels medusa export`, and `self-distillation-data`, for MTP too."""
+"""`ligermodels medusa export`, and `self-distillation-data`, for MTP and EAGLE-3 too."""
 
 from __future__ import annotations
 

@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ligermodels.cli import evaluation, heads, launch, options, runs
+from ligermodels.cli import evaluation, heads, options, runs
 from ligermodels.cli.checkpoint import MaxShardSize
 from ligermodels.console import say
 from ligermodels.training.mtp_recipe import MTPRecipe
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.command()
-@options.with_recipe_flags(MTPRecipe)
-def train(
-    ctx: typer.Context,
-    base: Annotated[
-        str | None,
-        typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a hub id.  [default: the recipe's]"),
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see `mtp recipe`.")
-    ] = None,
-    assignments: runs.Assignments = None,
-    out: runs.Out = None,
-    resume: runs.Resume = False,
-    dry_run: runs.DryRun = False,
-    gpus: launch.Gpus = None,
-    device: options.Device = None,
-    attention: options.Attention = "auto",
-    overwrite: options.Overwrite = False,
-    settings: dict[str, Any] | None = None,
-) -> None:
-    """Train a head of multi-token prediction on a frozen model: the model's own head, or a new head.
-
-    Flags take precedence over the recipe, and the recipe over the defaults. At the end the head is evaluated on the
-    validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume --out FOLDER
-    continues a run that was stopped or killed, with the settings in its folder; with more --steps it is extended.
-    """
-    runs.train_heads(
-        ctx, MTPRecipe, "train_mtp", base, recipe, settings, assignments, out,
-        resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
-    )  # fmt: skip
 
 
 def export(
@@ -69,6 +36,13 @@ def export(
     say(f"wrote {out}")
 
 
+app.command(name="train")(
+    runs.train_heads_command(
+        MTPRecipe,
+        "train_mtp",
+        "Train a head of multi-token prediction on a frozen model: the model's own head, or a new head.",
+    )
+)
 app.command(name="recipe")(runs.show_recipe_of(MTPRecipe))
 app.command()(heads.self_distillation_data)
 app.command(name="eval")(evaluation.evaluate)

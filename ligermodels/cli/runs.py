@@ -177,16 +177,57 @@ def run(
     return outcome
 
 
-def train_heads(ctx: typer.Context, recipe_class: type[R], train: str, *arguments: Any, **options: Any) -> None:
-    """Train heads and print their scores. Takes the arguments of `run`, except `base_name`."""
-    outcome = run(ctx, recipe_class, train, "BASE", *arguments, **options)
-    if (evaluation := outcome.evaluation) is None:
-        return
-    from ligermodels.cli.evaluation import show_scores
+def train_heads_command(recipe_class: type[TrainingRecipe], train: str, about: str) -> Callable[..., None]:
+    """A command that trains heads and prints their scores.
 
-    show_scores(evaluation.scores)
-    if (kl := evaluation.kl) is not None:
-        say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+    Args:
+        recipe_class: class of the recipe.
+        train: name of the function in `ligermodels.training` that trains.
+        about: first line of the command's help.
+    """
+
+    def command(
+        ctx: typer.Context,
+        base: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="BASE", help="The model: a checkpoint folder, or a hub id.  [default: the recipe's]"
+            ),
+        ] = None,
+        recipe: Annotated[
+            str | None,
+            typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see the command `recipe`."),
+        ] = None,
+        assignments: Assignments = None,
+        out: Out = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+        gpus: launch.Gpus = None,
+        device: options.Device = None,
+        attention: options.Attention = "auto",
+        overwrite: options.Overwrite = False,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        outcome = run(
+            ctx, recipe_class, train, "BASE", base, recipe, settings, assignments, out, resume=resume,
+            overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
+        )  # fmt: skip
+        if (evaluation := outcome.evaluation) is None:
+            return
+        from ligermodels.cli.evaluation import show_scores
+
+        show_scores(evaluation.scores)
+        if (kl := evaluation.kl) is not None:
+            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+
+    command.__name__, command.__doc__ = "train", f"{about}\n\n{HOW_A_RUN_GOES}"
+    return options.with_recipe_flags(recipe_class)(command)
+
+
+HOW_A_RUN_GOES = """Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are
+evaluated on the validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume
+--out FOLDER continues a run that was stopped or killed, with the settings in its folder; with more --steps it is
+extended."""
 
 
 @contextmanager
@@ -230,6 +271,6 @@ def show_recipe_of(recipe_class: type[TrainingRecipe]) -> Callable[[str | None],
     ) -> None:
         typer.echo(recipe_text(name, kind) if name else "\n".join(shipped_recipes(kind)), nl=name is None)
 
-    command = {"medusa": "medusa train", "mtp": "mtp train"}.get(kind, kind)
+    command = f"{kind} train" if recipe_class.trains_heads else kind
     show_recipe.__doc__ = f"Print a shipped recipe for `{command}`, as a starting point; without a name, list them."
     return show_recipe

@@ -8,15 +8,19 @@ from typing import Any
 
 from ligermodels.errors import ConfigError, short
 
-MEDUSA_TYPE, MTP_TYPE = "medusa", "mtp"
+MEDUSA_TYPE, MTP_TYPE, EAGLE_TYPE = "medusa", "mtp", "eagle3"
 """`model_type` in the config of draft heads without a model."""
 MEDUSA_PREFIX = "medusa_head."
 """Prefix of the tensors of Medusa heads in the checkpoint of a model."""
 MEDUSA_COUNTS = ("medusa_num_heads", "medusa_num_layers")
 """Fields of config.json of a checkpoint with Medusa heads."""
 
-HEADS = {MEDUSA_TYPE: ("Medusa heads", "MedusaModel"), MTP_TYPE: ("a head for multi-token prediction", "MTPModel")}
-"""`model_type` of draft heads -> their name, and the class that loads them."""
+HEADS = {
+    MEDUSA_TYPE: ("Medusa heads", "MedusaModel"),
+    MTP_TYPE: ("a head for multi-token prediction", "MTPModel"),
+    EAGLE_TYPE: ("an EAGLE-3 head", "Eagle3Model"),
+}
+"""Type of draft heads -> their name, and the class that loads them."""
 
 
 def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -27,10 +31,18 @@ def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return {key: value for key, value in config.items() if key not in MEDUSA_COUNTS}, [f"^{re.escape(MEDUSA_PREFIX)}"]
 
 
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether this is the config of an EAGLE-3 head, in speculators' form or SpecForge's."""
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else ()
+    return config.get("speculators_model_type") == EAGLE_TYPE or any("eagle3" in str(name).lower() for name in names)
+
+
 def require_model(config: Mapping[str, Any]) -> None:
     """ConfigError for the config of draft heads without a model; it names their base model if the config does."""
     model_type = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
-    if model_type not in (MEDUSA_TYPE, MTP_TYPE):
+    model_type = EAGLE_TYPE if is_eagle3(config) else model_type
+    if model_type not in HEADS:
         return
     heads, model_class = HEADS[model_type]
     raise ConfigError(
@@ -41,5 +53,7 @@ def require_model(config: Mapping[str, Any]) -> None:
 
 def base_of_heads(config: Mapping[str, Any]) -> str:
     """Text for a message: the base model of draft heads, with its name if their config has it."""
-    name = config.get("base_model_name_or_path")
+    name, found = config.get("base_model_name_or_path"), config.get("speculators_config")
+    if isinstance(found, Mapping) and isinstance(verifier := found.get("verifier"), Mapping):
+        name = verifier.get("name_or_path")
     return f"their base model, {short(name)}" if name and isinstance(name, str) else "their base model"

@@ -95,9 +95,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: `model_type` is missing or not registered, or the config describes draft heads without a model.
     """
+    require_model(config)
     model_type = config.get("model_type")
     if model_type is None:
-        require_model(config)
         raise ConfigError("config.json: field 'model_type' is missing")
     if not isinstance(model_type, str):
         raise ConfigError(f"config.json: field 'model_type' must be a string, got {short(model_type)}")
@@ -107,7 +107,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
         for plugin in entry_points(group=ENTRY_POINTS):
             plugin.load()
     if model_type not in FAMILIES:
-        require_model(config)
         raise ConfigError(
             f"config.json: model_type {short(model_type)} is not implemented; implemented: "
             f"{', '.join(sorted(FAMILIES))}. To add your own, call ligermodels.archs.register in a module that "

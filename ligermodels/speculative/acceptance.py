@@ -1,9 +1,12 @@
-"""Typical acceptance: candidates are accepted if the model finds them probable enough."""
+"""Typical acceptance: candidates are accepted if the model finds them probable enough. Expected tokens of a chain."""
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,3 +58,12 @@ class Typical:
         row = torch.arange(len(tokens), device=tokens.device)[:, None]
         log_token = log_p[row, parent, tokens]
         return log_token.exp() > threshold[:, parent], log_token
+
+
+def chain_length(shares: Iterable[float]) -> float:
+    """Mean number of tokens per step with drafts in a chain, 1 + sum_k prod_{i <= k} shares[i].
+
+    Args:
+        shares: how often the drafted tokens are accepted, each if all tokens before it are.
+    """
+    return 1 + math.fsum(accumulate(shares, operator.mul))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,15 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
+from ligermodels.layers.initialization import allocate, skip_init, whole_parameters
 from ligermodels.layers.lm_head import loss_or_log_probs
-from ligermodels.layers.sharding import call_gathered
+from ligermodels.layers.quantized import dense_state
+from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+
+Result = TypeVar("Result")
 
 
 class DraftLoss(NamedTuple):
@@ -46,7 +52,7 @@ class DraftProjection:
         """Logits (..., V_d) of states (..., H) after the head's final norm."""
         if self.lm_head is not None:
             return cast(Tensor, self.lm_head(normed))
-        return call_gathered(self.base, lambda: F.linear(normed, self.rows(normed.dtype)))
+        return self._gathered(lambda: F.linear(normed, self._rows(normed.dtype)))
 
     def ranks(self, normed: Tensor, targets: Tensor) -> Tensor:
         """The ranks of targets: see `DraftVocabulary.ranks`.
@@ -55,15 +61,26 @@ class DraftProjection:
             normed: states (..., H) after the head's final norm.
             targets: long (...), ids of the model's vocabulary, -100 without a target.
         """
-        return self.vocabulary.ranks(targets, lambda own: call_gathered(self.base, self._ranked, normed, own))
+        return self.vocabulary.ranks(targets, lambda own: self._gathered(self._ranked, normed, own))
 
     def _ranked(self, normed: Tensor, targets: Tensor) -> HeadLoss:
         if self.lm_head is not None:
             return cast(HeadLoss, self.lm_head(normed, targets, return_rank=True))
-        return loss_or_log_probs(HeadConfig(), normed, self.rows(normed.dtype), targets, None, return_rank=True)
+        return loss_or_log_probs(HeadConfig(), normed, self._rows(normed.dtype), targets, None, return_rank=True)
 
     def rows(self, dtype: torch.dtype) -> Tensor:
-        """The weight (V_d, H) of the model's lm_head for the draft vocabulary, in a dtype."""
+        """The weight (V_d, H) of the model's lm_head for the draft vocabulary, in a dtype, also if it is sharded."""
+        copy = is_sharded(self.base.head)  # FSDP2 frees what it has gathered
+        return self._gathered(lambda: self._rows(dtype).clone() if copy else self._rows(dtype))
+
+    def _gathered(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function for which FSDP2 gathers the model's head and the head's own, each a group of its own."""
+        for module in (self.base, self.base.head, self.lm_head):
+            if module is not None:
+                function = partial(call_gathered, module, function)
+        return function(*arguments)
+
+    def _rows(self, dtype: torch.dtype) -> Tensor:
         with self.base.head.loss_weight(self.base.dtype) as whole:
             return self.vocabulary.rows(whole).to(dtype)
 
@@ -96,7 +113,7 @@ class DraftProjection:
         """
         valid = targets != IGNORE_INDEX
         options |= {"divergence": divergence, "reduction": reduction, "num_tokens": num_targets}
-        found = call_gathered(self.base, self._distilled, teacher, normed, valid, options)
+        found = self._gathered(self._distilled, teacher, normed, valid, options)
         loss, sums = found[0], torch.stack([x.sum(dtype=found[0].dtype) for x in (*found[1:], valid)])
         ranks = self.ranks(normed, targets) if return_rank and not torch.is_grad_enabled() else None
         return DraftLoss(HeadLoss(loss=loss, ranks=ranks), sums)
@@ -120,3 +137,20 @@ class DraftProjection:
                 return_agreement=True,
                 **options,
             )
+
+
+def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
+    """A head's own lm_head, with the rows of the model's lm_head for the draft vocabulary."""
+    with torch.device("meta"), skip_init():
+        lm_head = LMHead(base.config.hidden_size, len(vocabulary), HeadConfig())
+    allocate(lm_head, base.dtype, base.device)
+    copy_rows(base, vocabulary, lm_head)
+    return lm_head
+
+
+@torch.no_grad()
+def copy_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: LMHead) -> None:
+    """Copy the rows of the model's lm_head for the draft vocabulary into `lm_head`, also if the two are sharded."""
+    rows = vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"]))
+    with whole_parameters(lm_head, ["weight"]):
+        lm_head.weight.copy_(rows)

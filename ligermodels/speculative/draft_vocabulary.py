@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -28,6 +28,7 @@ class DraftVocabulary:
 
     tokens: Tensor
     vocab_size: int
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         tokens = self.tokens
@@ -69,14 +70,13 @@ class DraftVocabulary:
             >>> DraftVocabulary.counted([torch.tensor([5, 5, 2, -100])], size=3, vocab_size=8).tokens
             tensor([0, 2, 5])
         """
-        size = check_count("draft_vocab_size", size, most=check_count("vocab_size", vocab_size))
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for each in labels:
-            kept = each[each != IGNORE_INDEX].flatten().cpu()
-            if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-                raise InputError(f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored")
-            counts += torch.bincount(kept, minlength=vocab_size)
-        return cls(counts.argsort(descending=True, stable=True)[:size].sort().values, vocab_size)
+        return cls.of_counts(token_counts(labels, vocab_size), size)
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, size: int) -> DraftVocabulary:
+        """The `size` most frequent tokens, the lowest ids first, of the numbers long (V,) of all tokens."""
+        size = check_count("draft_vocab_size", size, most=len(counts))
+        return cls(counts.argsort(descending=True, stable=True)[:size].sort().values, len(counts))
 
     @overload
     def rows(self, x: Tensor) -> Tensor: ...
@@ -84,11 +84,17 @@ class DraftVocabulary:
     def rows(self, x: None) -> None: ...
     def rows(self, x: Tensor | None) -> Tensor | None:
         """The rows (V_d, ...) of x (V, ...), for these tokens; x itself for all tokens."""
-        return x if x is None or self.is_whole else x[self.tokens.to(x.device)]
+        return x if x is None or self.is_whole else x[self._on(x.device)]
 
     def ids(self, chosen: Tensor) -> Tensor:
         """Ids of the model's vocabulary, of ids `chosen` of the draft vocabulary; long, of any shape."""
-        return chosen if self.is_whole else self.tokens.to(chosen.device)[chosen]
+        return chosen if self.is_whole else self._on(chosen.device)[chosen]
+
+    def _on(self, device: torch.device) -> Tensor:
+        """`tokens` on a device, copied once: a CUDA graph takes no copy from the host."""
+        if device not in self._copies:
+            self._copies[device] = self.tokens.to(device)
+        return self._copies[device]
 
     def ranks(self, targets: Tensor, head: Callable[[Tensor], HeadLoss]) -> Tensor:
         """The ranks of targets among a head's candidates.
@@ -104,7 +110,7 @@ class DraftVocabulary:
         if self.is_whole:
             found: Any = head(targets).ranks
             return found
-        tokens = self.tokens.to(targets.device)
+        tokens = self._on(targets.device)
         place = torch.searchsorted(tokens, targets.clamp(min=0)).clamp(max=len(tokens) - 1)
         known, valid = tokens[place] == targets, targets != IGNORE_INDEX
         found = head(place.masked_fill(~known, IGNORE_INDEX)).ranks
@@ -139,3 +145,25 @@ class DraftVocabulary:
         if t2d is not None and not torch.equal(vocabulary.tables()["t2d"], t2d.bool()):
             raise CheckpointError("t2d: marks other tokens than d2t")
         return vocabulary
+
+
+def token_counts(labels: Iterable[Tensor], vocab_size: int) -> Tensor:
+    """How often each token is trained.
+
+    Args:
+        labels: long tensors of any shape, -100 where ignored.
+        vocab_size: V, number of tokens of the model.
+
+    Returns:
+        Long (V,).
+
+    Raises:
+        InputError: `vocab_size` is out of range, or a label is outside of the vocabulary.
+    """
+    counts = torch.zeros(check_count("vocab_size", vocab_size), dtype=torch.int64)
+    for each in labels:
+        kept = each[each != IGNORE_INDEX].flatten().cpu()
+        if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
+            raise InputError(f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored")
+        counts += torch.bincount(kept, minlength=vocab_size)
+    return counts

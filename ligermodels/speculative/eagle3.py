@@ -13,24 +13,23 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
-from ligermodels.layers import HeadConfig, HeadLoss, LMHead
+from ligermodels.layers import HeadLoss
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.quantized import dense_state
-from ligermodels.layers.sharding import call_gathered, gathered
+from ligermodels.layers.sharding import call_gathered
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.draft_projection import DraftProjection
+from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
+from ligermodels.speculative.eagle3_formats import STEPS
 from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following, layer_like
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
 
-STEPS = 7
 DECAY = 0.8
 
 
@@ -83,7 +82,7 @@ class Eagle3Model(MultiHeadModel):
             self.head = Eagle3Head(config)
         allocate(self.head, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "eagle3")
-        self.lm_head = self._copied_lm_head() if lm_head == "own" else None
+        self.lm_head = own_lm_head(base, self.vocabulary) if lm_head == "own" else None
 
     def _check_config(self) -> None:
         config, base = self.config, self.base.config
@@ -99,14 +98,23 @@ class Eagle3Model(MultiHeadModel):
         if config.boundaries[-1] > len(base.blocks):
             raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
-    @torch.no_grad()
-    def _copied_lm_head(self) -> LMHead:
-        base, size = self.base, self.config.decoder.hidden_size
-        with torch.device("meta"), skip_init():
-            lm_head = LMHead(size, len(self.vocabulary), HeadConfig())
-        allocate(lm_head, base.dtype, base.device)
-        lm_head.weight.copy_(self.vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"])))
-        return lm_head
+    def choose(self, vocabulary: DraftVocabulary) -> None:
+        """Propose other tokens, of the same number. The head's own lm_head starts again from the base model's rows.
+
+        Args:
+            vocabulary: the tokens.
+
+        Raises:
+            InputError: their number, or the model's number of tokens, is another.
+        """
+        if (len(vocabulary), vocabulary.vocab_size) != (len(self.vocabulary), self.vocabulary.vocab_size):
+            raise InputError(
+                f"vocabulary: must have {len(self.vocabulary)} of {self.vocabulary.vocab_size} tokens, has "
+                f"{len(vocabulary)} of {vocabulary.vocab_size}"
+            )
+        self.vocabulary = vocabulary
+        if self.lm_head is not None:
+            copy_rows(self.base, vocabulary, self.lm_head)
 
     @classmethod
     def from_base(
@@ -277,7 +285,7 @@ class Eagle3Model(MultiHeadModel):
         head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             dtype = head.reader.fc.weight.dtype
-            project = partial(F.linear, weight=call_gathered(self.base, self.projection.rows, dtype))
+            project = partial(F.linear, weight=self.projection.rows(dtype))
 
         def lm_head(hidden: Tensor) -> Tensor:
             return project(hidden if self.config.norm_output else head.norm(hidden))
@@ -303,7 +311,7 @@ class Eagle3Model(MultiHeadModel):
         base: CausalLM,
         folder: str | os.PathLike[str],
         *,
-        num_steps: int = STEPS,
+        num_steps: int | None = None,
         decay: float = DECAY,
         divergence: Divergence = "forward_kl",
         progress: Callable[[int, int], None] | None = None,
@@ -313,7 +321,8 @@ class Eagle3Model(MultiHeadModel):
         Args:
             base: the base model, in memory.
             folder: folder or hub id of the head.
-            num_steps: K, steps of training, and tokens proposed by default; checkpoints do not store it.
+            num_steps: K, steps of training, and tokens proposed by default. Default: `speculative_tokens` in
+                config.json, or 7.
             decay: step k has the weight decay ** k in the loss.
             divergence: from the model's distribution: a name of `ops.linear_distillation`.
             progress: called with (bytes loaded, bytes in total) of the head.
@@ -330,9 +339,8 @@ class Eagle3Model(MultiHeadModel):
             >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
             >>> eagle.generate([[1, 5, 9]], max_new_tokens=64)
         """
-        return load_head(
-            cls, base, folder, {"num_steps": num_steps, "decay": decay, "divergence": divergence}, progress
-        )
+        options = {"num_steps": num_steps, "decay": decay, "divergence": divergence}
+        return load_head(cls, base, folder, options, progress)
 
     def export(
         self,

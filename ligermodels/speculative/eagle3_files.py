@@ -23,7 +23,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import call_gathered, reshard
+from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
@@ -70,7 +70,7 @@ def save_head(
     reshard(model)
     state = _state(model)
     if model.lm_head is None:
-        state[LM_HEAD] = call_gathered(base, model.projection.rows, base.dtype)
+        state[LM_HEAD] = model.projection.rows(base.dtype)
     further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
     if form.embedding:
         further[formats.EMBEDDING] = _embedding(model)
@@ -124,7 +124,7 @@ def load_head(
     options: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Load a head, and freeze the base model's parameters.
+    """Load a head, and freeze the base model's parameters. On the meta device only names and shapes are checked.
 
     Args:
         model_class: class of the model.
@@ -149,13 +149,19 @@ def load_head(
         if formats.D2T in names:
             vocabulary = DraftVocabulary.from_tables(names[formats.D2T], names.get(formats.T2D), target.vocab_size)
         own = LM_HEAD in names
+        if options["num_steps"] is None:
+            options = {**options, "num_steps": formats.stored_steps(stored) or formats.STEPS}
         try:
             model = model_class(base, config, vocabulary, lm_head="own" if own else "shared", **options)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        formats.weight_map(config, "layers.0", lm_head=own).load(reader, _state(model), progress)
-        if formats.EMBEDDING in names:
-            _take_embedding(model, path, names[formats.EMBEDDING])
+        weight_map = formats.weight_map(config, "layers.0", lm_head=own)
+        if base.device.type == "meta":
+            weight_map.plan(names, _state(model))
+        else:
+            weight_map.load(reader, _state(model), progress)
+            if formats.EMBEDDING in names:
+                _take_embedding(model, path, names[formats.EMBEDDING])
     base.requires_grad_(False)
     return model
 

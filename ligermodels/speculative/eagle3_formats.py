@@ -16,8 +16,11 @@ from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
+from ligermodels.models.extra_heads import is_eagle3
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
+STEPS = 7
+"""Steps of training, and tokens proposed by default."""
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
@@ -172,10 +175,11 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
     flat = kind is None
     if not flat and kind != "eagle3":
         raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
-    if flat and not any("eagle3" in str(name).lower() for name in stored.get("architectures") or ()):
+    if flat and not is_eagle3(stored):
         raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
-    layer = {name: whole[name] for name in _LAYER_FIELDS if name in whole} if flat else whole
+    layer = {name: value for name, value in whole.items() if name in _LAYER_FIELDS or not flat}
+    layer.pop("architectures", None)  # of the head
     flags = {flag: bool(stored.get(flag, False)) for flag in FLAGS}
     if not flat and "norm_before_residual" not in stored:
         warnings.warn(
@@ -186,24 +190,44 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
         flags["norm_before_residual"] = True
     return Eagle3Config(
         layer={"model_type": "llama"} | layer,
-        boundaries=_boundaries(stored, num_layers),
+        boundaries=_boundaries(stored) or default_boundaries(num_layers),  # as servers do
         target_hidden_size=stored.get("target_hidden_size") or hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
         **flags,
     )
 
 
-def _boundaries(stored: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The boundaries that config.json names, or the servers' default."""
+def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The boundaries that config.json names, or None."""
     if (given := stored.get(BOUNDARIES)) is not None:
         return _ids(given)
     nested = stored.get("eagle_config")
     if isinstance(nested, Mapping) and (given := nested.get(BOUNDARIES)) is not None:
         return boundaries_of(_ids(given))
-    return default_boundaries(num_layers)
+    return None
 
 
 def _ids(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(is_int(each) for each in given):
         raise ConfigError(f"{BOUNDARIES}: must be a list of whole numbers, got {short(given)}")
     return tuple(sorted(set(given)))  # as vLLM reads them
+
+
+def stored_steps(stored: Mapping[str, Any]) -> int | None:
+    """The number of tokens that a server proposes by default; None where config.json does not name it."""
+    methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    steps = methods[0].get("speculative_tokens")
+    return steps if is_int(steps) and steps > 0 else None
+
+
+def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says about a head: its model, the kind of its layer, and sizes."""
+    whole = stored.get("transformer_layer_config", stored)
+    return {
+        "base_model": ((stored.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path"),
+        "layer": whole.get("model_type"),
+        "boundaries": _boundaries(stored),
+        "draft_vocab_size": stored.get("draft_vocab_size"),
+        "num_steps": stored_steps(stored),
+        **{name: whole.get(name) for name in ("hidden_size", "vocab_size")},
+    }

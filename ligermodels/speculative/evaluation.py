@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ligermodels.data.batches import Batch, on_device
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import evaluating
 from ligermodels.parallel.ranks import DataRanks
+from ligermodels.speculative.acceptance import chain_length
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 RANKS = 10
@@ -28,17 +29,24 @@ class HeadScores:
     losses: (K,), nats per target.
     hits: (K, 10), how often the target is the candidate of rank 0, 1, ..., as a fraction: the argument of `tree.grow`.
     counts: (K,), number of targets.
+    accepted: of heads that learn the model's distribution, "acceptance" and "agreement", each (K,): see
+        `MultiHeadOutput`; empty for other heads.
     """
 
     losses: Tensor
     hits: Tensor
     counts: Tensor
+    accepted: Mapping[str, Tensor] = field(default_factory=dict)
 
     def accuracy(self, k: int) -> Tensor:
         """Top-k accuracy of each head, (K,), for k from 1 to 10; InputError for any other k."""
         if not 1 <= k <= RANKS:
             raise InputError(f"k: the top-k accuracy is known for k from 1 to {RANKS}, got {k}")
         return self.hits[:, :k].sum(1)
+
+    def tokens_per_step(self) -> dict[str, float]:
+        """For each of `accepted` the mean number of tokens per step with drafts in a chain: see `chain_length`."""
+        return {name: chain_length(share.tolist()) for name, share in self.accepted.items()}
 
 
 @torch.no_grad()
@@ -51,7 +59,7 @@ def evaluate_heads(
     Every rank needs the same number of batches; a batch may be without targets.
 
     Args:
-        model: a model with Medusa or MTP heads.
+        model: a model with Medusa, MTP or EAGLE-3 heads.
         batches: arguments of the model's forward, with labels.
         on_ranks: called after each batch with the ranks of its targets, long (K, B, T), -1 without a target.
 
@@ -65,7 +73,7 @@ def evaluate_heads(
         >>> ids = torch.arange(3, 40)[None]
         >>> evaluate_heads(medusa, [Batch({"input_ids": ids, "labels": ids})]).accuracy(1)
     """
-    losses, hits, counts = [], [], []
+    losses, hits, counts, accepted = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     device = model.base.device
     rank = torch.arange(RANKS, device=device)
     with evaluating(model):
@@ -75,13 +83,18 @@ def evaluate_heads(
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)
+            if out.acceptance is not None:
+                accepted.append(torch.stack([out.acceptance, out.agreement]).double() * out.counts)
             if on_ranks is not None:
                 on_ranks(out.ranks)
     if not losses:
         raise InputError(evaluation.NO_BATCH)
-    loss, hit, count = (data_ranks.sum(torch.stack(x).sum(0).double()).cpu() for x in (losses, hits, counts))
+    loss, hit, count, *shares = (
+        data_ranks.sum(torch.stack(x).sum(0).double()).cpu() for x in (losses, hits, counts, accepted) if x
+    )
     at_least_one = count.clamp(min=1)
-    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count)
+    named = zip(("acceptance", "agreement"), shares[0] / at_least_one if shares else (), strict=False)
+    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count, dict(named))
 
 
 def __getattr__(name: str) -> Any:

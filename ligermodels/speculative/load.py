@@ -1,15 +1,17 @@
-"""Loading Medusa or MTP heads, whichever a checkpoint holds."""
+"""Loading Medusa, MTP or EAGLE-3 heads, whichever a checkpoint holds."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, HubError
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import without_heads
+from ligermodels.models.extra_heads import is_eagle3, without_heads
+from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.files import NoHeadsError
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.mtp import MTPModel
@@ -20,7 +22,7 @@ from ligermodels.speculative.multi_head import MultiHeadModel
 def load_multi_head(
     base: CausalLM, heads: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> MultiHeadModel:
-    """Load Medusa heads or an MTP head, and freeze the base model's parameters.
+    """Load Medusa heads, an MTP head or an EAGLE-3 head, and freeze the base model's parameters.
 
     Args:
         base: the base model.
@@ -28,7 +30,7 @@ def load_multi_head(
         progress: called with (bytes loaded, bytes in total) of the heads.
 
     Returns:
-        A `MedusaModel` or an `MTPModel`.
+        A `MedusaModel`, an `MTPModel` or an `Eagle3Model`.
 
     Raises:
         CheckpointError: there are no heads; or files or tensors are missing, damaged, or made for another base model.
@@ -39,6 +41,8 @@ def load_multi_head(
         >>> model = load_multi_head(base, "heads/")
         >>> model.generate([[1, 5, 9]], max_new_tokens=64)
     """
+    if _is_eagle(heads):
+        return Eagle3Model.from_pretrained(base, heads, progress=progress)
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
     try:
@@ -47,9 +51,17 @@ def load_multi_head(
         raise NoHeadsError(f"{error}; and no MTP head for this model") from None
 
 
-def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
+def _config_of(heads: str | os.PathLike[str]) -> dict[str, Any]:
     path = hub.resolve(heads, weights=False) / CONFIG
-    config = read_json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
+
+
+def _is_eagle(heads: str | os.PathLike[str]) -> bool:
+    return is_eagle3(_config_of(heads))
+
+
+def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
+    config = _config_of(heads)
     if config.get("model_type") in (None, "medusa", MODEL_TYPE) or without_heads(config)[1]:
         return config.get("model_type") == MODEL_TYPE
     try:

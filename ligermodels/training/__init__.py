@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
     from ligermodels.training.cuda_graph import GraphStep, graph_step
+    from ligermodels.training.eagle import train_eagle
+    from ligermodels.training.eagle_recipe import EagleRecipe
     from ligermodels.training.early_stopping import EarlyStopping
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -36,6 +38,8 @@ _get, __dir__ = lazy_names(
         "callback": ("Callback", "Event"),
         "clipping": ("clip_gradients",),
         "console": ("Console", "Outcome"),
+        "eagle": ("train_eagle",),
+        "eagle_recipe": ("EagleRecipe",),
         "early_stopping": ("EarlyStopping",),
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
@@ -73,6 +77,7 @@ __all__ = [
     "Callback",
     "Console",
     "DryRun",
+    "EagleRecipe",
     "EarlyStopping",
     "Event",
     "FineTuningRecipe",
@@ -100,6 +105,7 @@ __all__ = [
     "run_job",
     "schedule_factor",
     "train",
+    "train_eagle",
     "train_heads",
     "train_mtp",
     "warmup_cosine",

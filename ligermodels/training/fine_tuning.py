@@ -12,7 +12,6 @@ import torch
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
-from ligermodels.adapt.quantize import quantize
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
@@ -24,6 +23,7 @@ from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
 from ligermodels.training.job import Job
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
+from ligermodels.training.preparation import quantize_base
 from ligermodels.training.reference import add_reference
 from ligermodels.training.run import run_job
 
@@ -118,9 +118,7 @@ def export_adapter(
 
 def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
     """Quantise the weights and add LoRA to the model, if the recipe does."""
-    if recipe.quantize is not None:
-        with arguments_named(exclude="quantize_exclude"):
-            quantize(model, recipe.quantize, exclude=recipe.quantize_exclude)
+    quantize_base(recipe, model)
     if recipe.lora_rank is not None:
         with arguments_named(r="lora_rank", target_modules="lora_targets"):
             add_lora(

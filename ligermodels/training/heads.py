@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ligermodels.evaluation import KLToReference, perplexity
-from ligermodels.speculative.evaluation import HeadScores
+from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
+from ligermodels.speculative.multi_head import MultiHeadModel
+from ligermodels.training.job import Job
 from ligermodels.training.reports import OutputMetrics, Value
+
+CHAINS = {"acceptance": "tau", "agreement": "greedy_tau"}
+"""How often the tokens of a head are accepted, by sampling and greedily -> the tokens per step that follow from it."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +25,44 @@ class HeadsEvaluation:
     kl: KLToReference | None = None
 
     def metrics(self) -> dict[str, Value]:
-        """The mean loss of the heads and their accuracies, the KL in nats per token, the perplexity and its relative
-        change."""
+        """The mean loss of the heads and their accuracies; of heads that learn the model's distribution also their
+        acceptance, agreement, and the tokens per step that follow from them. With a `kl`, the KL in nats per token, the
+        perplexity and its relative change."""
         values: dict[str, Value] = {"loss": float(self.scores.losses.mean())}
         values |= {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
+        values |= {name: share.tolist() for name, share in self.scores.accepted.items()}
+        values |= {CHAINS[name]: tokens for name, tokens in self.scores.tokens_per_step().items()}
         if self.kl is not None:
             values |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
             values["perplexity_change"] = self.kl.perplexity_change
         return values
+
+
+def frozen_base_job(
+    model: MultiHeadModel,
+    learning_rate: float,
+    save: Callable[..., object],
+    output_metrics: Callable[[Any], OutputMetrics] | None = None,
+    **further: Any,
+) -> Job:
+    """The `Job` that trains heads on a frozen model.
+
+    Args:
+        model: the model with the heads.
+        learning_rate: peak learning rate of the heads.
+        save: writes the result: (folder, overwrite=True).
+        output_metrics: metrics to log, from an output of the model; None for `head_metrics`.
+        further: other fields of the job.
+    """
+    return Job(
+        model=model,
+        trainable=model,
+        learning_rates=[(model.head_parameters(), learning_rate)],
+        output_metrics=output_metrics or head_metrics,
+        evaluate=lambda batches: HeadsEvaluation(evaluate_heads(model, batches())),
+        export=partial(save, overwrite=True),
+        **further,
+    )
 
 
 def head_metrics(out: Any) -> OutputMetrics:
@@ -34,3 +71,11 @@ def head_metrics(out: Any) -> OutputMetrics:
     if out.base_loss is not None:
         losses["base_loss"] = out.base_loss
     return OutputMetrics(losses, {"head_accuracy": (out.accuracy[1] * out.counts, out.counts)})
+
+
+def draft_metrics(out: Any) -> OutputMetrics:
+    """Losses of the steps, their acceptance and agreement, and the tokens per step that follow from these."""
+    shares = {name: (getattr(out, name) * out.counts, out.counts) for name in CHAINS}
+    return OutputMetrics(
+        {"head_losses": out.head_losses}, shares, chains={chain: name for name, chain in CHAINS.items()}
+    )

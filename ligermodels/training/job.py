@@ -61,9 +61,10 @@ class JobFactory(Protocol[R]):
 
 
 class BeforeTraining(Protocol):
-    """Is called when the base model is loaded and sharded, before a checkpoint is: with the base's parameters."""
+    """Is called with the job's model when it is loaded and sharded, before a checkpoint is: with the base's
+    parameters."""
 
-    def __call__(self, plan: RunPlan, model: CausalLM, console: Console) -> object: ...
+    def __call__(self, plan: RunPlan, model: Any, console: Console) -> object: ...
 
 
 class Prepare(Protocol[R]):

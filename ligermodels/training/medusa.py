@@ -15,7 +15,7 @@ from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.heads import HeadsEvaluation, head_metrics
+from ligermodels.training.heads import HeadsEvaluation, frozen_base_job, head_metrics
 from ligermodels.training.job import Job
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.run import run_job
@@ -75,14 +75,7 @@ def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
     """
     medusa = _heads_on(model, recipe, resuming=resuming)
     if recipe.stage == 1:
-        return Job(
-            model=medusa,
-            trainable=medusa,
-            learning_rates=[(medusa.head_parameters(), recipe.learning_rate)],
-            output_metrics=head_metrics,
-            evaluate=lambda batches: HeadsEvaluation(evaluate_heads(medusa, batches())),
-            export=lambda folder: medusa.save_pretrained(folder, overwrite=True),
-        )
+        return frozen_base_job(medusa, recipe.learning_rate, medusa.save_pretrained)
     reference: CausalLM | None = None
     if recipe.distill or recipe.kl_to_reference:
         reference = frozen_copy(model, "cpu_offload" if recipe.reference == "cpu_offload" else "device")

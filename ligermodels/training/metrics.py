@@ -103,8 +103,9 @@ def progress_note(state: StepMetrics) -> str:
     for name, value in state.each[-1].losses.items():
         if not isinstance(value, list):
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
-    if (margin := state.means.get("rewards/margins")) is not None:
-        parts.append(f"rewards/margins {margin:.3f}")
+    for name in ("rewards/margins", "tau", "greedy_tau"):
+        if (mean := state.means.get(name)) is not None:
+            parts.append(f"{name.replace('_', ' ')} {mean:.3f}")
     for name, value in state.ratios.items():
         parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in _listed(value))}")
     if state.peak_memory is not None:

@@ -11,12 +11,11 @@ import torch
 from ligermodels.convert import hub
 from ligermodels.errors import ConfigError
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import holds_head, stored_layers
 from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.heads import HeadsEvaluation, head_metrics
+from ligermodels.training.heads import frozen_base_job
 from ligermodels.training.job import Job
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
 from ligermodels.training.run import run_job
@@ -81,14 +80,7 @@ def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:
     if recipe.seq_len < steps + 2:
         raise ConfigError(f"seq_len: must be at least {steps + 2} for {steps} steps, got {recipe.seq_len}")
     save = mtp.save_pretrained if recipe.write == "checkpoint" else mtp.save_head
-    return Job(
-        model=mtp,
-        trainable=mtp,
-        learning_rates=[(mtp.head_parameters(), recipe.learning_rate)],
-        output_metrics=head_metrics,
-        evaluate=lambda batches: HeadsEvaluation(evaluate_heads(mtp, batches())),
-        export=lambda folder: save(folder, overwrite=True),
-    )
+    return frozen_base_job(mtp, recipe.learning_rate, save)
 
 
 def _head_on(model: CausalLM, recipe: MTPRecipe, *, resuming: bool) -> MTPModel:

@@ -27,6 +27,7 @@ from ligermodels.parallel.ranks import data_share, planned_ranks
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
+from ligermodels.training.eagle import eagle_job
 from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import packed
@@ -34,7 +35,7 @@ from ligermodels.training.job import Job
 from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
 from ligermodels.training.optimizer import optimizer_named, parameter_groups
-from ligermodels.training.preparation import prepare_model
+from ligermodels.training.preparation import prepare_model, quantize_base
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.step import EagerStep
@@ -43,6 +44,7 @@ JOBS: dict[str, tuple[Any, Any]] = {
     "train": (fine_tuning_job, prepare_lora),
     "medusa": (medusa_job, None),
     "mtp": (mtp_job, None),
+    "eagle": (eagle_job, quantize_base),
 }
 """Kind of recipe -> its job, and how it changes the base model."""
 REFERENCE = {"distill", "kl_to_reference"}
@@ -118,7 +120,7 @@ def dry_run(
     """Read and check the inputs of a run, and describe the run. Nothing is trained or written, and no weights are read.
 
     Args:
-        recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe` or `MTPRecipe`.
+        recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe`, `MTPRecipe` or `EagleRecipe`.
         out: folder that the run would write to; None if it is not known yet.
         device: device of the model, such as "cpu" or "cuda".
         attention: attention backend, or "auto".

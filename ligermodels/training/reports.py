@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels.data.batches import Batch
 from ligermodels.errors import TrainingError
 from ligermodels.parallel.ranks import DataRanks
+from ligermodels.speculative.acceptance import chain_length
 
 PATIENCE = 10
 """Training ends with an error if the first PATIENCE steps have no target at all."""
@@ -30,17 +31,20 @@ class OutputMetrics:
     losses: summed over the micro-batches of a step.
     ratios: (numerator, denominator); both are summed over the steps of a report, then divided. For shares.
     means: the same, for other means.
+    chains: name of a further mean -> name of a ratio with a share for each drafted token: `chain_length` of it.
     """
 
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     ratios: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    chains: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def sum(cls, metrics: Sequence[OutputMetrics]) -> OutputMetrics:
         """The sums of losses, numerators and denominators over several outputs with the same names."""
         losses = {name: _sum(one.losses[name] for one in metrics) for name in metrics[0].losses}
-        return cls(losses, _sums([one.ratios for one in metrics]), _sums([one.means for one in metrics]))
+        ratios, means = _sums([one.ratios for one in metrics]), _sums([one.means for one in metrics])
+        return cls(losses, ratios, means, metrics[0].chains)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class StepMetrics:
     tokens_per_second: tokens of the report per second, of all ranks together.
     each: metrics of each step of the report.
     ratios: `OutputMetrics.ratios`, divided.
-    means: `OutputMetrics.means`, divided.
+    means: `OutputMetrics.means`, divided, and `OutputMetrics.chains`.
     peak_memory: bytes allocated on the GPU, or by the process on a CPU, at most; None where it is unknown.
     targets: number of targets since step 1.
     report_targets: number of targets of the report.
@@ -153,6 +157,10 @@ class StepLog:
         steps = self._metrics_of_steps(counts)
         seconds = time.perf_counter() - self._start_time
         totals = OutputMetrics.sum([step.outputs for step in pending])
+        ratios = self._divided(totals.ratios)
+        chains = {
+            name: chain_length(_listed(ratios[share])) for name, share in totals.chains.items() if share in ratios
+        }
         return StepMetrics(
             steps[-1].step,
             self._steps,
@@ -161,11 +169,11 @@ class StepLog:
             steps[-1].learning_rate,
             sum(step.tokens for step in steps) / seconds,
             tuple(steps),
-            self._divided(totals.ratios),
+            ratios,
             _peak_memory(self._device),
             self._targets,
             report_targets,
-            self._divided(totals.means),
+            {**self._divided(totals.means), **chains},
         )
 
     def _divided(self, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Value]:
@@ -206,8 +214,12 @@ def _sums(pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tup
     return {name: (_sum(p[name][0] for p in pairs), _sum(p[name][1] for p in pairs)) for name in pairs[0]}
 
 
+def _listed(value: Value) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
 def _flat(values: Mapping[str, Value]) -> list[float]:
-    return [number for value in values.values() for number in (value if isinstance(value, list) else [value])]
+    return [number for value in values.values() for number in _listed(value)]
 
 
 def _shaped_like(values: Mapping[str, Value], numbers: Iterable[float]) -> dict[str, Value]:

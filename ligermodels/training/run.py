@@ -70,8 +70,8 @@ def run_job(
         out: folder to write to.
         prepare_base: changes the modules of the base model while it is on the meta device, before it is sharded and
             loaded; None for no change.
-        before_training: called with the base model when it is loaded and sharded, before a checkpoint is loaded; None
-            for nothing.
+        before_training: called with the model of the job when it is loaded and sharded, before a checkpoint is loaded;
+            None for nothing.
         device: device of the model, such as "cpu" or "cuda"; "cuda" is the GPU of the process.
         attention: attention backend, or "auto".
         resume: continue from the newest checkpoint in `out`, if there is one.

@@ -122,7 +122,7 @@ def build_state(
         make_job: makes the job from the recipe and the base model.
         checkpoints: the checkpoints in the folder of the run.
         prepare_base: changes the modules of the base model before it is sharded and loaded.
-        before_training: called with the model before the checkpoint is loaded.
+        before_training: called with the model of the job before the checkpoint is loaded.
         device: device of the model.
         attention: attention backend, or "auto".
         console: where messages and progress go.
@@ -145,7 +145,7 @@ def build_state(
     if is_sharded:
         parallelize(job.model, recipe.parallel)
     if before_training is not None:
-        before_training(plan, model, console)
+        before_training(plan, job.model, console)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
     if rank:
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout

@@ -25,8 +25,8 @@ from ligermodels import pretrained
 from ligermodels.cli import app
 from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.generation.text_stream import TextStream
 from ligermodels.errors import LigerModelsError
+from ligermodels.generation.text_stream import TextStream
 from ligermodels.speculative.decoding import TreeStep
 
 CORPUS = Path(__file__).read_text()

@@ -168,7 +168,7 @@ open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "medusa train", "mtp train"])
+@pytest.mark.parametrize("command", ["train", "medusa train", "mtp train", "eagle train"])
 def test_wrong_usage_is_named(
     base: Path,
     data: Path,

@@ -10,7 +10,7 @@ from runs import equal_heads, losses, recipe_for
 from typer.testing import CliRunner, Result
 
 from ligermodels.cli import app
-from ligermodels.training import FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe
+from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe
 from ligermodels.training.folder import RECIPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,6 +19,7 @@ COMMANDS: dict[str, type[TrainingRecipe]] = {
     "train": FineTuningRecipe,
     "medusa train": MedusaRecipe,
     "mtp train": MTPRecipe,
+    "eagle train": EagleRecipe,
 }
 
 
@@ -78,7 +79,7 @@ def test_a_folder_without_a_run_or_with_a_run_of_another_command_is_named(recipe
     assert nothing.exit_code == 2 and f"no run in {tmp_path / 'out'} to take it from" in nothing.stderr
     assert "MODEL" in nothing.stderr and not (tmp_path / "out").exists()
     ok(run("medusa train", "--recipe", recipe_file("medusa train"), "--out", tmp_path / "heads", "--steps", 1))
-    for command in ("train", "mtp train"):
+    for command in ("train", "mtp train", "eagle train"):
         other = run(command, "--resume", "--out", tmp_path / "heads")
         assert other.exit_code == 1 and "resume the run with the command that started it" in other.stderr
     assert json.loads((tmp_path / "heads/content.json").read_text())

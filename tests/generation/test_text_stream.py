@@ -12,9 +12,9 @@ from zoo_parts import BASE
 
 import ligermodels as lm
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.generation.text_stream import TextStream
 from ligermodels.generation.host import Stopping
 from ligermodels.generation.prompts import prepare_prompts
+from ligermodels.generation.text_stream import TextStream
 
 WORDS = ["▁", "▁a", "▁stop", "s", "t", "o", "p", "a", "漢", "▁the", "!"]
 BAD = "\N{REPLACEMENT CHARACTER}"

@@ -202,7 +202,7 @@ def test_beside_other_degrees(tmp_path: Path) -> None:
 
 def runs(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
     exact = recipes(base, data)
-    for name in ("fine-tuning", "lora", "stage 1", "mtp"):
+    for name in ("fine-tuning", "lora", "stage 1", "mtp", "eagle"):
         assert run(exact[name].changed({"parallel": {"context": 2}}), folder / name).finished
     file = folder / f"{rank}.yaml"
     file.write_text(yaml.safe_dump(exact["fine-tuning"].changed({"steps": 2}).settings()))
@@ -215,7 +215,7 @@ def runs(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> N
 def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -> None:
     in_ranks(2, runs, tmp_path / "two", base, data)
     exact = recipes(base, data)
-    for name in ("fine-tuning", "lora", "stage 1", "mtp"):
+    for name in ("fine-tuning", "lora", "stage 1", "mtp", "eagle"):
         run(exact[name], tmp_path / "one" / name)
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
     assert losses(tmp_path / "two/by-flag")[-1][0] == 2

@@ -21,11 +21,13 @@ from zoo import make_checkpoint
 from ligermodels.errors import ConfigError
 from ligermodels.training import (
     Console,
+    EagleRecipe,
     FineTuningRecipe,
     MedusaRecipe,
     MTPRecipe,
     TrainingRecipe,
     fine_tune,
+    train_eagle,
     train_heads,
     train_mtp,
 )
@@ -33,6 +35,7 @@ from ligermodels.training.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DRAFT = {"num_steps": 3, "draft_vocab_size": 60}
 EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 5, "checkpoint_every": None}
 
 
@@ -48,6 +51,7 @@ def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
 def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
     """Of each kind of training. Micro-batches are given, or a rank's share of the batch."""
     share = {"micro_batch_tokens": None}
+    eagle = EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT})
     return {
         "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
         "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
@@ -55,11 +59,18 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
+        "eagle": eagle,
+        "eagle, shared lm_head": eagle.changed({"lm_head": "shared"}),
         "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
 
-TRAIN: dict[type, Any] = {FineTuningRecipe: fine_tune, MedusaRecipe: train_heads, MTPRecipe: train_mtp}
+TRAIN: dict[type, Any] = {
+    FineTuningRecipe: fine_tune,
+    MedusaRecipe: train_heads,
+    MTPRecipe: train_mtp,
+    EagleRecipe: train_eagle,
+}
 
 
 def run(recipe: TrainingRecipe, out: Path, **options: Any) -> Any:
@@ -104,7 +115,7 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
     with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
         run(tuning(base, data, optimizer="adafactor"), folder / "none")
-    for kind in (MedusaRecipe, MTPRecipe):
+    for kind in (MedusaRecipe, MTPRecipe, EagleRecipe):
         with pytest.raises(ConfigError, match=r"parallel\.tensor: is for whole models"):
             kind(parallel={"tensor": 2})
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):

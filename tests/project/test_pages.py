@@ -51,6 +51,7 @@ PAGES = {
     "docs/planning.md": set[str](),
     "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
+    "docs/eagle.md": {"own.jsonl", "head", "own-head", "run", "for-vllm", "for-sglang"},
     "docs/objectives.md": {"preferred", "judged", "student", "own"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
@@ -82,6 +83,9 @@ SIZES = {
     "mtp train": [*TRAINING, "--device", "cpu"],
     "mtp eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
     "mtp self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
+    "eagle train": [*TRAINING, "--device", "cpu"],
+    "eagle eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
+    "eagle self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
     "generate": ["--max-new-tokens", "6", "--device", "cpu"],
     "chat": ["--max-new-tokens", "6", "--device", "cpu"],
 }

@@ -438,3 +438,16 @@ def test_the_counted_vocabulary() -> None:
         DraftVocabulary.counted([torch.tensor([12])], 4, 12)
     with pytest.raises(InputError, match="draft_vocab_size"):
         DraftVocabulary.counted(labels, 13, 12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_draft_tokens_for_a_new_head(tied: bool, tmp_path: Path) -> None:
+    base, chosen = target({**TARGET, "tie_word_embeddings": tied}), DraftVocabulary(EVERY_THIRD, 61)
+    model = lm.Eagle3Model.from_base(base, 2, vocabulary=DraftVocabulary(torch.arange(20), 61))
+    model.choose(chosen)
+    assert torch.equal(model.lm_head.weight, base.head.weight[EVERY_THIRD])
+    model.save_pretrained(tmp_path)
+    again = lm.Eagle3Model.from_pretrained(base, tmp_path)
+    assert again.num_heads == 2 and torch.equal(again.vocabulary.tokens, EVERY_THIRD)
+    with pytest.raises(InputError, match="vocabulary: must have 20 of 61 tokens, has 19 of 61"):
+        model.choose(DraftVocabulary(torch.arange(19), 61))

@@ -15,7 +15,7 @@ from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.parallel.memory import StepMemory, step_memory
-from ligermodels.training import FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
+from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
 from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
 
@@ -92,6 +92,9 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
     assert (run.memory.weights, run.memory.optimizer_states) == (base + 4 * heads, 8 * heads)
     assert dry_run(MedusaRecipe(**common), gpus=2).memory == "not counted for heads on several GPUs"
     assert dry_run(MedusaRecipe(**common, stage=2, distill=True)).memory == "not counted with distill"
+    run = dry_run(EagleRecipe(**common, draft_vocab_size=50))
+    head = sum(p.numel() for p in lm.Eagle3Model.from_base(meta(), lm_head="shared").head_parameters())
+    assert run.trained == head + 50 * 32 and isinstance(run.memory, StepMemory)
     run = dry_run(MTPRecipe(**common))
     assert 0 < run.trained < run.parameters and isinstance(run.memory, StepMemory)
 
@@ -114,7 +117,7 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-@pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe])
+@pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe])
 def test_the_command_prints_it(base: Path, data: Path, tmp_path: Path, kind: type[TrainingRecipe]) -> None:
     settings = recipe_for(base, data, seq_len=128, batch_tokens=256, micro_batch_tokens=128).settings()
     changed = [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name in kind.model_fields]

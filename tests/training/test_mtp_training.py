@@ -154,6 +154,8 @@ def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
         *sizes[6:],
     )
     assert "4 of 4" in scored or "2 of 2" in scored
+    scored = command("mtp", "eval", base, head, "--validation-of", head, "--prompts", "0", "--device", "cpu")
+    assert "top-1" in scored
     assert "holds heads and no model" in command("generate", head, "--prompt", "x", code=1)
     assert "qwen3.5" in command("mtp", "recipe")
 

@@ -1,0 +1,123 @@
+"""Training of EAGLE-3: a draft head on a frozen model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_counts
+from ligermodels.speculative.eagle3 import Eagle3Model
+from ligermodels.training.callback import Callback
+from ligermodels.training.console import Console, Outcome
+from ligermodels.training.eagle_recipe import FLAGS, EagleRecipe
+from ligermodels.training.heads import draft_metrics, frozen_base_job
+from ligermodels.training.inputs import packed
+from ligermodels.training.job import Job
+from ligermodels.training.preparation import quantize_base
+from ligermodels.training.run import run_job
+from ligermodels.training.run_plan import RunPlan
+
+
+def train_eagle(
+    recipe: EagleRecipe,
+    out: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    attention: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
+    """Train an EAGLE-3 head by `recipe`, on a frozen model.
+
+    Args:
+        recipe: the settings.
+        out: folder to write to: the head, in speculators' form.
+        device: device of the model, such as "cpu" or "cuda".
+        attention: attention backend, or "auto".
+        resume: continue from the newest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
+        console: where messages and progress go; None: nowhere.
+        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
+
+    Returns:
+        The last step and the final evaluation, a `HeadsEvaluation`.
+
+    Raises:
+        ConfigError, InputError, CheckpointError, TrainingError, KeyboardInterrupt: see `run_job`. Also the errors of
+            `Eagle3Model.from_pretrained` for the head in `start_from`.
+
+    Examples:
+        >>> recipe = EagleRecipe(base="meta-llama/Llama-3.1-8B-Instruct", data="chats.jsonl", steps=2000)
+        >>> outcome = train_eagle(recipe, "head/", device="cuda")
+        >>> outcome.evaluation.metrics()["tau"]  # on the validation split
+    """
+    EagleRecipe.check_kind(recipe)
+    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
+    options |= {"console": console, "callbacks": callbacks}
+    return run_job(eagle_job, recipe, out, prepare_base=quantize_base, before_training=choose_vocabulary, **options)
+
+
+def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """The `Job` of a recipe. The draft tokens of a new head are placeholders until `choose_vocabulary`.
+
+    Args:
+        recipe: the settings.
+        model: the base model, which may be sharded.
+        resuming: not used: a head in `start_from` is read in any case, as it has the draft vocabulary.
+
+    Raises:
+        ConfigError: the settings do not fit the model.
+    """
+    options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay, "divergence": recipe.divergence}
+    if recipe.start_from is not None:
+        eagle = Eagle3Model.from_pretrained(model, recipe.start_from, **options)
+        return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
+    size, whole = recipe.draft_vocab_size, model.config.vocab_size
+    unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
+    options |= {"layer": recipe.layer, "lm_head": recipe.lm_head, "boundaries": recipe.boundaries or None}
+    options |= {name: getattr(recipe, name) for name in FLAGS}
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(recipe.seed)
+        try:
+            eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
+        except InputError as error:
+            raise ConfigError(str(error)) from None
+
+    return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
+
+
+def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> None:
+    """Choose the draft tokens of a new head: those that are trained most often in an epoch. They are the same on all
+    ranks, and whenever the run resumes.
+
+    Args:
+        plan: the run.
+        model: the model with the head, which may be sharded.
+        console: where messages and progress go.
+    """
+    recipe, before = cast(EagleRecipe, plan.recipe), model.vocabulary
+    if recipe.start_from is not None or before.is_whole:
+        return
+    batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
+    with console.progress("counting tokens") as update:
+
+        def labels() -> Iterator[Tensor]:
+            for batch in batches:
+                update(batches.documents_read, batches.num_documents or 0)
+                yield batch["labels"]
+
+        counts = token_counts(labels(), before.vocab_size)
+    vocabulary = DraftVocabulary.of_counts(counts, len(before))
+    share = counts[vocabulary.tokens].sum() / counts.sum().clamp(min=1)
+    console.say(
+        f"draft vocabulary: {len(vocabulary):,} of {before.vocab_size:,} tokens, {share:.2%} of the tokens trained on"
+    )
+    model.choose(vocabulary)
