@@ -26,6 +26,27 @@ JSON = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst")
 """Suffixes of plain texts. A file without a suffix is a text too, if it is given by its own name."""
 
+CODE = (
+    ".py",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+    ".ts",
+    ".sh",
+    ".sql",
+    ".html",
+    ".css",
+    ".tex",
+)
+"""Suffixes of sources of programs: texts, if they are given by their own name or by a glob. In folders of data they are
+scripts about the data."""
+
 Lines = Callable[[BinaryIO, str], Iterator[bytes]]
 """Function from an open file, and its name for messages, to lines of JSON."""
 
@@ -157,7 +178,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 def _data_file(path: Path, source: int, say: Say) -> DataFile:
     suffix, compression = _suffixes(path)
     name = shown(path)
-    if suffix not in (*JSON, *TABLES, *TEXT, ""):
+    if suffix not in (*JSON, *TABLES, *TEXT, *CODE, ""):
         advice = ADVICE.get(suffix, f"has the suffix {suffix!r}, which is of no known kind")
         raise InputError(f"{name}: {advice}. Known kinds are {KNOWN}; give a plain text the suffix .txt")
     convert, unit = TABLES.get(suffix), "row" if suffix in TABLES else ""

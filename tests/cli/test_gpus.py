@@ -71,7 +71,7 @@ def test_a_run_on_two_ranks_is_stopped_and_resumed(base: Path, data: Path, recip
     with started("--resume", "--out", out) as process:
         shown, _ = process.communicate(timeout=200)
     assert process.returncode == 0, shown
-    assert shown.count(f"wrote {out}") == shown.count("validation loss") == shown.count("attention: ") == 1, shown
+    assert shown.count(f"wrote {out}") == shown.count("\nvalidation loss") == shown.count("attention: ") == 1, shown
     fine_tune(tuning(base, data, steps=60), tmp_path / "whole")
     wanted = [number for line in losses(tmp_path / "whole") for number in line]
     assert [number for line in losses(out) for number in line] == pytest.approx(wanted, rel=1e-6)
