@@ -63,10 +63,7 @@ def evaluate(
     """
     from ligermodels.cli.plot import plot_scores, require_plotting
 
-    if not data and validation_of is None:
-        raise typer.BadParameter("give one of the two, or both", param_hint="--data or --validation-of")
-    if prompts == 1:
-        raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
+    _check(data, validation_of, prompts)
     if plot is not None:
         require_plotting(plot)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
@@ -128,6 +125,13 @@ def evaluate(
             ("identical output", f"{outcome.same} of {outcome.prompts} prompts"),
         ]
     show_table(["", ""], speeds, numbers=[1])
+
+
+def _check(data: list[Path] | None, validation_of: Path | None, prompts: int) -> None:
+    if not data and validation_of is None:
+        raise typer.BadParameter("give one of the two, or both", param_hint="--data or --validation-of")
+    if prompts == 1:
+        raise typer.BadParameter("give 2 or more, or 0 only to score", param_hint="--prompts")
 
 
 def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:

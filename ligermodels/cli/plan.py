@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +11,9 @@ from ligermodels.arguments import OptimizerName, QuantizedFormat
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
 from ligermodels.errors import arguments_named
+
+if TYPE_CHECKING:
+    from ligermodels.models.causal_lm import CausalLM
 
 DEGREES = ("replicate", "shard", "context", "tensor", "expert")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -43,20 +46,12 @@ def plan(
         raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
     import torch
 
-    from ligermodels.adapt.lora import add_lora
-    from ligermodels.adapt.quantize import quantize as quantize_weights
     from ligermodels.parallel.advice import candidates, worst_memory
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
     model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
-    if quantize is not None:
-        if lora_rank is None:
-            raise typer.BadParameter("freezes the weights, which only LoRA then trains", param_hint="--quantize")
-        quantize_weights(model, quantize)
-    if lora_rank is not None:
-        with arguments_named(r="--lora-rank"):
-            add_lora(model, lora_rank)
+    _prepare(model, lora_rank, quantize)
     hardware = Hardware(gpus_per_host=gpus_per_host)
     plans = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
     rows = [_facts(plan, tokens, seq_len) for plan in plans]
@@ -67,14 +62,32 @@ def plan(
     degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
     columns = (*degrees, "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
     show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
-    flags = f"--batch-tokens {tokens} --seq-len {seq_len}" + (f" --lora-rank {lora_rank}" if lora_rank else "")
-    flags += f" --quantize {quantize}" if quantize else ""
-    flags += f" --optimizer {optimizer}" if optimizer != "adamw" else ""
+    flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
+    chosen = {
+        "--lora-rank": lora_rank,
+        "--quantize": quantize,
+        "--optimizer": optimizer if optimizer != "adamw" else None,
+    }
+    flags += "".join(f" {name} {value}" for name, value in chosen.items() if value)
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if fastest["expert"] > 1:
         model.activation_checkpointing = fastest["activation_checkpointing"]
         worst = worst_memory(model, plans[0], seq_len, optimizer=optimizer)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
+
+
+def _prepare(model: CausalLM, lora_rank: int | None, quantize: QuantizedFormat | None) -> None:
+    """Quantise the weights and add LoRA to the model, as `train` does."""
+    from ligermodels.adapt.lora import add_lora
+    from ligermodels.adapt.quantize import quantize as quantize_weights
+
+    if quantize is not None:
+        if lora_rank is None:
+            raise typer.BadParameter("freezes the weights, which only LoRA then trains", param_hint="--quantize")
+        quantize_weights(model, quantize)
+    if lora_rank is not None:
+        with arguments_named(r="--lora-rank"):
+            add_lora(model, lora_rank)
 
 
 def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_per_host: int) -> str:

@@ -254,24 +254,23 @@ _NUMBERS = ("num_items_in_batch", "heads_loss_weight")
 
 def refusal(step: EagerStep, parts: Parts) -> str:
     """Why a step cannot be recorded; "" if it may be."""
-    model = step.model
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if step.ranks.size > 1 or any(hasattr(p, "device_mesh") for p in model.parameters()):
+    if step.ranks.size > 1 or any(hasattr(p, "device_mesh") for p in step.model.parameters()):
         return "the model is sharded over ranks"
     if not isinstance(step.optimizer, RecordableOptimizer):
         return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
-    if unrecordable := step.optimizer.recording_refusal():
-        return unrecordable
-    for reason in (getattr(module, "unrecordable", None) for module in modules):
-        if reason:
-            return str(reason)
     for name in ("attention_mask", "position_ids"):
         if any(name in part for part in parts):
             return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"
+    return step.optimizer.recording_refusal() or _refusal_of_model(step.model)
+
+
+def _refusal_of_model(model: Trainable) -> str:
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    reasons = [str(reason) for module in modules if (reason := getattr(module, "unrecordable", None))]
     checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
     if checkpoints and any(drops(module) for module in modules):
-        return "dropout with activation checkpointing draws its random numbers twice"
-    return ""
+        reasons.append("dropout with activation checkpointing draws its random numbers twice")
+    return reasons[0] if reasons else ""
 
 
 def pays(model: Trainable, parts: Sequence[Batch]) -> bool:
