@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -194,7 +194,10 @@ def with_recipe_flags(
     A parameter of the command takes the place of a flag with the same name. The command gets the flags on the command
     line as `settings`, by name.
     """
-    fields = {name: field for name, field in recipe.model_fields.items() if only is None or name in only}
+    parts = cast("tuple[type[BaseModel], ...]", TrainingRecipe.__bases__)
+    later = {name for part in parts for name in part.model_fields}  # a recipe's own settings are listed first
+    names = sorted((name for name in recipe.model_fields if only is None or name in only), key=later.__contains__)
+    fields = {name: recipe.model_fields[name] for name in names}
     return lambda command: _with_flags(command, fields)
 
 

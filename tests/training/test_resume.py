@@ -23,7 +23,7 @@ from ligermodels.cli import app
 from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
-from ligermodels.training import Console, MedusaRecipe, loop, medusa, read_recipe, train_heads
+from ligermodels.training import Console, MedusaRecipe, heads, loop, read_recipe, train_heads
 from ligermodels.training import step as taken
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
@@ -241,7 +241,7 @@ def test_what_fails_at_the_end_loses_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise CheckpointError("the disk is full")
 
-    for place, name in ((medusa, "evaluate_heads"), (lm.MedusaModel, "save_pretrained")):
+    for place, name in ((heads, "evaluate_heads"), (lm.MedusaModel, "save_pretrained")):
         with monkeypatch.context() as broken, pytest.raises(CheckpointError, match="the disk is full"):
             broken.setattr(place, name, fails)
             train_heads(recipe, out, resume=True)
