@@ -219,6 +219,7 @@ def _with_flags(command: Callable[..., None], fields: Mapping[str, FieldInfo]) -
         settings: dict[str, Any] = {}
         for name in (parameter.name for parameter in flags):
             if (value := arguments.pop(name)) not in (None, []):
+                value = _numbers(name, value) if name in fields and _element(fields[name]) in (int, float) else value
                 (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
         command(**arguments, settings=settings)
 
@@ -226,6 +227,20 @@ def _with_flags(command: Callable[..., None], fields: Mapping[str, FieldInfo]) -
     wrapped.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
     return wrapped
+
+
+def _element(field: FieldInfo) -> Any:
+    """Type of the elements of a setting that is a tuple; None for other settings."""
+    kinds = (field.annotation, *get_args(field.annotation))  # the setting may be None
+    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+
+
+def _numbers(name: str, texts: Sequence[str]) -> list[float]:
+    """The numbers of a flag that may be repeated, or have several numbers with commas between them."""
+    try:
+        return [float(part) for text in texts for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"must be numbers, got {', '.join(texts)}", param_hint=flag(name)) from None
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -242,8 +257,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if field.default not in (None, (), {}) and "[default" not in text:
         text += f"  [default: {field.default}]"
     names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
-    if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict; the recipe checks texts
-        element = get_args(kind)[0]
-        kind = list[element if element in (int, float) else str]  # type: ignore[misc]
+    if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict
+        kind = list[str]
     annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -48,7 +48,7 @@ PAGES = {
     "docs/weight-map.md": set[str](),
     "docs/ops.md": set[str](),
     "docs/coming-from.md": set[str](),
-    "docs/data.md": {"counts.json", "tuned", "chat", "table.jsonl", "streamed"},
+    "docs/data.md": {"counts.json", "tuned", "chat", "streamed"},
     "docs/fine-tuning.md": {"book", "tuned", "merged", "newest", "checked"},
     "docs/chats.md": set[str](),
     "docs/cuda-graphs.md": {"out"},
