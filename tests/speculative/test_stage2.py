@@ -380,7 +380,8 @@ def test_from_stage_1_to_a_whole_checkpoint(lm_head: str, base: Path, data: Path
     # The bar tells what there is to know, and the lines of metrics what each step's loss is made of.
     on_bar = [note for note in notes if note.startswith("training: ")]
     number, share = r"[\d.,]+", r"\d+%"
-    told = rf"loss {number}, {number} tokens/s, base loss {number}, head accuracy {share} {share} {share}, {number} GiB"
+    told = rf"loss {number} \(mean of {number} targets\), {number} tokens/s, base loss {number}, "
+    told += rf"head accuracy {share} {share} {share}, peak memory {number} GiB"
     assert on_bar and all(re.fullmatch(f"training: {told}", note) for note in on_bar)
     steps = [line for line in lines(tmp_path / "out") if "loss" in line]
     assert len(steps) == 12 and steps[0]["base_loss"] < 1e-6 < steps[-1]["base_loss"]
@@ -507,7 +508,9 @@ def test_heads_learn_what_there_is_to_know() -> None:
     model = lm.from_config({**CONFIGS["llama-3.1"], **sizes, "initializer_range": 0.1}, dtype=torch.float32)
 
     def learn(trained: Any, parameters: Iterator[torch.nn.Parameter], **more: Any) -> None:
-        optimizer = optimizer_named("adamw", parameter_groups([(parameters, 1e-2)], 0.0), betas=(0.9, 0.95))
+        optimizer = optimizer_named(
+            "adamw", parameter_groups([(parameters, 1e-2)], 0.0), model=trained, betas=(0.9, 0.95)
+        )
         more |= {"optimizer": optimizer, "schedule": warmup_cosine(optimizer, 200, warmup_steps=20)}
         train(trained, PackedBatches(training, seq_len=64, batch_size=8, seed=0), steps=200, report_every=200, **more)
 
@@ -553,7 +556,7 @@ def test_stage_2_makes_better_heads_and_leaves_the_model_as_good(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(llama_config(s, end)))
 
     def learn(model: Any, rates: Any, steps: int, seed: int, **options: Any) -> None:
-        optimizer = optimizer_named("adamw", parameter_groups(rates, 0.0), betas=(0.9, 0.95))
+        optimizer = optimizer_named("adamw", parameter_groups(rates, 0.0), model=model, betas=(0.9, 0.95))
         schedule = warmup_cosine(optimizer, steps, warmup_steps=steps // 10)
         parts = PackedBatches(training, seq_len=s.seq_len, batch_size=s.batch_size, seed=seed)
         train(model, parts, steps=steps, optimizer=optimizer, schedule=schedule, report_every=steps, **options)
