@@ -117,6 +117,10 @@ class LoRA(Update):
         """A, and B of each part, by name."""
         return {name: self.get_parameter(name) for name in ("lora_A", *self._names)}
 
+    def matrix_rows(self, name: str) -> list[int]:
+        """Rows of each matrix in the parameter of this name: A has those of all parts, one below the other."""
+        return [part.r for part in self.parts] if name == "lora_A" else [self.get_parameter(name).shape[0]]
+
     @property
     def rank(self) -> int:
         """The sum of the ranks of all parts."""

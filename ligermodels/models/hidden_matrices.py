@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.layers import Block, LMHead
-from ligermodels.layers.lora import LoRA
 
 Rows = tuple[Tensor, ...]
 """Row indices of each matrix in a parameter (rows, columns), or in each of the stacked (n, rows, columns)."""
@@ -40,8 +39,8 @@ def _matrices(model: nn.Module) -> Iterator[tuple[nn.Parameter, Rows]]:
         for key, parameter in module.named_parameters(recurse=False):
             is_linear = key == "weight" and isinstance(module, nn.Linear) and not isinstance(module, LMHead)
             is_stacked = parameter.ndim == 3 and parameter.shape[-2] > 1
-            if isinstance(module, LoRA):
-                parts = [part.r for part in module.parts] if key == "lora_A" else [parameter.shape[0]]
+            if (of_parts := getattr(module, "matrix_rows", None)) is not None:
+                parts = of_parts(key)
                 yield parameter, torch.arange(sum(parts)).split(parts)
             elif is_linear or is_stacked:
                 yield parameter, _rows(parameter, mappings.get(f"{name}.{key}"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ligermodels.layers.quantized import QuantizedCompute
+from ligermodels.layers.quantized import quantized_layers
 from ligermodels.training.counting import Count
 from ligermodels.training.recipe import TrainingRecipe
 
@@ -37,9 +37,9 @@ def data_messages(
 def trained_parameters(model: nn.Module) -> str:
     """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)". A weight that is
     quantised counts the elements that it had before."""
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedCompute)]
-    codes = {id(parameter) for module in quantized for parameter in module.parameters()}
-    total = sum(module.in_features * module.out_features for module in quantized)
+    quantized = quantized_layers(model).values()
+    codes = {id(parameter) for layer in quantized for parameter in layer.compute.parameters()}
+    total = sum(layer.in_features * layer.out_features for layer in quantized)
     total += sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in codes)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return f"training {trained:,} of {total:,} parameters ({trained / max(1, total):.2%})"
