@@ -136,7 +136,7 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
 
 def _paths(path: Path, say: Say) -> list[Path]:
     """The files that a path names: itself, the files of a folder, or the matches of a glob."""
-    if path.is_dir():
+    if os.path.isdir(path):  # a name that is too long is no folder, and not an error yet
         return _files_in(path, say)
     if os.path.lexists(path) or not glob.has_magic(str(path)):
         return [path]

@@ -42,7 +42,7 @@ def require_model(config: Mapping[str, Any]) -> None:
     """ConfigError for the config of draft heads without a model; it names their base model if the config does."""
     model_type = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
     model_type = EAGLE_TYPE if is_eagle3(config) else model_type
-    if model_type not in HEADS:
+    if not isinstance(model_type, str) or model_type not in HEADS:
         return
     heads, model_class = HEADS[model_type]
     raise ConfigError(

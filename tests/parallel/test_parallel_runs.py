@@ -224,6 +224,6 @@ def test_torchrun_and_a_rank_that_is_killed(base: Path, data: Path, tmp_path: Pa
     process = start(tmp_path, *arguments)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert said.count(f"wrote {out}") == said.count("validation loss") == 1, said
+    assert said.count(f"wrote {out}") == said.count("\nvalidation loss") == 1, said
     run(recipe, tmp_path / "whole")
     check_same(out, tmp_path / "whole", rel=1e-6)
