@@ -14,7 +14,7 @@ from ligermodels.cli.dry_run import show_dry_run
 from ligermodels.console import is_first_rank, progress, say
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import R, TrainingRecipe
-from ligermodels.training.recipe_file import recipe_settings, recipe_text, shipped_recipes
+from ligermodels.training.recipe_file import parse_setting, recipe_settings, recipe_text, shipped_recipes
 
 if TYPE_CHECKING:
     from ligermodels.training import Console, Outcome
@@ -65,9 +65,11 @@ def recipe_of(
     recipe = recipe_class() if resumed is None else _recipe_of_run(recipe_class, resumed)
     if file:
         recipe = recipe.changed(recipe_settings(file, recipe_class.kind), file)
-    recipe = recipe.changed(settings, "the command line")
-    recipe = recipe.changed_by(assignments, "--set")
-    return recipe.changed({"base": base}) if base else recipe
+    given = dict(settings)
+    for name, value in (parse_setting(text, "--set") for text in assignments):
+        both = isinstance(value, Mapping) and isinstance(given.get(name), Mapping)
+        given[name] = {**given[name], **value} if both else value
+    return recipe.changed(given | ({"base": base} if base else {}), "the command line")
 
 
 def _recipe_of_run(recipe_class: type[R], folder: Path) -> R:

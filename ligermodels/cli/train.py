@@ -48,4 +48,6 @@ def train(
         resume=resume, overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
     )  # fmt: skip
     if (evaluation := outcome.evaluation) is not None:
-        say(f"validation {', '.join(f'{name} {value:.4f}' for name, value in evaluation.metrics().items())}")
+        from ligermodels.training.metrics import shown_number
+
+        say(f"validation {', '.join(f'{name} {shown_number(value)}' for name, value in evaluation.metrics().items())}")

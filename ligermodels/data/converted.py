@@ -56,12 +56,13 @@ def write_parts(target: Path, parts: Iterable[bytes]) -> None:
 
 def newest(room: str, name: str) -> Path | None:
     """The file or folder with this name that was written to the cache last; None if there is none."""
-    found = [path for path in _room(room).glob("*") if path.name.split("-", 1)[-1] == _short(name)]
+    found = [path for path in cache_room(room).glob("*") if path.name.split("-", 1)[-1] == _short(name)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _room(name: str) -> Path:
-    """A folder within the cache."""
+def cache_room(name: str) -> Path:
+    """The folder `name` in LIGERMODELS_CACHE, by default ~/.cache/ligermodels: "data" for conversions, "checkpoints"
+    for copies with new tokens, "tokens" for tokens."""
     return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / name
 
 
@@ -81,7 +82,7 @@ def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> P
     Raises:
         InputError: the cache cannot be written.
     """
-    folder = _room(room)
+    folder = cache_room(room)
     digest = hashlib.sha256(f"{VERSION} {key}".encode(errors="surrogateescape")).hexdigest()[:24]
     target = folder / f"{digest}-{_short(name)}"
     partial = target.with_name(f".{target.name}.partial")

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ligermodels.convert.locks import Locked, locked
+from ligermodels.data.converted import cache_room
 from ligermodels.data.encoding import Encoded, Form
 
 FORMAT = 1
@@ -40,8 +41,8 @@ FORMS = get_args(Form)
 
 
 def cache_folder() -> Path:
-    """The folder of the caches of tokens: `tokens` in LIGERMODELS_CACHE, by default ~/.cache/ligermodels."""
-    return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / "tokens"
+    """The folder of the caches of tokens."""
+    return cache_room("tokens")
 
 
 class TokenCache:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +13,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.targets import shift_labels
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.import_path import imported
 from ligermodels.training.objective_evaluation import ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores
 
@@ -163,22 +161,8 @@ def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"loss: must be MODULE:FUNCTION, such as my_losses:margin_loss; got {path!r}")
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        where = "" if error.name != module_name else f", neither installed nor in {folder}"
-        raise ConfigError(f"loss: {path}: there is no module {error.name!r}{where}") from error
-    except Exception as error:  # the module is the user's
-        raise ConfigError(f"loss: {path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(folder)
-    function = getattr(module, name, None)
+    function = imported(path, "loss")
     if not callable(function):
-        problem = "is not a function" if hasattr(module, name) else "does not exist"
-        raise ConfigError(f"loss: {path}: {name} {problem} in {module.__file__ or module_name}")
-    return function
+        raise ConfigError(f"loss: {path}: is not a function")
+    loss: Callable[..., Any] = function
+    return loss

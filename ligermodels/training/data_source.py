@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from ligermodels.data.documents import Documents
 from ligermodels.data.examples import ExampleBatches, Examples
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import TrainingRecipe
 
 
@@ -29,8 +28,6 @@ def data_source(recipe: TrainingRecipe) -> DataSource:
     form = recipe.data_form
     if form.name == "documents":
         return DataSource()
-    if recipe.streaming:
-        raise ConfigError("streaming: is for texts and chats; records of preference data are read in any order")
     options = {
         "form": form.name,
         "seq_len": recipe.seq_len,

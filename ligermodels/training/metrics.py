@@ -115,11 +115,15 @@ def progress_note(state: StepMetrics) -> str:
 
 def evaluation_note(step: int, values: Mapping[str, Value]) -> str:
     """The line about metrics of the validation split: "step 100: validation loss 2.0794, perplexity 8.0000"."""
-    shown = (
-        f"{name.replace('_', ' ')} {' '.join(f'{number:.4f}' for number in _listed(value))}"
-        for name, value in values.items()
+    parts = (
+        f"{name.replace('_', ' ')} {' '.join(map(shown_number, _listed(value)))}" for name, value in values.items()
     )
-    return f"step {step:,}: validation {', '.join(shown)}"
+    return f"step {step:,}: validation {', '.join(parts)}"
+
+
+def shown_number(value: float) -> str:
+    """A number with four decimals; above a million, such as the perplexity of an untrained model, with four digits."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _listed(value: Value) -> list[float]:

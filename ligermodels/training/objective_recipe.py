@@ -60,6 +60,11 @@ class ObjectiveRecipe(TrainingRecipe):
             lambda settings: OBJECTIVES[settings["objective"]].data.name == "documents",
             "is for texts and chats, and the objective is for preference data, which is never split",
         ),
+        (
+            ("dataset_num_proc", "token_cache"),
+            lambda settings: OBJECTIVES[settings["objective"]].data.name == "documents",
+            "is for texts and chats; preference data is read by the training process",
+        ),
         *CONDITIONS,
     )
 
@@ -115,6 +120,8 @@ class ObjectiveRecipe(TrainingRecipe):
             raise ConfigError("teacher: the objective distill needs a teacher; give a checkpoint folder or a hub id")
         if self.objective == "distill" and (self.beta or 0.0) > 1:
             raise ConfigError(f"beta: must be from 0 to 1 with the objective distill, got {self.beta}")
+        if self.data_form.name != "documents" and self.streaming:
+            raise ConfigError("streaming: is for texts and chats; records of preference data are read in any order")
         if self.data_form.name != "documents" and self.excess_length_strategy == "split":
             raise ConfigError("excess_length_strategy: preference data cannot be split; give truncate, drop or raise")
         if self.loss_weights and len(self.loss_weights) != max(1, len(self.loss_type)):

@@ -43,11 +43,6 @@ CONDITIONS: tuple[Condition, ...] = (
         "is for whole documents, and packing_strategy is wrapped",
     ),
     (
-        ("data_weights",),
-        lambda settings: len(settings["data_weights"]) == len(settings["data"]) or not settings["data"],
-        "must have a weight for each value of data",
-    ),
-    (
         ("keep_checkpoints",),
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
@@ -273,7 +268,9 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
-        check_weights(self.data_weights)
+        check_weights(self.data_weights, self.data, streaming=self.streaming)
+        if "none" in self.track and len(self.track) > 1:
+            raise ConfigError(f"track: has none and others, {', '.join(self.track)}; leave one out")
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.row_tokens or self.batch_tokens % micro:
             row = f"seq_len ({self.seq_len})"
@@ -360,6 +357,8 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         for key, value in settings.items():
             if isinstance(section := getattr(self, key), BaseModel) and isinstance(value, Mapping):
                 new[key] = {**dict(section), **value}
+            elif isinstance(section, tuple) and isinstance(value, str | os.PathLike | float | int):
+                new[key] = (value,)  # conditions are of tuples
         if "epochs" in settings and "steps" not in settings:
             new["steps"] = None
         for name, _ in self._without_effect(new):

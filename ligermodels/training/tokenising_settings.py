@@ -13,7 +13,7 @@ TOKENISING = ("dataset_num_proc", "token_cache")
 
 STREAMING: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
     (("shuffle_buffer_size",), lambda settings: settings["streaming"], "is for streaming, which is false"),
-    (("data_weights",), lambda settings: not settings["streaming"], "counts documents, which streaming does not"),
+    (("token_cache",), lambda settings: not settings["streaming"], "is for data with an index; streaming keeps none"),
 )
 """Conditions of settings: see `recipe.CONDITIONS`."""
 

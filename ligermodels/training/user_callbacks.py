@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from ligermodels.errors import BackendError, ConfigError, InputError, short
 from ligermodels.training.callback import Callback
+from ligermodels.training.import_path import imported
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
@@ -20,30 +18,6 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
         if not isinstance(callback, Callback):
             hint = "; give an instance of the class" if isinstance(callback, type) else ""
             raise InputError(f"callbacks: must be instances of Callback, got {short(callback)}{hint}")
-
-
-def imported(path: str, setting: str) -> Any:
-    """The object at an import path such as "package.module:Class". Modules in the current folder are found too.
-
-    Args:
-        path: the import path.
-        setting: name of the setting that holds it, for messages.
-
-    Raises:
-        ConfigError: another form, a module that cannot be imported, or no such name in it.
-    """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"{setting}: must be module:name, got {path!r}")
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # like `python -m`
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{setting}: {path}: cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{setting}: {path}: module {module_name} has no {name}")
-    return getattr(module, name)
 
 
 def lm_eval_callback(settings: Mapping[str, Any]) -> Any:

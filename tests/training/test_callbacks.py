@@ -133,9 +133,14 @@ def test_other_states_than_json_are_named(base: Path, data: Path, tmp_path: Path
 WRONG: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
     ({}, [Recorder], InputError, r"callbacks: must be instances of Callback.*; give an instance of the class"),
     ({}, [print], InputError, r"callbacks: must be instances of Callback"),
-    ({"callback": "nothing"}, [], ConfigError, r"callback: must be module:name, got 'nothing'"),
-    ({"callback": "no_such_module:A"}, [], ConfigError, r"callback: no_such_module:A: cannot be imported: No module"),
-    ({"callback": "json:Nothing"}, [], ConfigError, r"callback: json:Nothing: module json has no Nothing"),
+    ({"callback": "nothing"}, [], ConfigError, r"callback: must be module:name, such as my_code:name; got 'nothing'"),
+    (
+        {"callback": "no_such_module:A"},
+        [],
+        ConfigError,
+        r"callback: no_such_module:A: there is no module 'no_such_module', neither installed nor in",
+    ),
+    ({"callback": "json:Nothing"}, [], ConfigError, r"callback: json:Nothing: Nothing does not exist in"),
     ({"callback": "json:dumps"}, [], ConfigError, r"callback: json:dumps: is not a subclass of ligermodels.training"),
     ({"callback": "ligermodels.training:EarlyStopping"}, [], ConfigError, r"must be made without arguments"),
 ]

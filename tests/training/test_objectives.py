@@ -257,11 +257,11 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("margin", "loss: must be MODULE:FUNCTION"),
+        ("margin", "loss: must be module:name"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("{own}_broken:f", "importing .*_broken failed: RuntimeError: no"),
         ("{own}:nothing", "nothing does not exist in"),
-        ("{own}:constant", "constant is not a function"),
+        ("{own}:constant", ":constant: is not a function"),
         ("{own}:asks", "has a parameter 'advantages'; it is called by name with log_probs, mask, "),
         ("{own}:detached", "returns a loss without a gradient"),
         ("{own}:flat", r"must return a loss for each item, \(\d+,\), or their mean"),

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError
 from ligermodels.parallel import ParallelPlan
-from ligermodels.training import MedusaRecipe, Outcome, medusa, read_recipe
+from ligermodels.training import FineTuningRecipe, MedusaRecipe, Outcome, medusa, read_recipe
 from ligermodels.training.recipe_file import recipe_text, shipped_recipes
 from ligermodels.training.renamed import EVAL_FLAGS, SETTINGS, TRAIN_FLAGS
 
@@ -247,3 +248,38 @@ def test_old_names_work_and_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_recipes_are_read_without_torch() -> None:
     code = "import sys; from ligermodels.training import read_recipe; read_recipe('llama-3')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": ("a", "b"), "data_weights": (1.0,)},
+            "data_weights: must have a weight for each value of data, 2, got 1",
+        ),
+        ({"data": ("a", "b"), "data_weights": (1, 2), "streaming": True, "steps": 3}, "data_weights: counts documents"),
+        ({"streaming": True, "steps": 3, "token_cache": False}, "token_cache: is for data with an index"),
+        ({"objective": "dpo", "streaming": True, "steps": 3}, "streaming: is for texts and chats"),
+        ({"objective": "dpo", "dataset_num_proc": 2}, "dataset_num_proc: is for texts and chats"),
+        ({"track": ("none", "wandb")}, "track: has none and others"),
+    ],
+)
+def test_settings_of_two_parts_that_exclude_one_another(settings: dict[str, Any], message: str) -> None:
+    """Also where the second comes later: no setting is dropped for another without a word."""
+    with pytest.raises(ConfigError, match=message):
+        FineTuningRecipe(**settings)
+    with pytest.raises(ConfigError, match=message):
+        FineTuningRecipe().changed(settings)
+
+
+def test_weights_are_not_dropped_where_streaming_is_asked_for_later() -> None:
+    recipe = FineTuningRecipe(data=("a", "b"), data_weights=(1, 2))
+    with pytest.raises(ConfigError, match="data_weights: counts documents"):
+        recipe.changed({"streaming": True, "steps": 3})
+
+
+def test_a_single_value_of_a_setting_that_takes_several() -> None:
+    recipe = FineTuningRecipe(track=("trackio",), project="p", data=("a.jsonl",), data_weights=(1.0,))
+    assert recipe.changed({"track": "wandb"}).project == "p"
+    assert recipe.changed({"data": "b.jsonl"}).data_weights == (1.0,)
+    assert FineTuningRecipe(data="a.jsonl").changed({"data_weights": 0.5}).data_weights == (0.5,)
