@@ -141,7 +141,7 @@ def dry_run(
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
-        plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console)
+        plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console, on_meta=True)
         stack.callback(plan.documents.close)
         recipe, micro_batches = plan.recipe, plan.micro_batches
         model, job = _on_meta(plan, attention)

@@ -2,16 +2,19 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import losses, recipe_for, with_decoder
+from test_new_tokens import CHAT, make_base
 from typer.testing import CliRunner
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.parallel.memory import StepMemory, step_memory
@@ -115,6 +118,33 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     parts = [next(plan.training_batches())]
     found = _eager_reason(recipe, _on_meta(plan, "auto")[1], parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_no_weights_are_fetched_or_copied(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Of a base that a chat template gives new tokens, and of one on the hub. A dry run agrees with the run."""
+    make_base(tmp_path / "base")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
+    recipe = few.changed({"data": tmp_path / "chats.jsonl", "chat_template": "chatml", "checkpoint_every": 1})
+    recipe = recipe.changed({"base": tmp_path / "base"})
+    fine_tune(recipe, tmp_path / "out")
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
+    if place == "hub":
+        shutil.copytree(tmp_path / "base", tmp_path / "fetched", ignore=shutil.ignore_patterns("*.safetensors"))
+        resolve = hub.resolve
+        monkeypatch.setattr(
+            hub, "resolve", lambda name, **how: resolve(tmp_path / "fetched" if how == {"weights": False} else name)
+        )
+    named = recipe.changed({"base": "owner/name"} if place == "hub" else {})
+    run = dry_run(named)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert run.plan.base.weights is not None and run.plan.base.new_tokens
+    assert run.parameters == sum(p.numel() for p in lm.from_pretrained(tmp_path / "out").parameters())
+    assert dry_run(recipe.changed({"steps": 3}), tmp_path / "out", resume=True).plan.start == 1
+    if place == "hub":
+        assert dry_run(named.changed({"chat_template": "alpaca"})).trained < run.trained
 
 
 @pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe])
