@@ -123,7 +123,7 @@ class Base:
             )
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Fingerprints of config, tokenizer and, if they are read, weights. Raises CheckpointError for unreadable ones."""
+        """Fingerprints of config, tokenizer and the weights that are read. Raises CheckpointError for damaged ones."""
         return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights if self.reads_weights else None)
 
     def load(

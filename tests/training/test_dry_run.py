@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
 from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
 from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.run_state import optimizer_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,8 +118,35 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
 def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, Any], gpus: int, reason: str) -> None:
     plan: RunPlan = dry_run(recipe := few.changed(changes)).plan
     parts = [next(plan.training_batches())]
-    found = _eager_reason(recipe, _on_meta(plan, "auto")[1], parts, "cuda", gpus)
+    job = _on_meta(plan, "auto")[1]
+    found = _eager_reason(recipe, job, optimizer_of(recipe, job), parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"callback": ["nosuch:Callback"]}, "callback: nosuch:Callback: cannot be imported"),
+        ({"track": ["wandb"]}, "track: wandb cannot be imported"),
+        ({"lm_eval": ["nosuchtask"]}, "nosuchtask"),
+        ({"objective": "dpo", "loss_type": "nosuch"}, "nosuch"),
+        ({"loss": "nosuch:loss"}, "nosuch"),
+        (
+            {"optimizer": "muon", "learning_rate_patterns": {"nosuch.*": 1e-3}},
+            "'nosuch.*' matches no trained",
+        ),
+        ({"weight_decay_patterns": {"nosuch.*": 0.0}}, "weight_decay_patterns: 'nosuch.*' matches no trained"),
+    ],
+)
+def test_names_that_do_not_exist_are_errors_as_in_a_run(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(LigerModelsError) as wanted:
+        fine_tune(few.changed(changes), tmp_path / "out")
+    with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
+        dry_run(few.changed(changes))
+    assert message in str(wanted.value)
 
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
