@@ -131,10 +131,7 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
         ({"lm_eval": ["nosuchtask"]}, "nosuchtask"),
         ({"objective": "dpo", "loss_type": "nosuch"}, "nosuch"),
         ({"loss": "nosuch:loss"}, "nosuch"),
-        (
-            {"optimizer": "muon", "learning_rate_patterns": {"nosuch.*": 1e-3}},
-            "'nosuch.*' matches no trained",
-        ),
+        ({"optimizer": "muon", "learning_rate_patterns": {"nosuch.*": 1e-3}}, "'nosuch.*' matches no trained"),
         ({"weight_decay_patterns": {"nosuch.*": 0.0}}, "weight_decay_patterns: 'nosuch.*' matches no trained"),
     ],
 )
@@ -174,6 +171,28 @@ def test_no_weights_are_fetched_or_copied(
     assert dry_run(recipe.changed({"steps": 3}), tmp_path / "out", resume=True).plan.start == 1
     if place == "hub":
         assert dry_run(named.changed({"chat_template": "alpaca"})).trained < run.trained
+        common = {name: named.settings()[name] for name in ("base", "data", "validation_fraction", "seq_len")}
+        for kind in (MedusaRecipe, MTPRecipe, EagleRecipe):
+            assert dry_run(kind().changed({**common, "chat_template": "alpaca"})).trained
+
+
+def test_the_weights_of_a_teacher_on_the_hub_are_not_fetched(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = shutil.copytree(few.base, tmp_path / "fetched", ignore=shutil.ignore_patterns("*.safetensors"))
+    resolve, asked = hub.resolve, list[dict[str, Any]]()
+
+    def spied(name: Any, **how: Any) -> Path:
+        if name != "owner/name":
+            return resolve(name, **how)
+        asked.append(how)
+        return fetched
+
+    monkeypatch.setattr(hub, "resolve", spied)
+    run = dry_run(few.changed({"objective": "distill", "teacher": "owner/name"}))
+    assert asked == [{"weights": False}] and run.trained == run.parameters == dry_run(few).parameters
+    with pytest.raises(CheckpointError, match="fetched"):  # a folder without weights is an error, as in a run
+        dry_run(few.changed({"objective": "distill", "teacher": fetched}))
 
 
 @pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe])
