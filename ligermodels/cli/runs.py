@@ -168,6 +168,10 @@ def run(
     start: str | None = chosen.settings().get("start_from")
     if start is not None and not resume:
         options.require_heads(start)
+    if gpus is not None and gpus > 1:  # here, so that such an error is not that of a rank
+        from ligermodels.training.preview import check_names
+
+        check_names(chosen)
     launch.launch(ctx, gpus, device)
     device = options.device_named(device)
 

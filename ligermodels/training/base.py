@@ -41,12 +41,14 @@ class Base:
     tokenizer: folder of the tokenizer.
     weights: folder of the weights; None for a config without weights.
     new_tokens: special tokens that a built-in chat template added.
+    reads_weights: whether the weights are read; False if they may be absent, or lack rows for the new tokens.
     """
 
     config: Path
     tokenizer: Path
     weights: Path | None
     new_tokens: tuple[str, ...] = ()
+    reads_weights: bool = True
 
     @classmethod
     def of_checkpoint(cls, folder: Path, tokenizer: str | None = None) -> Base:
@@ -57,8 +59,12 @@ class Base:
         return cls(folder / "config.json", _tokenizer_folder(tokenizer, folder), folder)
 
     @classmethod
-    def find(cls, recipe: TrainingRecipe) -> Base:
+    def find(cls, recipe: TrainingRecipe, *, on_meta: bool = False) -> Base:
         """The base of a recipe, fetched from the hub if necessary.
+
+        Args:
+            recipe: the settings.
+            on_meta: whether the model is only loaded on the meta device. Then no weights are fetched or copied.
 
         Raises:
             CheckpointError: there is no such folder, or it holds no checkpoint.
@@ -67,7 +73,10 @@ class Base:
         """
         path = Path(str(recipe.base)).expanduser()
         if not (recipe.trains_configs and _is_config(path)):
-            return cls.of_checkpoint(hub.resolve(str(recipe.base)), recipe.tokenizer).with_template_tokens(recipe)
+            base = cls.of_checkpoint(hub.resolve(str(recipe.base), weights=not on_meta), recipe.tokenizer)
+            if on_meta and (not path.is_dir() or missing_tokens(base.tokenizer, recipe.chat_template)):
+                base = replace(base, reads_weights=False)
+            return base.with_template_tokens(recipe)
         folder = path if path.is_dir() else path.parent
         config = path / "config.json" if path.is_dir() else path
         read_json(config)  # an unreadable config is reported first
@@ -89,7 +98,7 @@ class Base:
         """
         tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
-            if not recipe.trains_configs and self.weights is not None:
+            if not recipe.trains_configs and self.weights is not None and self.reads_weights:
                 self._warn_of_untrained(self.weights, recipe.chat_template)
             return self
         if not recipe.trains_configs:
@@ -98,8 +107,9 @@ class Base:
                 f"{self.tokenizer} lacks, and the embeddings of new tokens are not trained by LoRA or heads: train all "
                 "parameters, or give a template without new tokens (alpaca, mistral, zephyr)"
             )
-        folder = with_tokens(self.config, self.tokenizer, self.weights, tokens)
-        return Base(folder / "config.json", folder, None if self.weights is None else folder, tuple(tokens))
+        folder = with_tokens(self.config, self.tokenizer, self.weights if self.reads_weights else None, tokens)
+        weights = None if self.weights is None else folder
+        return Base(folder / "config.json", folder, weights, tuple(tokens), self.reads_weights)
 
     def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
@@ -113,8 +123,8 @@ class Base:
             )
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Fingerprints of config, tokenizer and weights. Raises CheckpointError for unreadable weights."""
-        return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights)
+        """Fingerprints of config, tokenizer and the weights that are read. Raises CheckpointError for damaged ones."""
+        return fingerprint.of_checkpoint(self.config, self.tokenizer, self.weights if self.reads_weights else None)
 
     def load(
         self,
@@ -148,7 +158,7 @@ class Base:
             "plan": plan,
             "prepare": prepare,
         }
-        if self.weights is not None:
+        if self.weights is not None and self.reads_weights:
             model = from_pretrained(self.weights, progress=progress, **options)
         else:
             with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):

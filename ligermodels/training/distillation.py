@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import ModelInputs
 from ligermodels.models.passes import Decoded, decode
-from ligermodels.pretrained import from_pretrained
+from ligermodels.pretrained import from_config, from_pretrained
 from ligermodels.training.objective_evaluation import ObjectiveOutput
 
 
@@ -113,7 +114,8 @@ class DistillationModel(nn.Module):
 
 
 def load_teacher(name: str, tokenizer: Path, model: CausalLM) -> CausalLM:
-    """Load the teacher of `model`, on its device and in its dtype.
+    """Load the teacher of `model`, on its device and in its dtype. On the meta device no
+    tensor is read, and no weights are fetched from the hub.
 
     Args:
         name: a checkpoint folder, or a hub id.
@@ -124,9 +126,11 @@ def load_teacher(name: str, tokenizer: Path, model: CausalLM) -> CausalLM:
         ConfigError: the teacher has other tokens.
         CheckpointError, HubError: it cannot be loaded.
     """
-    folder = hub.resolve(name)
+    fetches = model.device.type != "meta"
+    folder = hub.resolve(name, weights=fetches)
     _check_tokens(folder, tokenizer, model)
-    return from_pretrained(folder, dtype=model.dtype, device=model.device)
+    load: Callable[..., CausalLM] = from_pretrained if fetches or Path(name).expanduser().is_dir() else from_config
+    return load(folder, dtype=model.dtype, device=model.device)
 
 
 def _check_tokens(teacher: Path, student: Path, model: CausalLM) -> None:

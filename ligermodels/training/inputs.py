@@ -144,8 +144,12 @@ def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
     ]
 
 
-def require_same_content(now: Content, before: Content) -> None:
-    """Raise InputError for other data, CheckpointError for another base or chat template; messages name the files."""
+def require_same_content(now: Content, before: Content, *, with_weights: bool = True) -> None:
+    """Raise InputError for other data, CheckpointError for another base or chat template; messages name the files.
+
+    Without `with_weights`, `now` has no fingerprints of weights, and those in `before` do not count."""
+    if not with_weights:
+        before = {**before, "base": [file for file in before["base"] if not file["name"].endswith(".safetensors")]}
     for name, error in (("data", InputError), ("chat_template", CheckpointError), ("base", CheckpointError)):
         if differences := list(_differences(now[name], before[name], in_order=name == "data")):
             raise error(

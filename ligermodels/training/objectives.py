@@ -103,7 +103,8 @@ def _preference(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 
 def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     options = recipe.objective_options
-    teacher = load_teacher(options.pop("teacher"), Base.find(recipe).tokenizer, model)
+    tokenizer = Base.find(recipe, on_meta=model.device.type == "meta").tokenizer
+    teacher = load_teacher(options.pop("teacher"), tokenizer, model)
     return _of_model(DistillationModel(model, teacher, **options))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
@@ -29,15 +30,18 @@ from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
 from ligermodels.training.eagle import eagle_job
 from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
+from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import packed
 from ligermodels.training.job import Job
 from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
-from ligermodels.training.optimizer import optimizer_named, parameter_groups
+from ligermodels.training.objectives import check_objective
 from ligermodels.training.preparation import prepare_model, quantize_base
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.run import named_callbacks
 from ligermodels.training.run_plan import RunPlan, plan_run
+from ligermodels.training.run_state import optimizer_of
 from ligermodels.training.step import EagerStep
 
 JOBS: dict[str, tuple[Any, Any]] = {
@@ -117,7 +121,8 @@ def dry_run(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> DryRun:
-    """Read and check the inputs of a run, and describe the run. Nothing is trained or written, and no weights are read.
+    """Read and check the inputs of a run, and describe the run. Nothing is trained, and no weights are fetched. Only caches
+    of the tokenizer and the tokens are written.
 
     Args:
         recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe`, `MTPRecipe` or `EagleRecipe`.
@@ -136,15 +141,17 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
+    check_names(recipe)
     folder, console = Path(out or os.devnull), console or Console()
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
-        plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console)
+        plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console, on_meta=True)
         stack.callback(plan.documents.close)
         recipe, micro_batches = plan.recipe, plan.micro_batches
         model, job = _on_meta(plan, attention)
+        optimizer = optimizer_of(recipe, job)
         epoch = _count_epoch(plan, console)
         batches = plan.training_batches()
         parts = list(islice(batches, micro_batches[1]))
@@ -161,10 +168,21 @@ def dry_run(
             sequences=math.prod(micro_batches) * data_share(recipe.parallel)[1],
             memory=_memory(plan, job, model, gpus),
             attention=attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len),
-            cuda_graph=_eager_reason(recipe, job, parts, device, gpus),
+            cuda_graph=_eager_reason(recipe, job, optimizer, parts, device, gpus),
             sources=parts[0].where() if parts[0].where else "",
             first_batch=list(_documents(parts[0], plan.documents.tokenizer)),
         )
+
+
+def check_names(recipe: TrainingRecipe) -> None:
+    """Check what a recipe names outside its data and models: callbacks, trackers, tasks of lm-eval, and the loss.
+
+    Raises:
+        ConfigError, InputError, BackendError: see `run_job` and `check_objective`.
+    """
+    named_callbacks(recipe)
+    if isinstance(recipe, FineTuningRecipe):
+        check_objective(recipe)
 
 
 def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:
@@ -238,7 +256,9 @@ def _memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory |
         return f"not counted: {error}"
 
 
-def _eager_reason(recipe: TrainingRecipe, job: Job, parts: list[Batch], device: str, gpus: int) -> str:
+def _eager_reason(
+    recipe: TrainingRecipe, job: Job, optimizer: Optimizer, parts: list[Batch], device: str, gpus: int
+) -> str:
     """Why the steps run without a CUDA graph; empty if they are recorded."""
     if recipe.cuda_graph == "off":
         return "cuda_graph is off"
@@ -248,6 +268,4 @@ def _eager_reason(recipe: TrainingRecipe, job: Job, parts: list[Batch], device: 
         return "the model is sharded over ranks"
     if recipe.cuda_graph == "auto" and not pays(job.trainable, parts):
         return "the GPU takes longer for a block than the CPU takes to launch it"
-    groups = parameter_groups(job.learning_rates, recipe.weight_decay)
-    optimizer = optimizer_named(recipe.optimizer, groups, model=job.model, betas=(recipe.beta1, recipe.beta2))
     return refusal(EagerStep(job.trainable, optimizer), parts)

@@ -97,9 +97,8 @@ def run_job(
     """
     TrainingRecipe.check_kind(recipe)
     check_callbacks(callbacks)
-    callbacks = [*callbacks, *callbacks_at(recipe.callback)]
-    lm_eval = lm_eval_callback(recipe.settings())
-    tracker_names(recipe.track)  # raises for a package that is not installed
+    named, lm_eval = named_callbacks(recipe)
+    callbacks = [*callbacks, *named]
     folder, console = folder_to_write(out), console or Console()
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
@@ -121,6 +120,17 @@ def run_job(
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
     return outcome
+
+
+def named_callbacks(recipe: TrainingRecipe) -> tuple[list[Callback], Any]:
+    """The callbacks that a recipe names, and its evaluation by lm-eval or None.
+
+    Raises:
+        ConfigError: a callback cannot be imported, or lm-eval has no such task.
+        BackendError: lm-eval, or the package of a tracker, is not installed.
+    """
+    tracker_names(recipe.track)  # raises for a package that is not installed
+    return callbacks_at(recipe.callback), lm_eval_callback(recipe.settings())
 
 
 def _train(

@@ -127,7 +127,14 @@ class RunPlan:
 
 
 def plan_run(
-    recipe: TrainingRecipe, out: Path, checkpoints: Checkpoints, *, resume: bool, ranks: Ranks, console: Console
+    recipe: TrainingRecipe,
+    out: Path,
+    checkpoints: Checkpoints,
+    *,
+    resume: bool,
+    ranks: Ranks,
+    console: Console,
+    on_meta: bool = False,
 ) -> RunPlan:
     """Read the inputs of a run and count its steps.
 
@@ -138,6 +145,7 @@ def plan_run(
         resume: resume from the newest checkpoint, if there is one.
         ranks: all ranks; the first rank reads what they share.
         console: where messages and progress go.
+        on_meta: whether the model is only loaded on the meta device, see `Base.find`.
 
     Raises:
         ConfigError, InputError, CheckpointError: see `run_job`.
@@ -154,7 +162,7 @@ def plan_run(
         recipe = same_recipe(recipe, checkpoint["recipe"])
     elif recipe.date is None:
         recipe = recipe.model_copy(update={"date": on_first_rank(lambda: datetime.now().date().isoformat())})
-    base = Base.find(recipe)
+    base = Base.find(recipe, on_meta=on_meta)
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
     on_first_rank(lambda: require_apart(out, base, recipe))
@@ -167,7 +175,7 @@ def plan_run(
     content = on_first_rank(lambda: content_of(recipe, base))
     _require_same_data(documents, ranks)
     if checkpoint:
-        require_same_content(content, checkpoint["content"])
+        require_same_content(content, checkpoint["content"], with_weights=base.reads_weights)
     training, validation = split(recipe, documents)
     if isinstance(training, Mixture):
         console.say(mixture_summary(recipe, documents, training))

@@ -151,21 +151,7 @@ def build_state(
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
     _warn_of_lost_updates(model, recipe, console.say)
     console.say(recipe.optimizer_summary())
-    optimizer = optimizer_named(
-        recipe.optimizer,
-        parameter_groups(
-            job.learning_rates,
-            recipe.weight_decay,
-            names={id(parameter): name for name, parameter in job.model.named_parameters()},
-            learning_rate_patterns=recipe.learning_rate_patterns,
-            weight_decay_patterns=recipe.weight_decay_patterns,
-        ),
-        model=job.model,
-        betas=(recipe.beta1, recipe.beta2),
-        momentum=recipe.momentum,
-        rounding=recipe.rounding,
-        seed=recipe.seed,
-    )
+    optimizer = optimizer_of(recipe, job)
     if is_sharded:
         _check_parameters(job, optimizer)
     schedule = lr_schedule(
@@ -175,6 +161,26 @@ def build_state(
     if plan.resumes:
         state.restore(console.say)
     return state
+
+
+def optimizer_of(recipe: TrainingRecipe, job: Job) -> Optimizer:
+    """The optimizer of a job's parameters. Raises InputError if a pattern matches no trained parameter."""
+    groups = parameter_groups(
+        job.learning_rates,
+        recipe.weight_decay,
+        names={id(parameter): name for name, parameter in job.model.named_parameters()},
+        learning_rate_patterns=recipe.learning_rate_patterns,
+        weight_decay_patterns=recipe.weight_decay_patterns,
+    )
+    return optimizer_named(
+        recipe.optimizer,
+        groups,
+        model=job.model,
+        betas=(recipe.beta1, recipe.beta2),
+        momentum=recipe.momentum,
+        rounding=recipe.rounding,
+        seed=recipe.seed,
+    )
 
 
 def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:

@@ -84,6 +84,23 @@ def test_an_error_of_all_ranks_is_printed_once(recipe_file: Path, tmp_path: Path
     assert shown.count("error: ") == shown.count("data.jsonl:31: not an object") == 1, shown
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--track", "wandb"], "error: track: wandb cannot be imported"),
+        (["--callback", "nosuch:X"], "error: callback: nosuch:X: cannot be imported"),
+    ],
+)
+def test_what_cannot_be_imported_is_an_error_of_no_rank(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("started ranks"))
+    arguments = ["train", "--recipe", recipe_file, "--out", tmp_path / "out", "--gpus", 2, "--device", "cpu", *option]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 1 and result.stderr.startswith(message), result.output
+
+
 RANK = """
 import os, signal, sys, time
 rank, number = int(os.environ["RANK"]), 0

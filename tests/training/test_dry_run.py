@@ -2,22 +2,27 @@
 
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import losses, recipe_for, with_decoder
+from test_new_tokens import CHAT, make_base
 from typer.testing import CliRunner
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
 from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
 from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.run_state import optimizer_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,8 +118,81 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
 def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, Any], gpus: int, reason: str) -> None:
     plan: RunPlan = dry_run(recipe := few.changed(changes)).plan
     parts = [next(plan.training_batches())]
-    found = _eager_reason(recipe, _on_meta(plan, "auto")[1], parts, "cuda", gpus)
+    job = _on_meta(plan, "auto")[1]
+    found = _eager_reason(recipe, job, optimizer_of(recipe, job), parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"callback": ["nosuch:Callback"]}, "callback: nosuch:Callback: cannot be imported"),
+        ({"track": ["wandb"]}, "track: wandb cannot be imported"),
+        ({"lm_eval": ["nosuchtask"]}, "nosuchtask"),
+        ({"objective": "dpo", "loss_type": "nosuch"}, "nosuch"),
+        ({"loss": "nosuch:loss"}, "nosuch"),
+        ({"optimizer": "muon", "learning_rate_patterns": {"nosuch.*": 1e-3}}, "'nosuch.*' matches no trained"),
+        ({"weight_decay_patterns": {"nosuch.*": 0.0}}, "weight_decay_patterns: 'nosuch.*' matches no trained"),
+    ],
+)
+def test_names_that_do_not_exist_are_errors_as_in_a_run(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(LigerModelsError) as wanted:
+        fine_tune(few.changed(changes), tmp_path / "out")
+    with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
+        dry_run(few.changed(changes))
+    assert message in str(wanted.value)
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_no_weights_are_fetched_or_copied(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Of a base that a chat template gives new tokens, and of one on the hub. A dry run agrees with the run."""
+    make_base(tmp_path / "base")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
+    recipe = few.changed({"data": tmp_path / "chats.jsonl", "chat_template": "chatml", "checkpoint_every": 1})
+    recipe = recipe.changed({"base": tmp_path / "base"})
+    fine_tune(recipe, tmp_path / "out")
+    monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
+    if place == "hub":
+        shutil.copytree(tmp_path / "base", tmp_path / "fetched", ignore=shutil.ignore_patterns("*.safetensors"))
+        resolve = hub.resolve
+        monkeypatch.setattr(
+            hub, "resolve", lambda name, **how: resolve(tmp_path / "fetched" if how == {"weights": False} else name)
+        )
+    named = recipe.changed({"base": "owner/name"} if place == "hub" else {})
+    run = dry_run(named)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert run.plan.base.weights is not None and run.plan.base.new_tokens
+    assert run.parameters == sum(p.numel() for p in lm.from_pretrained(tmp_path / "out").parameters())
+    assert dry_run(recipe.changed({"steps": 3}), tmp_path / "out", resume=True).plan.start == 1
+    if place == "hub":
+        assert dry_run(named.changed({"chat_template": "alpaca"})).trained < run.trained
+        common = {name: named.settings()[name] for name in ("base", "data", "validation_fraction", "seq_len")}
+        for kind in (MedusaRecipe, MTPRecipe, EagleRecipe):
+            assert dry_run(kind().changed({**common, "chat_template": "alpaca"})).trained
+
+
+def test_the_weights_of_a_teacher_on_the_hub_are_not_fetched(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = shutil.copytree(few.base, tmp_path / "fetched", ignore=shutil.ignore_patterns("*.safetensors"))
+    resolve, asked = hub.resolve, list[dict[str, Any]]()
+
+    def spied(name: Any, **how: Any) -> Path:
+        if name != "owner/name":
+            return resolve(name, **how)
+        asked.append(how)
+        return fetched
+
+    monkeypatch.setattr(hub, "resolve", spied)
+    run = dry_run(few.changed({"objective": "distill", "teacher": "owner/name"}))
+    assert asked == [{"weights": False}] and run.trained == run.parameters == dry_run(few).parameters
+    with pytest.raises(CheckpointError, match="fetched"):  # a folder without weights is an error, as in a run
+        dry_run(few.changed({"objective": "distill", "teacher": fetched}))
 
 
 @pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe])
