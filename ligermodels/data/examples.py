@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ligermodels.data.batches import Batch
-from ligermodels.data.documents import AT_ONCE, EMPTY, Documents
+from ligermodels.data.documents import EMPTY, Documents
 from ligermodels.data.encoding import Example, Tokens
 from ligermodels.data.packing import ExcessLengthStrategy, PackedBatches
 from ligermodels.data.pairs import Labelled, read_labelled, read_pair
@@ -73,16 +73,9 @@ class Examples(Documents):
         self._form, self._seq_len, self._excess = FORMS[form], seq_len, excess_length_strategy
         self._mismatched = mismatched
 
-    def has_chats(self) -> bool:
-        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
-        for lines in self.corpus.files_of_lines():
-            for index in lines[:AT_ONCE]:
-                with suppress(ValueError):
-                    record = self._records(index)[0]
-                    if not isinstance(record.record if isinstance(record, Labelled) else record, Completion):
-                        return True
-                    break
-        return False
+    def _first_record(self, index: int) -> Record:
+        record = self._records(index)[0]
+        return record.record if isinstance(record, Labelled) else record
 
     def read_examples(self, indices: Iterable[int]) -> list[list[Example]]:
         """The examples of these records; none of unusable records, and of those without tokens to train on.
