@@ -175,6 +175,11 @@ class Documents:
         encoded = self.source.read(indices)
         return [self._tokens(index, document) for index, document in zip(indices, encoded, strict=True)]
 
+    def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
+        """The sequences of these documents before any is cut, each with its role: a text or chat is one, with the role
+        ""; unusable documents have none."""
+        return [[] if tokens is None else [("", tokens)] for tokens in self.read(indices)]
+
     @property
     def units_ahead(self) -> int:
         """Groups of documents to announce (`ahead`) before the group that is read."""

@@ -89,6 +89,21 @@ class Examples(Documents):
                 examples[-1] = self._examples(index)
         return examples
 
+    def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
+        """The sequences of these records before any is cut, each with its role: "chosen" and "rejected" of a pair, or
+        "desirable" or "undesirable"; unusable records have none."""
+        found: list[list[tuple[str, Tokens]]] = []
+        for index in map(int, indices):
+            found.append([])
+            with self._skipping(index):
+                records = self._records(index)
+                if self._form.sequences == 2:
+                    roles = zip(("chosen", "rejected"), records, strict=True)
+                else:
+                    roles = (("desirable" if one.desirable else "undesirable", one.record) for one in records)
+                found[-1] = [(role, self._encoded(record)) for role, record in roles]
+        return found
+
     def _examples(self, index: int) -> list[Example]:
         records = self._records(index)
         if self._form.sequences == 2:
