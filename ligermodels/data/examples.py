@@ -98,9 +98,9 @@ class Examples(Documents):
             with self._skipping(index):
                 records = self._records(index)
                 if self._form.sequences == 2:
-                    roles = zip(("chosen", "rejected"), records, strict=True)
+                    roles = list(zip(("chosen", "rejected"), records, strict=True))
                 else:
-                    roles = (("desirable" if one.desirable else "undesirable", one.record) for one in records)
+                    roles = [("desirable" if one.desirable else "undesirable", one.record) for one in records]
                 found[-1] = [(role, self._encoded(record)) for role, record in roles]
         return found
 

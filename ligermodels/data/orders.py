@@ -80,7 +80,16 @@ class First:
         return [self._order.key, self._count]
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """As the order's. Raises ValueError for a place other than the beginning."""
+        """Indices of the first documents, each with the place after it.
+
+        Args:
+            seed: shuffles the documents, differently in each epoch; None keeps their order.
+            epoch: number of the epoch, from 0.
+            place: 0, the beginning.
+
+        Raises:
+            ValueError: `place` is not the beginning.
+        """
         if place:
             raise ValueError("the first documents are read from the beginning")
         return islice(self._order.documents(seed, epoch, 0), self._count)
