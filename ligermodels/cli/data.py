@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -26,7 +26,8 @@ ANY_NUMBER = 2**31
 MESSAGES = 20
 """Most messages about single documents."""
 SETTINGS = (
-    "chat_template", "tokenizer", "date", "max_bad_lines", "seq_len", "packing_strategy", "excess_length_strategy",
+    "objective", "chat_template", "tokenizer", "date", "max_bad_lines", "seq_len", "packing_strategy",
+    "excess_length_strategy",
 )  # fmt: skip
 """Settings of a recipe that decide which tokens are trained on."""
 
@@ -46,8 +47,8 @@ def data(
 ) -> None:
     """Show which tokens of data are trained on, and counts of documents, tokens and lengths.
 
-    The data is read as `train` reads it. On a terminal, the tokens that are trained on are green; elsewhere they are
-    between ⟦ and ⟧.
+    The data is read as `train` reads it; preference data with the `--objective` that it is for. On a terminal, the
+    tokens that are trained on are green; elsewhere they are between ⟦ and ⟧.
     """
     import numpy as np
 
@@ -57,12 +58,14 @@ def data(
     from ligermodels.training.inputs import documents_of, packed
 
     settings = {"max_bad_lines": ANY_NUMBER, **(settings or {})}
-    batch = {"batch_tokens": settings["seq_len"]} if "seq_len" in settings else {}
+    if settings.get("objective") == "distill":  # it has the data of sft, and settings that do not matter here
+        settings["objective"] = "sft"
+    batch = {"batch_tokens": 2 * settings["seq_len"]} if "seq_len" in settings else {}  # a row may hold a pair
     recipe = FineTuningRecipe().changed({"base": model, "data": files, **batch, **settings}, "the command line")
     checkpoint = Base.of_checkpoint(hub.resolve(model, weights=False), recipe.tokenizer)
     base = replace(checkpoint, weights=None).with_template_tokens(recipe)
     found = documents_of(recipe, base, _first_messages())
-    shown = list(islice(_usable(found, recipe.seq_len), documents))
+    shown = list(chain.from_iterable(islice(_usable(found, recipe.seq_len), documents)))
     if not as_json:
         for document in shown:
             _show(document)
@@ -74,13 +77,13 @@ def data(
     if as_json:
         print_json({**facts, "shown": [_as_json(document) for document in shown]})
     else:
-        show_table(["", ""], list(_rows(facts, recipe.seq_len)), numbers=[1])
+        show_table(["", ""], list(_rows(facts, recipe)), numbers=[1])
 
 
 class Shown(NamedTuple):
-    """A document to show.
+    """A document to show; of preference data, a prompt with a completion.
 
-    name: its file and line.
+    name: its file and line, and whether it is the chosen, rejected, desirable or undesirable completion.
     tokens, trained_tokens: number of its tokens, and of those that are trained on.
     spans: the text of its first `seq_len` tokens.
     cut: number of further tokens.
@@ -93,19 +96,22 @@ class Shown(NamedTuple):
     cut: int
 
 
-def _usable(documents: Documents, seq_len: int) -> Iterator[Shown]:
-    """The documents that can be used, in order."""
+def _usable(documents: Documents, seq_len: int) -> Iterator[list[Shown]]:
+    """The documents that can be used, in order, each with its sequences."""
     from ligermodels.data.encoding import Tokens
     from ligermodels.data.survey import spans
     from ligermodels.layers import IGNORE_INDEX
 
     for index in range(len(documents)):
-        (tokens,) = documents.read([index])
-        if tokens is not None:
+        shown = []
+        for role, tokens in documents.sequences([index])[0]:
+            name = f"{documents.name(index)} {role}".rstrip()
             trained = sum(label != IGNORE_INDEX for label in tokens.labels)
             first = Tokens(tokens.ids[:seq_len], tokens.labels[:seq_len])
             cut = len(tokens.ids) - len(first.ids)
-            yield Shown(documents.name(index), len(tokens.ids), trained, spans(first, documents.tokenizer), cut)
+            shown.append(Shown(name, len(tokens.ids), trained, spans(first, documents.tokenizer), cut))
+        if shown:
+            yield shown
 
 
 def _show(document: Shown) -> None:
@@ -131,17 +137,18 @@ def _as_json(document: Shown) -> dict[str, Any]:
     return {**document._asdict(), "spans": [span._asdict() for span in document.spans]}
 
 
-def _rows(facts: dict[str, Any], seq_len: int) -> Iterator[tuple[str, str]]:
+def _rows(facts: dict[str, Any], recipe: FineTuningRecipe) -> Iterator[tuple[str, str]]:
     """The rows of the table of counts."""
     yield "documents", f"{facts['documents']:,}"
     if facts["unusable"]:
         yield "unusable lines", f"{facts['unusable']:,}"
     yield "tokens", f"{facts['tokens']:,}"
     yield "tokens trained on", f"{facts['trained_tokens']:,}"
+    noun = "document" if recipe.data_form.name == "documents" else "prompt with its completion"
     for percent, length in facts["lengths"].items():
-        name = {"0": "the shortest document", "100": "the longest document"}.get(percent, f"percentile {percent}")
-        yield f"tokens of a document: {name}", f"{length:,}"
-    yield f"sequences of up to {seq_len:,} tokens", f"{facts['sequences']:,}"
+        name = {"0": f"the shortest {noun}", "100": f"the longest {noun}"}.get(percent, f"percentile {percent}")
+        yield f"tokens of a {noun}: {name}", f"{length:,}"
+    yield f"sequences of up to {recipe.row_tokens:,} tokens", f"{facts['sequences']:,}"
     yield "tokens in sequences", f"{facts['used_tokens']:,}"
     yield "tokens trained on in sequences", f"{facts['targets']:,}"
     for reason, (documents, tokens) in facts["notes"].items():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,15 +146,15 @@ class Documents:
         return self.notes.indices(EMPTY)
 
     def has_chats(self) -> bool:
-        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
-        for lines in self.corpus.files_of_lines():
-            for index in lines[:AT_ONCE]:
-                with suppress(ValueError):
-                    record, _ = read_record(self.corpus.read(index)[0])
-                    if not isinstance(record, Completion):
-                        return True
-                    break
+        """Whether any of the first AT_ONCE lines of a file is a chat. Unusable lines are not."""
+        for index in chain.from_iterable(lines[:AT_ONCE] for lines in self.corpus.files_of_lines()):
+            with suppress(ValueError):
+                if not isinstance(self._first_record(index), Completion):
+                    return True
         return False
+
+    def _first_record(self, index: int) -> Record:
+        return read_record(self.corpus.read(index)[0])[0]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -174,6 +174,11 @@ class Documents:
         indices = list(map(int, indices))
         encoded = self.source.read(indices)
         return [self._tokens(index, document) for index, document in zip(indices, encoded, strict=True)]
+
+    def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
+        """The sequences of these documents before any is cut, each with its role: a text or chat is one, with the role
+        ""; unusable documents have none."""
+        return [[] if tokens is None else [("", tokens)] for tokens in self.read(indices)]
 
     @property
     def units_ahead(self) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ligermodels.data.batches import Batch
-from ligermodels.data.documents import AT_ONCE, EMPTY, Documents
+from ligermodels.data.documents import EMPTY, Documents
 from ligermodels.data.encoding import Example, Tokens
 from ligermodels.data.packing import ExcessLengthStrategy, PackedBatches
 from ligermodels.data.pairs import Labelled, read_labelled, read_pair
@@ -73,16 +73,9 @@ class Examples(Documents):
         self._form, self._seq_len, self._excess = FORMS[form], seq_len, excess_length_strategy
         self._mismatched = mismatched
 
-    def has_chats(self) -> bool:
-        """Whether the first usable line of a file, of its first AT_ONCE lines, is a chat."""
-        for lines in self.corpus.files_of_lines():
-            for index in lines[:AT_ONCE]:
-                with suppress(ValueError):
-                    record = self._records(index)[0]
-                    if not isinstance(record.record if isinstance(record, Labelled) else record, Completion):
-                        return True
-                    break
-        return False
+    def _first_record(self, index: int) -> Record:
+        record = self._records(index)[0]
+        return record.record if isinstance(record, Labelled) else record
 
     def read_examples(self, indices: Iterable[int]) -> list[list[Example]]:
         """The examples of these records; none of unusable records, and of those without tokens to train on.
@@ -95,6 +88,21 @@ class Examples(Documents):
             with self._skipping(index):
                 examples[-1] = self._examples(index)
         return examples
+
+    def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
+        """The sequences of these records before any is cut, each with its role: "chosen" and "rejected" of a pair, or
+        "desirable" or "undesirable"; unusable records have none."""
+        found: list[list[tuple[str, Tokens]]] = []
+        for index in map(int, indices):
+            found.append([])
+            with self._skipping(index):
+                records = self._records(index)
+                if self._form.sequences == 2:
+                    roles = list(zip(("chosen", "rejected"), records, strict=True))
+                else:
+                    roles = [("desirable" if one.desirable else "undesirable", one.record) for one in records]
+                found[-1] = [(role, self._encoded(record)) for role, record in roles]
+        return found
 
     def _examples(self, index: int) -> list[Example]:
         records = self._records(index)

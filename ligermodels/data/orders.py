@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +60,39 @@ class Shuffled:
         order = self._indices if seed is None else self._indices[permutation(len(self._indices), seed, epoch)]
         for number in range(place, len(order)):
             yield int(order[number]), number + 1
+
+
+class First:
+    """The first documents of each epoch of an order.
+
+    Args:
+        order: the order.
+        count: most documents of an epoch.
+    """
+
+    num_documents: int | None = None
+
+    def __init__(self, order: DocumentOrder, count: int) -> None:
+        self._order, self._count = order, count
+
+    @property
+    def key(self) -> list[Any]:
+        return [self._order.key, self._count]
+
+    def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
+        """Indices of the first documents, each with the place after it.
+
+        Args:
+            seed: shuffles the documents, differently in each epoch; None keeps their order.
+            epoch: number of the epoch, from 0.
+            place: 0, the beginning.
+
+        Raises:
+            ValueError: `place` is not the beginning.
+        """
+        if place:
+            raise ValueError("the first documents are read from the beginning")
+        return islice(self._order.documents(seed, epoch, 0), self._count)
 
 
 def permutation(count: int, seed: int | str, purpose: str | int) -> Indices:

@@ -34,8 +34,8 @@ class Survey:
 
     documents: number of documents that can be used.
     tokens, trained_tokens: number of their tokens, and of those with a label, before any is cut.
-    lengths: percentile of PERCENTILES -> tokens of a document.
-    sequences: number of sequences of an epoch.
+    lengths: percentile of PERCENTILES -> tokens of a document; of preference data, of a prompt with a completion.
+    sequences: number of packed sequences of an epoch.
     used_tokens: number of tokens in the sequences.
     targets: number of tokens in the sequences that are predicted from the tokens before them, and trained on.
     """
@@ -67,13 +67,14 @@ def survey(
         InputError: there is nothing to learn in any document.
     """
     lengths: list[int] = []
-    place = trained = 0
+    place = trained = usable = 0
     while place < len(indices):
         some = indices[place : place + documents.at_once(indices[place:])]
         place += len(some)
         update(place, len(indices))
-        for tokens in documents.read(some):
-            if tokens is not None:
+        for sequences_of_document in documents.sequences(some):
+            usable += bool(sequences_of_document)
+            for _, tokens in sequences_of_document:
                 lengths.append(len(tokens.ids))
                 trained += sum(label != IGNORE_INDEX for label in tokens.labels)
     count = used = targets = 0
@@ -84,7 +85,7 @@ def survey(
         targets += int((labels != IGNORE_INDEX).sum())
     percentiles = np.percentile(lengths, list(map(int, PERCENTILES)), method="nearest") if lengths else ()
     return Survey(
-        documents=len(lengths),
+        documents=usable,
         tokens=sum(lengths),
         trained_tokens=trained,
         lengths=dict(zip(PERCENTILES, map(int, percentiles), strict=False)),

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ligermodels.data.orders import DocumentOrder, First
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_counts
@@ -95,8 +96,8 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
 
 
 def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> None:
-    """Choose the draft tokens of a new head: those that are trained most often in an epoch. They are the same on all
-    ranks, and whenever the run resumes.
+    """Choose the draft tokens of a new head: those that are trained most often in an epoch; of streamed data, in the
+    first `shuffle_buffer_size` documents. They are the same on all ranks, and whenever the run resumes.
 
     Args:
         plan: the run.
@@ -106,7 +107,10 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
     recipe, before = cast(EagleRecipe, plan.recipe), model.vocabulary
     if recipe.start_from is not None or before.is_whole:
         return
-    batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
+    documents = plan.training
+    if recipe.streaming:
+        documents = First(cast(DocumentOrder, documents), recipe.shuffle_buffer_size)
+    batches = packed(recipe, plan.documents, documents, batch_size=1, seed=recipe.seed, epochs=1)
     with console.progress("counting tokens") as update:
 
         def labels() -> Iterator[Tensor]:
@@ -119,5 +123,6 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
     share = counts[vocabulary.tokens].sum() / counts.sum().clamp(min=1)
     console.say(
         f"draft vocabulary: {len(vocabulary):,} of {before.vocab_size:,} tokens, {share:.2%} of the tokens trained on"
+        f"{f' in the first {batches.documents_read:,} documents' if recipe.streaming else ''}"
     )
     model.choose(vocabulary)

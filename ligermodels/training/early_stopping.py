@@ -66,10 +66,11 @@ class BestCheckpoint(Callback):
 
     Args:
         keep: called with the step of each new best evaluation; it writes the checkpoint, and keeps it.
+        since: step that the run resumes from; evaluations before it are not known. A state that is loaded replaces it.
     """
 
-    def __init__(self, keep: Callable[[int], object]) -> None:
-        self.best, self._keep = Best(), keep
+    def __init__(self, keep: Callable[[int], object], since: int = 0) -> None:
+        self.best, self._keep, self.since = Best(), keep, since
 
     def on_evaluate(self, event: Event) -> None:
         """Keep the checkpoint of this step if its loss is the lowest."""
@@ -77,9 +78,9 @@ class BestCheckpoint(Callback):
             self._keep(event.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best loss and its step."""
-        return dict(vars(self.best))
+        """The best loss and its step, and the step of the first evaluations that were compared."""
+        return {**vars(self.best), "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state back."""
-        self.best.loss, self.best.step = state["loss"], state["step"]
+        self.best.loss, self.best.step, self.since = state["loss"], state["step"], state.get("since", 0)

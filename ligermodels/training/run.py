@@ -199,7 +199,8 @@ def _finish(
         console.say(f"the checkpoint of step {best:,}, which has the lowest validation loss, is missing")
         best = None
     if best is not None:
-        console.say(f"the result is the model of step {best:,}, which has the lowest validation loss")
+        since = f" of the evaluations since step {callbacks.best.since:,}" if callbacks.best.since else ""
+        console.say(f"the result is the model of step {best:,}, which has the lowest validation loss{since}")
         if best != step:
             state.checkpoints.load(best, state.job.model, state.optimizer)
     state.job.export(folder)

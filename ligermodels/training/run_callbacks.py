@@ -46,8 +46,8 @@ class Events:
         """Values for run.json: the states of the callbacks."""
         return {"callbacks": states_of(self.callbacks), "evaluated": self.evaluated}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take a state back. Returns the names of callbacks in it that the run does not have now."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Take a state back. Returns the names of callbacks that only the state has, and that only the run has."""
         self.evaluated = state.get("evaluated", 0)
         return restore_states(self.callbacks, state.get("callbacks", {}))
 
@@ -150,7 +150,7 @@ class RunCallbacks:
         evaluate = partial(state.evaluate, stop.should_stop)
         every = recipe.evaluate_every or plan.steps
         self.validate = Validate(metrics, every, evaluate, console.say, self.events)
-        self.best = BestCheckpoint(self.save.keep)
+        self.best = BestCheckpoint(self.save.keep, since=plan.start)
         # A checkpoint has the states of the user's callbacks after its step. It comes before the evaluation, so that a
         # failed evaluation loses nothing. The best checkpoint comes last: it has the states after the evaluation.
         self.all: list[Callback] = [Report(metrics, update), *callbacks, self.save]
@@ -167,8 +167,14 @@ class RunCallbacks:
             self.all.append(self.best)
         self.all.append(stop)
         self.events.callbacks = self.all
-        for name in self.events.load_state_dict(plan.checkpoint):
+        gone, new = self.events.load_state_dict(plan.checkpoint)
+        for name in gone:
             console.say(f"callbacks: the checkpoint has a state of {name}, which the run does not have now")
+        for name in new if plan.resumes else ():
+            console.say(
+                f"callbacks: the checkpoint has no state of {name}, which begins at step {plan.start:,}: steps and "
+                "evaluations before it do not count"
+            )
 
     def resume(self, ranks: Ranks) -> None:
         """Complete the evaluations of the step to resume from, where the run was stopped before they were."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ligermodels.data.batches import Batch
+from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.documents import Documents
 from ligermodels.data.ends import with_end_of_turn
 from ligermodels.data.packing import Prefetcher
@@ -140,7 +141,8 @@ def build_state(
     model.activation_checkpointing = recipe.activation_checkpointing
     job = make_job(recipe, model, resuming=plan.resumes)
     console.say(trained_parameters(job.model))
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    trains_model = any(parameter.requires_grad for parameter in model.parameters())
+    if trains_model and (recipe.chat_template in TOKENS or plan.documents.has_chats()):
         _end_with_turns(model, plan.documents, console.say)
     if is_sharded:
         parallelize(job.model, recipe.parallel)
@@ -184,9 +186,7 @@ def optimizer_of(recipe: TrainingRecipe, job: Job) -> Optimizer:
 
 
 def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:
-    """Add the token that ends a turn to the EOS tokens in the model's exports, if the documents have chats."""
-    if not documents.has_chats():
-        return
+    """Add the token that ends a turn to the EOS tokens in the model's exports."""
     spec = model.require_export_spec()
     template, tokenizer = documents.template, documents.tokenizer
     config = with_end_of_turn(spec.generation_config, spec.hf_config, template, tokenizer)

@@ -60,12 +60,16 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
     return states
 
 
-def restore_states(callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Give callbacks their states back. Returns the names of callbacks in `states` that the run does not have now."""
+def restore_states(
+    callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """Give callbacks their states back. Returns the names of callbacks in `states` that the run does not have now, and
+    the names of callbacks that have a state now, and none in `states`."""
     named = _named(callbacks)
     for name in named.keys() & states.keys():
         named[name].load_state_dict(states[name])
-    return sorted(states.keys() - named.keys())
+    new = [name for name, callback in named.items() if name not in states and callback.state_dict()]
+    return sorted(states.keys() - named.keys()), new
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

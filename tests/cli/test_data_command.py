@@ -80,6 +80,30 @@ def test_counts(model: Path, data: Path) -> None:
     assert dropped["used_tokens"] == 2 + 1 + rest + 1 and dropped["notes"].popitem()[1] == [1, size]
 
 
+def test_pairs_and_labels_are_shown_with_their_trained_tokens(model: Path, tmp_path: Path) -> None:
+    end, data = "<|endoftext|>", tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": "Hi", "chosen": " there!", "rejected": " you"}, 5]
+    pairs.append({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "Hi"}]})
+    data.write_text("".join(json.dumps(record) + "\n" for record in pairs))
+    lines = run(data, "--model", model, "--objective", "dpo", "--documents", 1).split("\n")
+    assert [line for line in lines if "⟦" in line] == [f"Hi⟦ there!{end}⟧", f"Hi⟦ you{end}⟧"]
+    assert lines[0].startswith(f"{data}:1 chosen: ") and lines[3].startswith(f"{data}:1 rejected: ")
+    assert ["documents", "2"] in [line.split() for line in lines]
+    counts = json.loads(run(data, "--model", model, "--objective", "dpo", "--seq-len", 64, "--json"))
+    sizes = [(shown["tokens"], shown["trained_tokens"]) for shown in counts["shown"]]
+    assert len(sizes) == 4 and counts["unusable"] == 1 and counts["sequences"] == 1
+    assert counts["tokens"] == counts["used_tokens"] == sum(size for size, _ in sizes)
+    assert counts["trained_tokens"] == counts["targets"] == sum(trained for _, trained in sizes)
+    assert counts["shown"][2]["spans"][1] == {"text": "Hello, you?<|im_end|>", "is_trained": True}
+
+    labels = [{"prompt": "Hi", "completion": text, "label": text == " you"} for text in (" there!", " you")]
+    data.write_text("".join(json.dumps(record) + "\n" for record in labels))
+    shown = json.loads(run(data, "--model", model, "--objective", "kto", "--json"))["shown"]
+    assert [(one["name"], one["spans"][1]["text"]) for one in shown] == [
+        (f"{data}:1 undesirable", f" there!{end}"), (f"{data}:2 desirable", f" you{end}"),
+    ]  # fmt: skip
+
+
 def test_colours_on_a_terminal(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -281,6 +281,27 @@ def test_a_run_that_is_cut_has_the_same_best(
     assert found == wanted and equal_heads(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("scripted")
+def test_settings_added_on_resuming_begin_there(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not know the evaluations before, of which one was lower, and say so; also when the run resumes again."""
+    recipe = recipe_of(base, data, steps=4, evaluate_every=2, checkpoint_every=4)
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", [1.0, *SCRIPT[1:]])  # the lowest: step 2, without a checkpoint
+    fine_tune(recipe, tmp_path / "out")
+    output = Output()
+    recipe = recipe.changed({"steps": 8, "load_best_model_at_end": True, "early_stopping_patience": 5})
+    best = fine_tune(recipe, tmp_path / "out", resume=True, console=output.console).best_step
+    said = "the result is the model of step 8, which has the lowest validation loss of the evaluations since step 4"
+    assert best == 8 and said in output.said
+    for name in ("EarlyStopping", "BestCheckpoint"):
+        assert any(f"no state of ligermodels.training.early_stopping.{name}, which begins at step 4" in line
+                   for line in output.said)  # fmt: skip
+    again = Output()
+    fine_tune(recipe, tmp_path / "out", resume=True, console=again.console)
+    assert said in again.said and not any("no state of" in line for line in again.said)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -19,7 +19,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|end
 """A turn ends with a token that is not the EOS of the base model."""
 
 
-def run(base: Path, data: Path, out: Path, template: Path, **changes: Any) -> list[str]:
+def run(base: Path, data: Path, out: Path, template: Path | str, **changes: Any) -> list[str]:
     said: list[str] = []
     settings = {"base": base, "data": data, "steps": 1, "seq_len": 64, "batch_tokens": 64, "validation_fraction": 0.0}
     recipe = FineTuningRecipe().changed({**settings, "chat_template": template, **changes})
@@ -52,3 +52,37 @@ def test_the_end_of_a_turn_is_an_eos_of_what_is_written(base: Path, tmp_path: Pa
     result = CliRunner().invoke(app, ["lora", "merge", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [before, end]
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
+def test_chats_after_other_lines_count(base: Path, tmp_path: Path, objective: str) -> None:
+    """A file that starts with a text, and a line that is unusable, has chats all the same."""
+    answer, other = ([{"role": "assistant", "content": words}] for words in ("Hello", "No"))
+    user = [{"role": "user", "content": "Hi"}]
+    records: dict[str, list[Any]] = {
+        "sft": [{"text": "Hi there"}, {"messages": [*user, *answer]}],
+        "dpo": [
+            {"prompt": "Hi", "chosen": " there", "rejected": " no"},
+            {"prompt": user, "chosen": answer, "rejected": other},
+        ],
+        "kto": [
+            {"prompt": "Hi", "completion": " there", "label": True},
+            {"prompt": user, "completion": answer, "label": False},
+        ],
+    }
+    data, template = tmp_path / "data.jsonl", tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    data.write_text("\n".join(map(json.dumps, [5, *records[objective]])))
+    options = {"objective": objective, "max_bad_lines": 1, "batch_tokens": 128}
+    said = run(base, data, tmp_path / "out", template, **options)
+    assert any("eos_token_id gets <|endoftext|>" in message for message in said)
+    data.write_text(json.dumps(records[objective][0]) + "\n" + json.dumps(records[objective][0]))
+    assert not any("eos_token_id" in message for message in run(base, data, tmp_path / "texts", template, **options))
+
+
+def test_a_named_template_ends_turns(base: Path, tmp_path: Path) -> None:
+    """Whatever the first lines are: the model gets the template's tokens."""
+    data = tmp_path / "text.jsonl"
+    data.write_text(json.dumps({"text": "Hi there, how are you"}))
+    said = run(base, data, tmp_path / "out", "chatml")
+    assert any("eos_token_id gets <|im_end|>" in message for message in said)

@@ -3,9 +3,11 @@
 import json
 import math
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from runs import equal_heads, losses, scores
@@ -88,6 +90,24 @@ def test_a_run_and_what_it_writes(base: Path, data: Path, tmp_path: Path) -> Non
     d2t = load_file(out / "model.safetensors")["d2t"]
     assert (d2t + torch.arange(40)).tolist() == chosen
     assert f"40 of 462 tokens, {sum(map(labels.count, chosen)) / len(labels):.2%}" in told
+
+
+def test_streamed_data_is_counted_up_to_the_buffer_size(base: Path, data: Path, tmp_path: Path) -> None:
+    """The draft tokens are the most frequent ones of the first documents in the run's order, here counted alone."""
+    many, said = tmp_path / "many.jsonl", list[str]()
+    words = Path(data).read_text().split("{}\n")[0]
+    many.write_text(words * 8)
+    recipe = recipe_for(base, many, streaming=True, shuffle_buffer_size=70, steps=1, evaluate_every=None)
+    plan = dry_run(recipe).plan
+    first = [index for index, _ in islice(plan.training.documents(3, 0, 0), 70)]
+    batches = packed(recipe, plan.documents, np.array(first), batch_size=1, epochs=1)
+    labels = [label for batch in batches for label in batch["labels"].flatten().tolist() if label != -100]
+    chosen = sorted(sorted(range(462), key=lambda t: (-labels.count(t), t))[:40])
+    train_eagle(recipe, tmp_path / "out", console=Console(said.append))
+    d2t = load_file(tmp_path / "out" / "model.safetensors")["d2t"]
+    assert (d2t + torch.arange(40)).tolist() == chosen
+    share = f"{sum(map(labels.count, chosen)) / len(labels):.2%}"
+    assert f"draft vocabulary: 40 of 462 tokens, {share} of the tokens trained on in the first 70 documents" in said
 
 
 def test_a_stopped_run_resumes_with_the_same_losses(base: Path, data: Path, tmp_path: Path) -> None:
