@@ -121,8 +121,8 @@ def dry_run(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> DryRun:
-    """Read and check the inputs of a run, and describe the run. Nothing is trained, and no weights are fetched. Only caches
-    of the tokenizer and the tokens are written.
+    """Read and check the inputs of a run, and describe the run. Nothing is trained, and no weights are fetched. Only
+    caches of the tokenizer and the tokens are written.
 
     Args:
         recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe`, `MTPRecipe` or `EagleRecipe`.
