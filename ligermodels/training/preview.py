@@ -121,8 +121,8 @@ def dry_run(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> DryRun:
-    """Read and check the inputs of a run, and describe the run. Nothing is trained, and no weights are fetched. Only
-    caches of the tokenizer and the tokens are written.
+    """Read and check the inputs of a run, and describe the run. Nothing is trained, and no weights are fetched.
+    Only caches of the tokenizer and the tokens are written.
 
     Args:
         recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe`, `MTPRecipe` or `EagleRecipe`.
@@ -175,7 +175,7 @@ def dry_run(
 
 
 def check_names(recipe: TrainingRecipe) -> None:
-    """Check what a recipe names outside its data and models: callbacks, trackers, tasks of lm-eval, and the loss.
+    """Check the names of callbacks, trackers, tasks of lm-eval, and losses in a recipe.
 
     Raises:
         ConfigError, InputError, BackendError: see `run_job` and `check_objective`.
