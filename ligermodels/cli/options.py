@@ -219,7 +219,8 @@ def _with_flags(command: Callable[..., None], fields: Mapping[str, FieldInfo]) -
         settings: dict[str, Any] = {}
         for name in (parameter.name for parameter in flags):
             if (value := arguments.pop(name)) not in (None, []):
-                value = _numbers(name, value) if name in fields and _element(fields[name]) in (int, float) else value
+                element = _element(fields[name]) if name in fields else None
+                value = _numbers(name, value, element) if element in (int, float) else value
                 (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
         command(**arguments, settings=settings)
 
@@ -235,10 +236,10 @@ def _element(field: FieldInfo) -> Any:
     return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
 
 
-def _numbers(name: str, texts: Sequence[str]) -> list[float]:
+def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], float]) -> list[float]:
     """The numbers of a flag that may be repeated, or have several numbers with commas between them."""
     try:
-        return [float(part) for text in texts for part in text.split(",")]
+        return [kind(part) for text in texts for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"must be numbers, got {', '.join(texts)}", param_hint=flag(name)) from None
 

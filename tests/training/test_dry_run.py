@@ -126,7 +126,7 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"callback": ["nosuch:Callback"]}, "callback: nosuch:Callback: cannot be imported"),
+        ({"callback": ["nosuch:Callback"]}, "callback: nosuch:Callback: there is no module 'nosuch'"),
         ({"track": ["wandb"]}, "track: wandb cannot be imported"),
         ({"lm_eval": ["nosuchtask"]}, "nosuchtask"),
         ({"objective": "dpo", "loss_type": "nosuch"}, "nosuch"),
