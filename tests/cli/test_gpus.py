@@ -88,7 +88,7 @@ def test_an_error_of_all_ranks_is_printed_once(recipe_file: Path, tmp_path: Path
     ("option", "message"),
     [
         (["--track", "wandb"], "error: track: wandb cannot be imported"),
-        (["--callback", "nosuch:X"], "error: callback: nosuch:X: cannot be imported"),
+        (["--callback", "nosuch:X"], "error: callback: nosuch:X: there is no module 'nosuch'"),
     ],
 )
 def test_what_cannot_be_imported_is_an_error_of_no_rank(
