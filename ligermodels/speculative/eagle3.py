@@ -217,8 +217,10 @@ class Eagle3Model(MultiHeadModel):
             (K, B, T, draft vocabulary).
 
         Raises:
-            InputError: ids out of range (on a GPU: a device assertion), or shapes that do not fit.
+            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, or another option.
         """
+        if others := loss_options.keys() - {"token_weights", "reduction", "memory_budget"}:
+            raise InputError(f"{min(others)}: is no option of a divergence, which takes token_weights, memory_budget")
         batch = self.prepare(
             2,
             input_ids,

@@ -199,6 +199,15 @@ def test_padding_masked_labels_and_normalisers() -> None:
     torch.testing.assert_close(scored.loss, model(long, labels=labels_long).loss)
     with pytest.raises(InputError, match="reduction"):
         model(short, labels=short, reduction="none")
+    for option in ({"label_smoothing": 0.1}, {"class_weights": torch.ones(61)}, {"temperature": 2.0}):
+        with pytest.raises(InputError, match=f"{next(iter(option))}: is no option of a divergence"):
+            model(short, labels=short, **option)
+    weights = torch.rand(1, 11, dtype=torch.float64)
+    weighted, plain = model(long, labels=labels_long, token_weights=weights), model(long, labels=labels_long)
+    assert not torch.equal(weighted.head_losses, plain.head_losses)
+    torch.testing.assert_close(
+        model(long, labels=labels_long, token_weights=torch.full_like(weights, 3.0)).head_losses, plain.head_losses
+    )
 
 
 def test_ranks_beyond_a_reduced_vocabulary() -> None:
