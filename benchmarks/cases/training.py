@@ -76,6 +76,9 @@ CASES = [
     Case("gemma-4-e4b", 1, 4096),
     Case("gemma-4-e4b", 1, 4096, ignored=0.75),
     Case("ministral-3-8b", 2, 4096),
+    Case("smollm2-135m", 1, 2048),
+    Case("smollm2-135m", 8, 2048),
+    Case("qwen3-0.6b", 2, 2048),
 ]
 
 

@@ -258,13 +258,14 @@ def attention_key_gradient_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
     dout, dout_batch, dout_token, dout_head, cu_seqlens, lse, delta, dk, dv,
     T, S, heads, count, steps, window, scale, softcap, softmax_scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dk (B, S, heads // GROUP, DIM) and dv (B, S, heads // GROUP, VALUE_DIM) for one tile of keys
-    of one head, summed over the query heads that share it. Tiles that the most queries see begin first."""
-    kv_heads = heads // GROUP
-    head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
+    """Each program writes dk (B, S, heads // GROUP, DIM) and dv (B, S, heads // GROUP, VALUE_DIM) for one tile of keys,
+    summed over GROUP query heads. A key head is shared by PARTS * GROUP query heads. Tiles that the most queries see
+    begin first."""
+    groups = heads // GROUP
+    head, batch = (tl.program_id(0) % groups).to(tl.int64), (tl.program_id(0) // groups).to(tl.int64)
     start_s = tl.program_id(1) * BLOCK_S
     row = tl.arange(0, BLOCK_S)
     key = start_s + row
@@ -274,8 +275,8 @@ def attention_key_gradient_kernel(
         last = document_end - 1
     if window is not None:
         last = tl.minimum(last, key + window - 1)
-    keys = _tile(k + batch * k_batch + head * k_head, row, start_s, k_token, S, DIM, BLOCK_DIM, True)
-    v += batch * v_batch + head * v_head
+    keys = _tile(k + batch * k_batch + head // PARTS * k_head, row, start_s, k_token, S, DIM, BLOCK_DIM, True)
+    v += batch * v_batch + head // PARTS * v_head
     values = _tile(v, row, start_s, v_token, S, VALUE_DIM, BLOCK_VALUE, True)
 
     # Tokens, not positions. Tiles in [begin, full) and [rest, end) are to be masked, in [full, rest) they are seen as
@@ -315,7 +316,7 @@ def attention_key_gradient_kernel(
             delta + member * T, start, key, last, dk_acc, dv_acc, T, S, scale, softcap,
             DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE, True,
         )  # fmt: skip
-    dk += batch * S * kv_heads * DIM + head * DIM
-    _store(dk, row, start_s, kv_heads * DIM, S, dk_acc * softmax_scale, DIM, BLOCK_DIM)
-    dv += batch * S * kv_heads * VALUE_DIM + head * VALUE_DIM
-    _store(dv, row, start_s, kv_heads * VALUE_DIM, S, dv_acc, VALUE_DIM, BLOCK_VALUE)
+    dk += batch * S * groups * DIM + head * DIM
+    _store(dk, row, start_s, groups * DIM, S, dk_acc * softmax_scale, DIM, BLOCK_DIM)
+    dv += batch * S * groups * VALUE_DIM + head * VALUE_DIM
+    _store(dv, row, start_s, groups * VALUE_DIM, S, dv_acc, VALUE_DIM, BLOCK_VALUE)

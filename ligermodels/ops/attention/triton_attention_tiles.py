@@ -49,10 +49,10 @@ _NEEDS = {
         launches=((128, 64, 8), (64, 64, 4), (64, 32, 8), (32, 32, 4)),
     ),
     "key_gradient": _Needs(
-        registers=lambda q, k, d, v: k * (d + v + 2 * q),
+        registers=lambda q, k, d, v: k * (d + v + 3 * q),  # accumulators, scores, weights, gradients of scores
         fixed=lambda q, k, d, v: k * (d + v),
         per_stage=lambda q, k, d, v: q * (d + v),
-        launches=((64, 128, 8), (64, 64, 8), (32, 32, 8), (32, 32, 4)),
+        launches=((64, 64, 4), (32, 64, 4), (64, 64, 8), (32, 32, 8), (32, 32, 4)),
     ),
 }
 _IN_FLOAT32 = ((32, 32, 8),)  # no tensor cores: operands need registers too
