@@ -38,8 +38,7 @@ class ChunkedHead:
         """
         self.x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         self.weight, self.bias, self.size = weight, bias, size
-        columns = padded(len(weight)) if hidden.is_cuda else len(weight)  # CPU GEMMs may read gaps between rows
-        self.workspace = hidden.new_empty(size, columns)[:, : len(weight)]
+        self.workspace = empty_logits(size, weight)
         dx, dw, db = (g if g.numel() else None for g in gradients) if gradients else (None, None, None)
         self.dx = None if dx is None else dx.view(self.x.shape)
         self.dw = None if dw is None else GradientSum(dw, several=size < len(self.x))
@@ -53,10 +52,7 @@ class ChunkedHead:
     def logits(self, chunk: slice) -> Tensor:
         """The logits of a chunk, (rows, V), valid until the next call."""
         x = self.x[chunk]
-        logits = self.workspace[: len(x)]
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=logits)
-        return torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        return logits_into(self.workspace[: len(x)], x, self.weight, self.bias)
 
     def add_gradients(self, chunk: slice, dlogits: Tensor) -> None:
         """Computes the gradients that are needed from the gradient of a chunk's logits."""
@@ -72,6 +68,26 @@ class ChunkedHead:
         for total in (self.dw, self.db):
             if total is not None:
                 total.close()
+
+
+def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits x @ weight.T + bias in given memory.
+
+    Args:
+        out: (M, n).
+        x: (M, H).
+        weight: (n, H).
+        bias: (n,), or None.
+    """
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def empty_logits(num_rows: int, weight: Tensor) -> Tensor:
+    """Memory for logits (num_rows, V) of a weight (V, H)."""
+    columns = padded(len(weight)) if weight.is_cuda else len(weight)  # CPU GEMMs may read gaps between rows
+    return weight.new_empty(num_rows, columns)[:, : len(weight)]
 
 
 def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:

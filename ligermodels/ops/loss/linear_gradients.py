@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import empty_gradients, rows_per_chunk
+from ligermodels.ops.loss.chunks import empty_gradients, logits_into, rows_per_chunk
 from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.kept_logits import KeptLogits
 from ligermodels.ops.loss.row_statistics import RowGradients, bytes_per_logit, gradient_in_place
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -53,30 +54,64 @@ def linear_gradients(
         The three gradients, without elements where not needed.
     """
     gradients = empty_gradients(hidden, weight, bias, needs)
-    if is_fake(hidden):
-        return gradients
-    dx, dw, db = (g if need else None for g, need in zip(gradients, needs, strict=True))
-    options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    row_gradients = RowGradients(dlosses, dentropies, dlses, dmeans).flat()
-    maxima, totals = maxima.view(-1), totals.view(-1)
-    entropies = None if entropies is None else entropies.view(-1)
-    x, y, V = as_rows(hidden), target.flatten(), len(weight)
-    size = classes_per_chunk(x, weight, options, memory_budget, needs[0])
+    if not is_fake(hidden):
+        options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+        row_gradients = RowGradients(dlosses, dentropies, dlses, dmeans)
+        size = classes_per_chunk(as_rows(hidden), weight, options, memory_budget, needs[0])
+        fill_gradients(
+            gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
+            size,
+        )  # fmt: skip
+    return gradients
+
+
+def fill_gradients(
+    gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
+    totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
+    options: LossOptions, size: int, kept: KeptLogits | None = None,
+) -> None:  # fmt: skip
+    """Fills the gradients of hidden, weight and bias by chunks of classes.
+
+    Args:
+        gradients: memory for the three gradients, see `empty_gradients`.
+        hidden: (..., H), and the following tensors as `linear_gradients` takes them.
+        weight: (V, H).
+        bias: (V,), or None.
+        target: int64 (...).
+        maxima: (...).
+        totals: (...).
+        entropies: (...), or None.
+        row_gradients: the gradients by the statistics, (...).
+        class_weights: (V,), or None.
+        options: the options of the loss.
+        size: the number of classes of a chunk.
+        kept: logits that the forward pass has kept; the other logits are recomputed. They are overwritten.
+    """
+    dx, dw, db = (g if g.numel() else None for g in gradients)
+    by_rows, x, y, V = row_gradients.flat(), as_rows(hidden), target.flatten(), len(weight)
+    by_row = [None if t is None else t.reshape(-1) for t in (maxima, totals, entropies)]
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
-    workspace = hidden.new_empty(len(x) * size)
+    num_kept = 0 if kept is None else kept.num_rows
+    in_place = kept is not None and len(kept.apart) == len(x) and size == V
+    workspace = hidden.new_empty(0 if in_place else len(x) * size)
     for first in range(0, V, size):
         classes = slice(first, min(first + size, V))
         n = classes.stop - first
-        # Rows as wide as the workspace are aligned on CUDA. CPU GEMMs may read the gaps between them.
-        logits = workspace.view(-1, size)[:, :n] if hidden.is_cuda else workspace[: len(x) * n].view(-1, n)
-        if bias is None:
-            torch.mm(x, weight[classes].t(), out=logits)
-        else:
-            torch.addmm(bias[classes], x, weight[classes].t(), out=logits)
-        gradient_in_place(
-            logits, y, maxima, totals, row_gradients, options, entropies=entropies, class_weights=class_weights,
-            first=first, num_classes=V,
-        )  # fmt: skip
+        if in_place and kept is not None:
+            logits = kept.apart
+        else:  # Rows as wide as the workspace are aligned on CUDA. CPU GEMMs may read the gaps between them.
+            logits = workspace.view(-1, size)[:, :n] if hidden.is_cuda else workspace[: len(x) * n].view(-1, n)
+        blocks: list[tuple[slice, Tensor | None]] = [] if kept is None else [*kept.blocks(classes)]
+        if num_kept < len(x) or kept is None:
+            rest = slice(num_kept, len(x))
+            logits_into(logits[rest], x[rest], weight[classes], None if bias is None else bias[classes])
+            blocks.append((rest, None))
+        for rows, block in blocks:
+            of_rows = [None if t is None else t[rows] for t in by_row]
+            gradient_in_place(
+                logits[rows], y[rows], *of_rows[:2], by_rows.rows(rows), options, entropies=of_rows[2],
+                class_weights=class_weights, first=first, num_classes=V, kept=block,
+            )  # fmt: skip
         if dx_sum is not None:
             dx_sum.add(logits.t(), weight[classes])
         if dw is not None:
@@ -85,6 +120,35 @@ def linear_gradients(
             db[classes] = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
     if dx_sum is not None:
         dx_sum.close()
+
+
+def gradients_from_kept(
+    kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
+    totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
+    options: LossOptions, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of hidden, weight and bias, from kept logits as far as there are any.
+
+    Args:
+        kept: the kept logits, which are overwritten; the gradient of weight is in the memory of `kept.dw`.
+        hidden: (..., H), and the following tensors as `linear_gradients` takes them.
+        weight: (V, H).
+        bias: (V,), or None.
+        target: int64 (...).
+        maxima: (...).
+        totals: (...).
+        entropies: (...), or None.
+        row_gradients: the gradients by the statistics, (...).
+        class_weights: (V,), or None.
+        options: the options of the loss.
+        needs: whether the gradients of hidden, weight and bias are needed.
+    """
+    dx, dw, db = empty_gradients(hidden, weight, bias, (needs[0], needs[1] and not kept.inside, needs[2]))
+    gradients = [dx, kept.dw if kept.inside else dw, db]
+    fill_gradients(
+        gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
+        kept.size, kept,
+    )  # fmt: skip
     return gradients
 
 

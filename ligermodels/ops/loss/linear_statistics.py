@@ -4,16 +4,18 @@ With effective logits x as at the head of `token_losses`, p = softmax(x) and lse
 
     -log p_y = lse - x_y        entropy = -sum p log p = lse - sum p x        lse        mean of w_j x_j
 
-Only the backward pass knows the gradients by the statistics. If the head is trained, it recomputes the logits by chunks
-of classes (`linear_gradients`): four GEMMs in all. If only the hidden states need a gradient, the forward pass computes
-the gradient of each row's -log p_y, and the backward pass multiplies it by the gradient of the row: two GEMMs.
+Only the backward pass knows the gradients by the statistics. If the head is trained, it goes by chunks of classes
+(`linear_gradients`) and recomputes the logits that the forward pass has not kept (`kept_logits`): three to four GEMMs in
+all. If only the hidden states need a gradient, the forward pass computes the gradient of each row's -log p_y, and the
+backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import linear_loss
-from ligermodels.ops.loss.linear_gradients import linear_gradients
+from ligermodels.ops.loss.kept_logits import rows_to_keep, statistics_keeping_logits
+from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, pack_results, unpack_gradients
 from ligermodels.ops.loss.token_losses import LossOptions
@@ -47,15 +49,21 @@ def linear_statistics(
 class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weights, options, outputs, memory_budget, needs, keep):
-        kept = keep and needs == (True, False, False) and hidden.dtype != torch.float16
-        ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        *packed, dx, _, _ = linear_loss(
-            hidden, weight, bias, target, ones, class_weights, *options, outputs._replace(lses=True), memory_budget,
-            (kept, False, False),
-        )  # fmt: skip
-        rows = RowStatistics.unpack(packed, outputs._replace(lses=True))
         inputs = hidden, weight, bias, target, class_weights
-        ctx.save_for_backward(*inputs, rows.maxima, rows.totals, rows.entropies, dx if kept else None)
+        requested = outputs._replace(lses=True)
+        keep_gradient = keep and needs == (True, False, False) and hidden.dtype != torch.float16
+        rows_kept = None if keep_gradient else rows_to_keep(hidden, weight, memory_budget, needs)
+        dx = ctx.kept = None
+        if rows_kept is not None:
+            with torch.cuda.device_of(hidden):
+                rows, ctx.kept = statistics_keeping_logits(*inputs, options, requested, memory_budget, rows_kept)
+        else:
+            ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            *packed, dx, _, _ = linear_loss(
+                *inputs[:4], ones, class_weights, *options, requested, memory_budget, (keep_gradient, False, False)
+            )
+            rows = RowStatistics.unpack(packed, requested)
+        ctx.save_for_backward(*inputs, rows.maxima, rows.totals, rows.entropies, dx if keep_gradient else None)
         ctx.options, ctx.outputs, ctx.memory_budget = options, outputs, memory_budget
         return pack_results(ctx, rows, outputs)
 
@@ -66,6 +74,12 @@ class _LinearStatistics(torch.autograd.Function):
         gradients = unpack_gradients(ctx.outputs, maxima, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
             return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
+        kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them
+        if kept is not None:
+            return gradients_from_kept(
+                kept, *inputs, maxima, totals, entropies, gradients, class_weights, ctx.options,
+                ctx.needs_input_grad[:3],
+            )  # fmt: skip
         return linear_gradients(
             *inputs, maxima, totals, entropies, *gradients, class_weights, ctx.options.ignore_index,
             ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3],

@@ -99,6 +99,11 @@ class RowGradients(NamedTuple):
         gradients: Any = [None if g is None else g.reshape(-1).contiguous() for g in self]
         return RowGradients(*gradients)
 
+    def rows(self, chunk: slice) -> "RowGradients":
+        """Views of some rows of flat gradients."""
+        gradients: Any = [None if g is None else g[chunk] for g in self]
+        return RowGradients(*gradients)
+
 
 def pack_results(ctx: Any, rows: RowStatistics, outputs: RowOutputs) -> tuple[Tensor, ...]:
     """The results of an autograd.Function: the packed statistics, without maxima and totals.
@@ -182,6 +187,7 @@ def rows_in_place(
 def gradient_in_place(
     logits: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, gradients: RowGradients, options: LossOptions, *,
     entropies: Tensor | None = None, class_weights: Tensor | None = None, first: int = 0, num_classes: int,
+    kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Replaces the logits of some classes by the gradient of the statistics of their rows; by 0 in ignored rows.
 
@@ -198,10 +204,12 @@ def gradient_in_place(
         class_weights: (num_classes,), of the means.
         first: the first class of `logits`.
         num_classes: the number of all classes.
+        kept: the logits, (M, n), the last dimension contiguous, if `logits` is only memory for the gradient. For the
+            kernels alone.
     """
     if use_kernels(logits):
         launch_gradient(
-            logits, logits, target, maxima, totals, gradients, options, entropies=entropies,
+            logits if kept is None else kept, logits, target, maxima, totals, gradients, options, entropies=entropies,
             class_weights=class_weights, first=first, num_classes=num_classes,
         )  # fmt: skip
         return
