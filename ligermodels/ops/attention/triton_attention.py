@@ -171,9 +171,7 @@ def triton_attention_backward(
     return dq, dk, dv, delta
 
 
-def _refuses(request: AttentionRequest) -> str | None:
-    if request.device != "cuda" and not dispatch.INTERPRETED:
-        return f"it runs on CUDA, not on {request.device}"
+def _limit(request: AttentionRequest) -> str | None:
     if not dispatch.HAS_TRITON:
         return "triton is not installed"
     if dispatch.reference_only():
@@ -181,9 +179,7 @@ def _refuses(request: AttentionRequest) -> str | None:
     if request.dtype == torch.float64:
         return "it computes in float32, not in float64"
     width, limit = max(request.head_dim, request.value_dim or 0), MAX_BYTES // request.dtype.itemsize
-    if width > limit:
-        return f"it takes heads of up to {limit} channels in {request.dtype}, not {width}"
-    return "it takes no arbitrary mask" if request.masked else None
+    return f"it takes heads of up to {limit} channels in {request.dtype}, not {width}" if width > limit else None
 
 
 def _run(
@@ -203,4 +199,5 @@ def _defers(request: AttentionRequest) -> bool:
     return not needs_mask(request) and request.softcap is None and not request.sinks
 
 
-TRITON = Backend("triton", _refuses, _run, _defers)
+_LACKS = {"masked": "it takes no arbitrary mask"}
+TRITON = Backend("triton", _run, cuda_only=not dispatch.INTERPRETED, lacks=_LACKS, limit=_limit, defers=_defers)
