@@ -119,16 +119,22 @@ def geglu(
     return _glu("geglu", gate, up, GLUOptions(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
 
 
-def gated_activation(gate_up: Tensor, options: GLUOptions) -> Tensor:
-    """`swiglu` or `geglu` of pairs of channels, as `options` say.
+def gated_activation(gate_up: Tensor, options: GLUOptions | None) -> Tensor:
+    """`swiglu` or `geglu` of pairs of channels, such as the result of a linear layer, as `options` say.
 
     Args:
         gate_up: (..., 2*I), pairs of a gate and an up value.
-        options: the activation, multipliers and limits.
+        options: the activation, multipliers and limits; None for none: `gate_up` is returned.
 
     Returns (..., I) of the dtype of `gate_up`. Raises InputError for an odd number of channels.
     """
-    return _glu("gated_activation", gate_up, None, options)
+    return gate_up if options is None else _glu("gated_activation", gate_up, None, options)
+
+
+def check_pairs(op: str, channels: int) -> None:
+    """Raises InputError, naming `op`, if the number of channels before a gated activation is odd."""
+    if channels % 2:
+        raise InputError(f"{op}: a gated activation needs pairs of channels, and the layer before it has {channels}")
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
@@ -147,8 +153,8 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
     (up,) = replicated(op, gate, up=up)
     check_tensor(op, "gate", gate, (..., "I"))
     check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype, optional=True)
-    if up is None and gate.shape[-1] % 2:
-        raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
+    if up is None:
+        check_pairs(op, gate.shape[-1])
     if options.limit is not None and not options.limit > 0:
         raise InputError(f"{op}: limit must be above 0, got {options.limit}")
     return _GLU.apply(gate, up, options) if use_kernels(gate, up) else glu_reference(gate, up, options)
