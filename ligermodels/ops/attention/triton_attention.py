@@ -174,7 +174,7 @@ def triton_attention_backward(
 def _limit(request: AttentionRequest) -> str | None:
     if not dispatch.HAS_TRITON:
         return "triton is not installed"
-    if dispatch.reference_only():
+    if dispatch.set_backend.value == "reference":
         return 'set_backend("reference") is on'
     if request.dtype == torch.float64:
         return "it computes in float32, not in float64"
