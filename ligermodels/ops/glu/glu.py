@@ -11,6 +11,7 @@ down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate 
 to [-limit, limit]; then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,7 +23,7 @@ from torch.nn import functional
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, rows_and_stride
 
 MAX_TILES = 4  # tiles of a row that a program takes
@@ -325,7 +326,13 @@ def glu_numbers(gate_multiplier: float, down_multiplier: float, limit: float | N
     return [_unless(gate_multiplier, 1), _unless(down_multiplier, 1), _unless(limit, None), _unless(up_offset, 0)]
 
 
-@custom_op()
+def _cut_pairs(gate: Any, up: Any, **_: Any) -> int:
+    """For `Rows`: columns may be sharded too, where no pair is cut in two."""
+    parts = math.prod(gate.mesh.shape) * (2 if up is None else 1)
+    return 0 if gate.shape[-1] % parts == 0 else 1
+
+
+@custom_op(rows=Rows(_cut_pairs))
 def _glu_forward(
     gate: Tensor, up: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
     limit: float | None, up_offset: float,
@@ -342,7 +349,7 @@ def _glu_forward(
     return out
 
 
-@custom_op()
+@custom_op(rows=Rows(_cut_pairs))
 def _glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str,
     gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
