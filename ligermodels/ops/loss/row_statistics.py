@@ -154,24 +154,29 @@ def rows_in_place(
     x, slope = _effective(logits, statistics.losses.dtype, options)
     if statistics.means is not None and class_weights is not None:
         statistics.means.copy_((x @ class_weights).div_(x.shape[1]).masked_fill_(~valid, 0.0))
-    log_p, smoothing = torch.log_softmax(x, 1), options.label_smoothing
-    maxima, log_totals = x.amax(1), -log_p.amax(1)
+    maxima = x.amax(1)
+    x.sub_(maxima.unsqueeze(1))
+    at_y, mean = x.gather(1, y).squeeze(1), x.mean(1) if options.label_smoothing else 0.0
+    below = x.clamp_(min=VANISHED)  # -inf times its exp would be NaN
+    exps = below.exp()
+    totals = exps.sum(1)
+    log_totals = totals.log()
     lses = maxima + log_totals
-    losses = options.z_loss * lses.square() - (1 - smoothing) * log_p.gather(1, y).squeeze(1)
-    if smoothing:
-        losses -= smoothing * log_p.mean(1)
+    smoothing, z_loss = options.label_smoothing, options.z_loss
+    losses = log_totals - (1 - smoothing) * at_y - smoothing * mean + z_loss * lses.square()
     statistics.losses.copy_(losses.masked_fill_(~valid, 0.0))
     if statistics.entropies is not None:
-        finite = log_p.clamp_(min=VANISHED)  # -inf times its exp would be NaN
-        statistics.entropies.copy_(-torch.exp(finite, out=x).mul_(finite).sum(1).masked_fill_(~valid, 0.0))
+        statistics.entropies.copy_((log_totals - exps.mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
     if statistics.maxima is not None and statistics.totals is not None:
         statistics.maxima.copy_(maxima.masked_fill(~valid, 0.0))
-        statistics.totals.copy_(log_totals.exp().masked_fill(~valid, 1.0))
+        statistics.totals.copy_(totals.masked_fill(~valid, 1.0))
+    del exps  # its memory is free for the gradient
     if loss_weights is not None:
-        lse_factors = smoothing + 2 * options.z_loss * lses
-        means = -smoothing * loss_weights if smoothing else None
-        gradients = RowGradients((1 - smoothing) * loss_weights, None, lse_factors * loss_weights, means)
-        _write(_gradient(log_p, y.squeeze(1), None, gradients, None, x.shape[1]), slope, valid, options, logits)
+        gradients = RowGradients((1 - smoothing) * loss_weights, lses=(smoothing + 2 * z_loss * lses) * loss_weights)
+        if smoothing:
+            gradients = gradients._replace(means=-smoothing * loss_weights)
+        g = _gradient(below, y.squeeze(1), totals, None, gradients, None, x.shape[1])
+        _write(g, slope, valid, options, logits)
 
 
 def gradient_in_place(
@@ -202,9 +207,9 @@ def gradient_in_place(
         return
     n = logits.shape[1]
     x, slope = _effective(logits, maxima.dtype, options)
-    log_p = x.sub_(maxima.unsqueeze(1)).sub_(totals.log().unsqueeze(1))  # one after the other: no digits are lost
+    below = x.sub_(maxima.unsqueeze(1)).clamp_(min=VANISHED)
     weights = None if class_weights is None else class_weights[first : first + n]
-    g = _gradient(log_p, target - first, entropies, gradients, weights, num_classes)
+    g = _gradient(below, target - first, totals, entropies, gradients, weights, num_classes)
     _write(g, slope, target != options.ignore_index, options, logits)
 
 
@@ -232,17 +237,18 @@ def _effective(logits: Tensor, dtype: torch.dtype, options: LossOptions) -> tupl
 
 
 def _gradient(
-    log_p: Tensor, y: Tensor, entropies: Tensor | None, gradients: RowGradients, class_weights: Tensor | None,
-    num_classes: int,
+    below: Tensor, y: Tensor, totals: Tensor, entropies: Tensor | None, gradients: RowGradients,
+    class_weights: Tensor | None, num_classes: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient by x (M, n), from its log-probabilities, which are overwritten. y: columns of the targets, some of
-    them outside of [0, n). class_weights: (n,), of the means; None for ones."""
-    factors = (gradients.losses if gradients.lses is None else gradients.losses + gradients.lses).unsqueeze(1)
+    """The gradient by x (M, n), from below = x - maximum, which is overwritten. y: columns of the targets, some of them
+    outside of [0, n). class_weights: (n,), of the means; None for ones."""
+    factors = gradients.losses if gradients.lses is None else gradients.losses + gradients.lses
     if gradients.entropies is not None and entropies is not None:
-        p, log_p = log_p.exp(), log_p.clamp_(min=VANISHED).add_(entropies.unsqueeze(1))
-        g = log_p.mul_(-gradients.entropies.unsqueeze(1)).add_(factors).mul_(p)
+        factors = factors + gradients.entropies * (totals.log() - entropies)
+        g = below.exp()
+        g.mul_(below.mul_(-gradients.entropies.unsqueeze(1)).add_(factors.unsqueeze(1))).div_(totals.unsqueeze(1))
     else:
-        g = log_p.exp_().mul_(factors)
+        g = below.exp_().mul_((factors / totals).unsqueeze(1))
     inside = (y >= 0) & (y < g.shape[1])
     g.scatter_add_(1, torch.where(inside, y, 0).unsqueeze(1), torch.where(inside, -gradients.losses, 0.0).unsqueeze(1))
     if gradients.means is not None:
