@@ -13,7 +13,7 @@ from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError, arguments_named
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.packing import assert_async, check_bounds, check_plain, check_token_ids
-from ligermodels.ops.runtime.host_checks import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host
 
 
 def check_inputs(

@@ -24,7 +24,6 @@ from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.lora import LoRA
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.ops import Float8Form, Float8Recipe, Float8Tensor, GLUOptions
-from ligermodels.ops.linear.epilogue import activated
 
 INPUT = "input"
 
@@ -68,7 +67,7 @@ class Float8(Compute):
         if not self.active:
             return ops.linear(x, weight, bias, activation=activation)
         y = ops.float8_linear(x, weight, bias, recipe=self.recipe, frozen=self.frozen(weight))
-        return activated(y, activation)
+        return ops.gated_activation(y, activation)
 
     def input_form(self, weight: Tensor | None) -> Float8Form | None:
         return self.recipe.form(cast(Tensor, weight)) if self.active else None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.host_checks import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host
 
 
 def assert_async(condition: Tensor, message: str) -> None:

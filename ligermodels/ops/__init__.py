@@ -53,8 +53,7 @@ from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_
 from ligermodels.ops.quantized.weights import QuantizedWeight, empty_quantized, quantize_weight
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
-from ligermodels.ops.runtime.dispatch import set_backend, use_kernels
-from ligermodels.ops.runtime.host_checks import set_host_checks
+from ligermodels.ops.runtime.dispatch import set_backend, set_host_checks, use_kernels
 
 __all__ = [
     "Float8Form",

@@ -10,7 +10,7 @@ import torch
 import ligermodels as lm
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime import host_checks
+from ligermodels.ops.runtime import dispatch
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -26,16 +26,16 @@ def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for enabled in (False, True):
         with ops.set_host_checks(enabled):
             for capturing in (False, True):
-                assert host_checks.checked_on_host(cuda) == (enabled and not capturing)
-                assert host_checks.checked_on_host(torch.ones(1))
+                assert dispatch.checked_on_host(cuda) == (enabled and not capturing)
+                assert dispatch.checked_on_host(torch.ones(1))
             with ops.set_host_checks(not enabled):
                 capturing = False
-                assert host_checks.checked_on_host(cuda) != enabled
-            assert host_checks.checked_on_host(cuda) == enabled
-    assert not host_checks.checked_on_host(torch.ones(1, device="meta"))
-    monkeypatch.setattr(host_checks, "_on_cuda", False)
+                assert dispatch.checked_on_host(cuda) != enabled
+            assert dispatch.checked_on_host(cuda) == enabled
+    assert not dispatch.checked_on_host(torch.ones(1, device="meta"))
+    monkeypatch.setattr(ops.set_host_checks, "value", False)
     ops.set_host_checks(True)  # holds from the call on
-    assert host_checks.checked_on_host(cuda) != capturing
+    assert dispatch.checked_on_host(cuda) != capturing
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False), (None, False)])
@@ -43,7 +43,7 @@ def test_the_environment_asks_for_them(value: str | None, wanted: bool, monkeypa
     monkeypatch.delenv("LIGERMODELS_HOST_CHECKS", raising=False)
     if value is not None:
         monkeypatch.setenv("LIGERMODELS_HOST_CHECKS", value)
-    assert runpy.run_path(host_checks.__file__)["_on_cuda"] == wanted
+    assert runpy.run_path(dispatch.__file__)["set_host_checks"].value == wanted
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

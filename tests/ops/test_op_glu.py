@@ -178,7 +178,7 @@ def test_reference_gradients(ops: tuple[Op, Op, Op]) -> None:
 @pytest.mark.parametrize(
     ("gate", "up", "message"),
     [
-        (torch.ones(3), None, "even last dimension"),
+        (torch.ones(3), None, "needs pairs of channels"),
         (torch.ones(2, 4), torch.ones(2, 3), r"up must be torch.float32 of shape \(2, 4\) on cpu"),
         (torch.ones(2, 4), torch.ones(2, 4, dtype=torch.float64), r"up must be torch.float32 of shape \(2, 4\) on cpu"),
         (torch.ones(2, dtype=torch.int64), None, "gate must be floating"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+HALF = torch.bfloat16, torch.float16
 FLASH_HEAD_DIM = 256
 """Widest heads that flash attention kernels take, flash-attn's and torch's alike."""
 
@@ -47,15 +48,32 @@ class Backend:
     """An implementation of attention.
 
     name: the name by which users choose it.
-    refuses: why the backend cannot serve a request; None if it can.
     run: computes (q, k, v, request, mask, cu_seqlens, sinks) -> (B, T, Hq, Dv). Only called if `refuses` gave None.
+    cuda_only: whether it runs on CUDA alone; otherwise on every device.
+    dtypes: the dtypes that it takes; empty for all.
+    lacks: fields of `AttentionRequest` that it does not support, and for each the reason.
+    limit: further limits: why it cannot serve a request, or None if it can.
     defers: whether a backend after this one in `BACKENDS` serves the request faster.
     """
 
     name: str
-    refuses: Callable[[AttentionRequest], str | None]
     run: Callable[[Tensor, Tensor, Tensor, AttentionRequest, Tensor | None, Tensor | None, Tensor | None], Tensor]
+    cuda_only: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
+    lacks: dict[str, str] = field(default_factory=dict)
+    limit: Callable[[AttentionRequest], str | None] = lambda request: None
     defers: Callable[[AttentionRequest], bool] = lambda request: False
+
+    def refuses(self, request: AttentionRequest) -> str | None:
+        """Why the backend cannot serve a request; None if it can."""
+        if self.cuda_only and request.device != "cuda":
+            return f"it runs on CUDA, not on {request.device}"
+        if self.dtypes and request.dtype not in self.dtypes:
+            return f"it takes {' and '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {request.dtype}"
+        for option, reason in self.lacks.items():
+            if getattr(request, option) not in (None, False):
+                return reason
+        return self.limit(request)
 
 
 def needs_mask(request: AttentionRequest) -> bool:

@@ -10,10 +10,9 @@ import importlib.util
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, AttentionRequest, Backend, repeat_heads
+from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, HALF, AttentionRequest, Backend, repeat_heads
 from ligermodels.ops.attention.flash_attention_4 import flash_attention_4, flash_options
 
 _MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface", "flash-attn-2": "flash_attn"}
@@ -35,23 +34,18 @@ INSTALLED = {name: _find(name) for name in _MODULES}
 _PACKED_HEAD_DIMS = {"flash-attn-4": (64, 128, 256)}
 
 
-def _refuses(name: str, request: AttentionRequest) -> str | None:
-    if request.device != "cuda":
-        return f"it runs on CUDA, not on {request.device}"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {request.dtype}"
+_LACKS = {"sinks": "sinks are not implemented on it", "masked": "it takes no arbitrary mask"}
+
+
+def _limit(name: str, request: AttentionRequest) -> str | None:
     if request.head_dim > FLASH_HEAD_DIM or request.head_dim % 8:
         return f"head_dim {request.head_dim} is not a multiple of 8 up to {FLASH_HEAD_DIM}"
     if request.value_dim is not None:
         return f"values of {request.value_dim} channels beside keys of {request.head_dim} are not implemented on it"
     if request.packed and request.head_dim not in _PACKED_HEAD_DIMS.get(name, (request.head_dim,)):
         return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
-    if request.sinks:
-        return "sinks are not implemented on it"
     if request.compiling and name != "flash-attn-4":
         return "torch.compile is not known to trace it"
-    if request.masked:
-        return "it takes no arbitrary mask"
     return None if INSTALLED[name] else not_installed(name)
 
 
@@ -77,7 +71,7 @@ def _run(
     return out if cu_seqlens is None else out[None]
 
 
-FLASH = [Backend(name, partial(_refuses, name), partial(_run, name)) for name in _MODULES]
+FLASH = [Backend(name, partial(_run, name), True, HALF, _LACKS, partial(_limit, name)) for name in _MODULES]
 
 
 def _run_meta(
@@ -91,4 +85,4 @@ def _run_meta(
     return flash_attention_4(q, k, v, cu_seqlens, request.softmax_scale, request.window, request.softcap)
 
 
-META = Backend("meta", lambda request: None, _run_meta)
+META = Backend("meta", _run_meta)

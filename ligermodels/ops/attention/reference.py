@@ -11,10 +11,6 @@ from torch import Tensor
 from ligermodels.ops.attention.backend import AttentionRequest, Backend, visible
 
 
-def _refuses(request: AttentionRequest) -> str | None:
-    return None
-
-
 def _run(
     q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
     sinks: Tensor | None,
@@ -36,4 +32,4 @@ def _run(
     return out.reshape(batch, length, heads, v.shape[3]).to(q.dtype)
 
 
-REFERENCE = Backend("reference", _refuses, _run)
+REFERENCE = Backend("reference", _run)

@@ -29,9 +29,7 @@ set-up."""
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def _refuses(request: AttentionRequest) -> str | None:
-    if request.softcap is not None:
-        return "torch's scaled_dot_product_attention has no softcap"
+def _limit(request: AttentionRequest) -> str | None:
     return "sinks need a softmax_scale other than 0" if request.sinks and request.softmax_scale == 0 else None
 
 
@@ -123,4 +121,5 @@ def _with_sinks(
     return _sdpa(q, k, v, request, mask)[:, 1:, :, :value_dim]
 
 
-SDPA = Backend("sdpa", _refuses, _run)
+_LACKS = {"softcap": "torch's scaled_dot_product_attention has no softcap"}
+SDPA = Backend("sdpa", _run, lacks=_LACKS, limit=_limit)

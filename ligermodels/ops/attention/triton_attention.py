@@ -33,9 +33,10 @@ LOG2_E = math.log2(math.e)
 KEYS = 64
 """Keys of a tile in most launches of the kernel of their gradients."""
 PARTS_BELOW = 2
-"""Tiles of keys per multiprocessor, below which that kernel has a program for each query head. On an H100 the backward of
-2,048 tokens, 9/3 heads of 64, takes 89 us with it and 133 us without; of 4,096 tokens, 32/8 heads of 128, 1,019 and
-957 us."""
+"""Tiles of keys per multiprocessor, below which that kernel has a program for each query head.
+
+On an H100 the backward of 2,048 tokens, 9/3 heads of 64, takes 89 us with it and 133 us without; of 4,096 tokens, 32/8
+heads of 128, 1,019 and 957 us."""
 
 
 def triton_attention(
@@ -190,19 +191,15 @@ def _parts(k: Tensor, group: int) -> int:
     return group if tiles < PARTS_BELOW * num_sms(k.device) else 1
 
 
-def _refuses(request: AttentionRequest) -> str | None:
-    if request.device != "cuda" and not dispatch.INTERPRETED:
-        return f"it runs on CUDA, not on {request.device}"
+def _limit(request: AttentionRequest) -> str | None:
     if not dispatch.HAS_TRITON:
         return "triton is not installed"
-    if dispatch.reference_only():
+    if dispatch.set_backend.value == "reference":
         return 'set_backend("reference") is on'
     if request.dtype == torch.float64:
         return "it computes in float32, not in float64"
     width, limit = max(request.head_dim, request.value_dim or 0), MAX_BYTES // request.dtype.itemsize
-    if width > limit:
-        return f"it takes heads of up to {limit} channels in {request.dtype}, not {width}"
-    return "it takes no arbitrary mask" if request.masked else None
+    return f"it takes heads of up to {limit} channels in {request.dtype}, not {width}" if width > limit else None
 
 
 def _run(
@@ -222,4 +219,5 @@ def _defers(request: AttentionRequest) -> bool:
     return not needs_mask(request) and request.softcap is None and not request.sinks
 
 
-TRITON = Backend("triton", _refuses, _run, _defers)
+_LACKS = {"masked": "it takes no arbitrary mask"}
+TRITON = Backend("triton", _run, cuda_only=not dispatch.INTERPRETED, lacks=_LACKS, limit=_limit, defers=_defers)

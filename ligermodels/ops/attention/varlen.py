@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, AttentionRequest, Backend, needs_mask, query_bounds
+from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, HALF, AttentionRequest, Backend, needs_mask, query_bounds
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 _PARAMETERS = {
@@ -48,25 +48,17 @@ def compute_capability() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).major
 
 
-def _refuses(request: AttentionRequest) -> str | None:
-    if request.device != "cuda":
-        return f"it runs on CUDA, not on {request.device}"
+def _limit(request: AttentionRequest) -> str | None:
     if MISSING is not None:
         return MISSING
     if compute_capability() < 8:
         return "torch's flash attention needs a GPU of compute capability 8.0 or later"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {request.dtype}"
     width = max(request.head_dim, request.value_dim or 0)
     if width > FLASH_HEAD_DIM:
         return f"it takes heads of up to {FLASH_HEAD_DIM} channels, not {width}"
     if request.compiling and request.packed:
         return "its memory grows with the number of documents, which torch.compile bounds by the number of tokens"
-    if request.softcap is not None:
-        return "torch's flash attention has no softcap"
-    if request.sinks:
-        return "sinks are not implemented on it"
-    return "it takes no arbitrary mask" if request.masked else None
+    return None
 
 
 def _run(
@@ -165,4 +157,9 @@ def _scores(softmax_scale: float, window: int | None) -> dict[str, float | int |
     return options if window is None else options | {"window_size_left": window - 1, "window_size_right": 0}
 
 
-VARLEN = Backend("varlen", _refuses, _run, defers=lambda request: not needs_mask(request))
+_LACKS = {
+    "softcap": "torch's flash attention has no softcap",
+    "sinks": "sinks are not implemented on it",
+    "masked": "it takes no arbitrary mask",
+}
+VARLEN = Backend("varlen", _run, True, HALF, _LACKS, _limit, defers=lambda request: not needs_mask(request))

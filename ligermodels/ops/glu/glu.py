@@ -11,6 +11,7 @@ down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate 
 to [-limit, limit]; then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,7 +23,7 @@ from torch.nn import functional
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, rows_and_stride
 
 MAX_TILES = 4  # tiles of a row that a program takes
@@ -119,16 +120,22 @@ def geglu(
     return _glu("geglu", gate, up, GLUOptions(GELU[approximate], gate_multiplier, down_multiplier, limit, up_offset))
 
 
-def gated_activation(gate_up: Tensor, options: GLUOptions) -> Tensor:
-    """`swiglu` or `geglu` of pairs of channels, as `options` say.
+def gated_activation(gate_up: Tensor, options: GLUOptions | None) -> Tensor:
+    """`swiglu` or `geglu` of pairs of channels, such as the result of a linear layer, as `options` say.
 
     Args:
         gate_up: (..., 2*I), pairs of a gate and an up value.
-        options: the activation, multipliers and limits.
+        options: the activation, multipliers and limits; None for none: `gate_up` is returned.
 
     Returns (..., I) of the dtype of `gate_up`. Raises InputError for an odd number of channels.
     """
-    return _glu("gated_activation", gate_up, None, options)
+    return gate_up if options is None else _glu("gated_activation", gate_up, None, options)
+
+
+def check_pairs(op: str, channels: int) -> None:
+    """Raises InputError, naming `op`, if the number of channels before a gated activation is odd."""
+    if channels % 2:
+        raise InputError(f"{op}: a gated activation needs pairs of channels, and the layer before it has {channels}")
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
@@ -147,8 +154,8 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
     (up,) = replicated(op, gate, up=up)
     check_tensor(op, "gate", gate, (..., "I"))
     check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype, optional=True)
-    if up is None and gate.shape[-1] % 2:
-        raise InputError(f"{op}: a packed gate must have an even last dimension, got {tuple(gate.shape)}")
+    if up is None:
+        check_pairs(op, gate.shape[-1])
     if options.limit is not None and not options.limit > 0:
         raise InputError(f"{op}: limit must be above 0, got {options.limit}")
     return _GLU.apply(gate, up, options) if use_kernels(gate, up) else glu_reference(gate, up, options)
@@ -319,7 +326,13 @@ def glu_numbers(gate_multiplier: float, down_multiplier: float, limit: float | N
     return [_unless(gate_multiplier, 1), _unless(down_multiplier, 1), _unless(limit, None), _unless(up_offset, 0)]
 
 
-@custom_op()
+def _cut_pairs(gate: Any, up: Any, **_: Any) -> int:
+    """For `Rows`: columns may be sharded too, where no pair is cut in two."""
+    parts = math.prod(gate.mesh.shape) * (2 if up is None else 1)
+    return 0 if gate.shape[-1] % parts == 0 else 1
+
+
+@custom_op(rows=Rows(_cut_pairs))
 def _glu_forward(
     gate: Tensor, up: Tensor | None, activation: str, gate_multiplier: float, down_multiplier: float,
     limit: float | None, up_offset: float,
@@ -336,7 +349,7 @@ def _glu_forward(
     return out
 
 
-@custom_op()
+@custom_op(rows=Rows(_cut_pairs))
 def _glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, need_gate: int, need_up: bool, activation: str,
     gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.glu.glu import GLUOptions
-from ligermodels.ops.linear.epilogue import activated, check_activation
-from ligermodels.ops.quantized.few_rows import Epilogue, few_rows
+from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
+from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import PLAIN, PLAIN_OR_NONE, custom_op, is_fake
@@ -48,12 +47,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
     Raises:
         InputError: N is odd, and there is an activation. For other errors see `torch.nn.functional.linear`.
     """
-    check_activation("linear", len(weight), activation)
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _plain(x, weight, bias):
         for backend in BACKENDS:
             if backend.supports(x, weight, bias):
                 return backend.compute(x, weight, bias, activation)
-    return activated(F.linear(x, weight, bias), activation)
+    return gated_activation(F.linear(x, weight, bias), activation)
 
 
 class Backend(NamedTuple):
@@ -110,7 +108,12 @@ def few_rows_linear(
 
     Returns:
         (..., N), or (..., N / 2) with an activation, dtype of x.
+
+    Raises:
+        InputError: N is odd, and there is an activation.
     """
+    if activation is not None:
+        check_pairs("linear", len(weight))
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _few_rows_linear(rows, weight, scales, bias, *(activation or NO_ACTIVATION))
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -129,7 +132,7 @@ def _few_rows_linear(
     y = x.new_empty(x.shape[0], weight.shape[0] // 2 if activation else weight.shape[0])
     if not is_fake(x):
         gated = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset) if activation else None
-        few_rows(x, weight, scales, bias, y, Epilogue(gated))
+        few_rows(x, weight, scales, bias, y, gated)
     return y
 
 
@@ -151,7 +154,7 @@ def _has_onednn() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: GLUOptions | None) -> Tensor:
-    return activated(torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""), activation)
+    return gated_activation(torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""), activation)
 
 
 BACKENDS = (Backend(_few_rows_supports, _few_rows), Backend(_onednn_supports, _onednn))

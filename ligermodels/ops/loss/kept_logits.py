@@ -80,7 +80,7 @@ def rows_to_keep(hidden: Tensor, weight: Tensor, memory_budget: int, needs: Sequ
     Args:
         hidden: (..., H).
         weight: (V, H).
-        memory_budget: bytes for kept logits, a chunk of the backward pass and the float32 sum of the gradient of hidden.
+        memory_budget: bytes for kept logits, a chunk in the backward and the float32 sum of the gradient of hidden.
         needs: whether the gradients of hidden, weight and bias are needed.
     """
     if torch.compiler.is_compiling() or not any(needs) or is_fake(hidden) or torch._C._len_torch_dispatch_stack():

@@ -5,8 +5,8 @@ With effective logits x as at the head of `token_losses`, p = softmax(x) and lse
     -log p_y = lse - x_y        entropy = -sum p log p = lse - sum p x        lse        mean of w_j x_j
 
 Only the backward pass knows the gradients by the statistics. If the head is trained, it goes by chunks of classes
-(`linear_gradients`) and recomputes the logits that the forward pass has not kept (`kept_logits`): three to four GEMMs in
-all. If only the hidden states need a gradient, the forward pass computes the gradient of each row's -log p_y, and the
+(`linear_gradients`) and recomputes the logits that the forward pass has not kept (`kept_logits`): three to four GEMMs.
+If only the hidden states need a gradient, the forward pass computes the gradient of each row's -log p_y, and the
 backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.host_checks import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_rows, check_tensor, empty_like
 

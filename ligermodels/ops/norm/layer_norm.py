@@ -13,7 +13,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import check_rows, contiguous, empty_gradient, empty_like, rows_and_stride
 
 FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviation from the mean, in variances, beyond which rounding shows
@@ -145,7 +145,7 @@ def _layer_norm_backward_kernel(
         tl.store(db + part, tl.sum(of_bias, axis=0).to(db.dtype.element_ty), mask=col < N)
 
 
-@custom_op()
+@custom_op(rows=Rows())
 def _layer_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _layer_norm_forward(
     return y, mean, rstd
 
 
-@custom_op()
+@custom_op(rows=Rows())
 def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, need_x: int,
     need_weight: bool, need_bias: bool,

@@ -16,7 +16,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import PLAIN, custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import PLAIN, Rows, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import (
     check_rows,
     check_tensor,
@@ -241,7 +241,7 @@ def _rms_norm_backward_kernel(
         tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
 
 
-@custom_op()
+@custom_op(rows=Rows(results=lambda residual, after, **_: (True, residual is not None and not after, True)))
 def _rms_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, after: int, eps: float, offset: float, cast_before: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +262,7 @@ def _rms_norm_forward(
     return y, total, rstd
 
 
-@custom_op()
+@custom_op(rows=Rows())
 def rms_norm_backward(
     dy: Tensor, dx_more: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_x: int,
     need_weight: bool, offset: float,

@@ -35,20 +35,11 @@ class _Tile(NamedTuple):
     stages: int
 
 
-class Epilogue(NamedTuple):
-    """Operations fused after the layer. The layer's result is first rounded to the dtype of x, as if it were written.
-
-    residual: (..., N), of x's dtype, added to the result. gated: a gated activation of pairs of channels, applied to
-    the sum."""
-
-    gated: GLUOptions | None = None
-    residual: Tensor | None = None
-
-
 def few_rows(
-    x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor, then: Epilogue | None = None
+    x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor, gated: GLUOptions | None = None
 ) -> None:
-    """Computes the layer into y.
+    """Computes the layer into y. With an activation, the layer's result is first rounded to the dtype of x, as if it
+    were written.
 
     Args:
         x: (M, K), M up to 16, bfloat16 or float16.
@@ -56,10 +47,9 @@ def few_rows(
         scales: scales of the codes; None for a plain weight.
         bias: (N,), of x's dtype, or None.
         y: (M, N), or (M, N / 2) with a gated activation, of x's dtype; written.
-        then: operations after the layer, or None.
+        gated: a gated activation of pairs of channels, or None.
     """
     (M, K), N = x.shape, codes.shape[0]
-    gated, residual = then or Epilogue()
     options = gated or GLUOptions("")
     kind = "plain" if scales is None else format_of(codes, scales)
     four_bits = codes.dtype == torch.uint8
@@ -69,7 +59,7 @@ def few_rows(
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     _few_rows_kernel[(-(-N // tile.channels),)](
-        *rows_and_stride(x), codes, scales, contiguous(bias), *rows_and_stride(residual), *glu_numbers(*options[1:]), y,
+        *rows_and_stride(x), codes, scales, contiguous(bias), *glu_numbers(*options[1:]), y,
         M, N, K, num_groups(K), -(-K // step), KIND=kind, NATIVE=native, ACTIVATION=options.activation, ONE=M == 1,
         WHOLE=K % step == 0, BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts, STEP=tile.step,
         STAGES=stages, num_warps=tile.warps, num_stages=stages,
@@ -88,7 +78,7 @@ def _tile(four_bits: bool, M: int, N: int) -> _Tile:
 
 @kernel
 def _few_rows_kernel(
-    x, x_row, codes, scales, bias, residual, residual_row, gate_multiplier, down_multiplier, limit, up_offset, y,
+    x, x_row, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
     M, N, K, G, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,9 +128,6 @@ def _few_rows_kernel(
     if bias is not None:
         result += tl.load(bias + channel).to(tl.float32)[:, None]
     result, there, row = result.to(y.dtype.element_ty), (m < M)[None, :] & (n < N)[:, None], m.to(tl.int64)[None, :]
-    if residual is not None:
-        more = tl.load(residual + row * residual_row + n[:, None], mask=there, other=0.0).to(tl.float32)
-        result = (more + result.to(tl.float32)).to(y.dtype.element_ty)
     if ACTIVATION == "":
         tl.store(y + row * N + n[:, None], result, mask=there)
     else:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.glu.glu import GLUOptions
-from ligermodels.ops.linear.epilogue import activated, check_activation
+from ligermodels.ops.glu.glu import GLUOptions, gated_activation
 from ligermodels.ops.linear.linear import few_rows_linear
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
@@ -55,7 +54,6 @@ def quantized_linear(
         raise InputError(f"quantized_linear: x must be floating, of shape (..., K); got {x.dtype} {tuple(x.shape)}")
     reject_dtensors("quantized_linear", x, codes, scales, bias)
     name, features = "quantized_linear", x.shape[-1]
-    check_activation(name, codes.shape[0], activation)
     check_quantized(name, codes, scales, features, x.device)
     if bias is not None:
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
@@ -65,7 +63,7 @@ def quantized_linear(
     if not torch.is_grad_enabled() and not x.is_meta and _kernel(rows, codes) is few_rows:
         return few_rows_linear(x, codes, scales, bias, activation)
     y: Tensor = _QuantizedLinear.apply(rows, codes, scales, bias)
-    return activated(y.view(*x.shape[:-1], codes.shape[0]), activation)
+    return gated_activation(y.view(*x.shape[:-1], codes.shape[0]), activation)
 
 
 def quantized_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, replicated
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
 from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, empty_like
 
 
@@ -170,7 +170,7 @@ def _check_tables(op: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -
     check_tensor(op, "sin", sin, cos.shape, x.device)
 
 
-@custom_op()
+@custom_op(rows=Rows(results=lambda k, **_: (True, k is not None)))
 def _rope_rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """q and k (B, T, heads, D) rotated, or rotated back if `inverse`; the second result is empty without k."""
     out = empty_like(q), empty_gradient(k, k is not None, q)
@@ -182,7 +182,7 @@ def _rope_rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, inverse:
     return out
 
 
-@custom_op()
+@custom_op(rows=Rows())  # arguments count the heads, so heads cannot be sharded
 def _rope_split(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
     num_kv_heads: int, group_size: int, head_dim: int, eps: float, offset: float, cast_before: bool,
@@ -204,7 +204,7 @@ def _rope_split(
     return q, k, v
 
 
-@custom_op()
+@custom_op(rows=Rows(whole=2))
 def _rope_merge(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
     k_norm: Tensor | None, qkv: Tensor | None, need_qkv: int, need_q_norm: bool, need_k_norm: bool, eps: float,

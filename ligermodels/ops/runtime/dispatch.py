@@ -32,37 +32,25 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
 """INTERPRETED as a constant that kernels can read."""
 
 Backend = Literal["reference", "triton"]
-_backend: Backend | None = None
 
 
-def use_kernels(*tensors: Tensor | None) -> bool:
-    """Whether an op on these tensors runs its Triton kernels rather than its reference; None is ignored.
+class Setting:
+    """A setting of the whole process and all threads. It takes effect at the call; as a context manager, it ends with
+    the context."""
 
-    Raises BackendError if `set_backend("triton")` is on but the kernels cannot run on these tensors.
-    """
-    present = [t for t in tensors if t is not None]
-    if torch.float64 in [t.dtype for t in present]:
-        return False
-    if True in [t.is_meta for t in present]:
-        return True  # nothing runs
-    if _backend == "reference":
-        return False
-    if INTERPRETED or (HAS_TRITON and (False not in [t.is_cuda for t in present] or pretending())):
-        return True
-    if _backend == "triton":
-        raise BackendError(
-            'set_backend("triton") is on, but the kernels need triton and CUDA tensors; on the CPU they run only with '
-            "TRITON_INTERPRET=1 set before ligermodels is imported"
-        )
-    return False
+    value: Any
+
+    def __init__(self, value: Any) -> None:
+        self._previous, type(self).value = self.value, value
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        type(self).value = self._previous
 
 
-def reference_only() -> bool:
-    """Whether `set_backend("reference")` is on."""
-    return _backend == "reference"
-
-
-class set_backend:
+class set_backend(Setting):
     """Makes every op run on one backend, for the whole process and all threads.
 
     It takes effect at the call; as a context manager, it ends with the context. A backward pass runs on the backend of
@@ -79,18 +67,62 @@ class set_backend:
         ...     y = rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
     """
 
+    value: Backend | None = None
+
     def __init__(self, backend: Backend | None) -> None:
-        global _backend
         if backend not in ("reference", "triton", None):
             raise BackendError(f'backend must be "reference", "triton" or None, got {backend!r}')
-        self._previous, _backend = _backend, backend
+        super().__init__(backend)
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, *_: object) -> None:
-        global _backend
-        _backend = self._previous
+class set_host_checks(Setting):
+    """Makes checks of values, such as of a target outside the vocabulary, raise InputError on CUDA too, or not.
+
+    On the CPU such a check raises InputError. On CUDA it fails a device-side assertion: nothing waits for the device,
+    but the error names no value, appears at a later call, and ends the process's use of the GPU. With this setting, or
+    LIGERMODELS_HOST_CHECKS=1 in the environment, each check on CUDA waits for the device, so use it to find an error,
+    like CUDA_LAUNCH_BLOCKING=1. While a CUDA graph is captured, and in code that torch.compile has compiled, the
+    assertions stay.
+
+    It takes effect at the call, for the whole process and all threads; as a context manager, it ends with the context.
+
+    Args:
+        enabled: True for InputError, False for device-side assertions.
+    """
+
+    value: bool = os.environ.get("LIGERMODELS_HOST_CHECKS", "0") not in ("", "0")
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+
+
+def checked_on_host(x: Tensor) -> bool:
+    """Whether a check of the values of x runs on the host and raises InputError."""
+    if x.is_cuda:
+        return set_host_checks.value and not torch.cuda.is_current_stream_capturing()
+    return x.device.type == "cpu"
+
+
+def use_kernels(*tensors: Tensor | None) -> bool:
+    """Whether an op on these tensors runs its Triton kernels rather than its reference; None is ignored.
+
+    Raises BackendError if `set_backend("triton")` is on but the kernels cannot run on these tensors.
+    """
+    present = [t for t in tensors if t is not None]
+    if torch.float64 in [t.dtype for t in present]:
+        return False
+    if True in [t.is_meta for t in present]:
+        return True  # nothing runs
+    if set_backend.value == "reference":
+        return False
+    if INTERPRETED or (HAS_TRITON and (False not in [t.is_cuda for t in present] or pretending())):
+        return True
+    if set_backend.value == "triton":
+        raise BackendError(
+            'set_backend("triton") is on, but the kernels need triton and CUDA tensors; on the CPU they run only with '
+            "TRITON_INTERPRET=1 set before ligermodels is imported"
+        )
+    return False
 
 
 def num_sms(device: torch.device) -> int:

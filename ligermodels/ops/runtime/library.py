@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,20 @@ def keeps_results(op: Any, args: Sequence[Any]) -> bool:
     return keep is not None and keep(*args)
 
 
+class Rows(NamedTuple):
+    """For `custom_op`: the op computes each row of its tensors by itself, so DTensors may be sharded by rows.
+
+    whole: number of the last dimensions of the first tensor that cannot be sharded; or a function of the op's
+        arguments, by name, that returns it.
+    results: a function of the op's arguments, by name: whether each result has elements. None: all have.
+    """
+
+    whole: int | Callable[..., int] = 1
+    results: Callable[..., Sequence[bool]] | None = None
+
+
 def custom_op(
-    mutates_args: Sequence[str] = (), *, keep: Callable[..., bool] | None = None
+    mutates_args: Sequence[str] = (), *, keep: Callable[..., bool] | None = None, rows: Rows | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a function as `torch.ops.ligermodels.<its name>`, and return a function that calls the op.
 
@@ -47,12 +59,13 @@ def custom_op(
     `is_fake`.
 
     Eager calls with plain tensors and without a dispatch mode skip the dispatcher, because its overhead exceeds the
-    time of a small kernel. DTensors follow the rules in `sharding`; an op without rules raises InputError for them.
+    time of a small kernel. DTensors follow the rules in `sharding`; an op without `rows` raises InputError for them.
 
     Args:
         mutates_args: names of the inputs that the function changes. Default: none.
         keep: called with the op's arguments; returns whether selective activation checkpointing keeps the results of
             the call instead of recomputing them. Default: None, it keeps no results.
+        rows: how DTensors may be sharded. Default: None, the op takes no DTensors.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +98,7 @@ def custom_op(
                 return op(*[[*each] if isinstance(each, tuple) else each for each in args])
             if type(args[0]) not in PLAIN or args[0].is_meta or torch._C._len_torch_dispatch_stack():
                 if not sharded and is_dtensor(args[0]):
-                    _sharding().register(name, op)
+                    _sharding().register(op, rows)
                     sharded = True
                 return op(*args)
             if not torch.is_grad_enabled():  # as within the passes of an autograd.Function

@@ -8,26 +8,16 @@ op's schema, the first flag that changes the shapes of results must be an int.
 """
 
 import functools
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.library import Rows
 
 WEIGHTS = ("weight", "bias", "q_norm", "k_norm")
-WHOLE = {  # op -> number of last dimensions of its first tensor that cannot be sharded
-    "rms_norm_forward": 1,
-    "rms_norm_backward": 1,
-    "layer_norm_forward": 1,
-    "layer_norm_backward": 1,
-    "glu_forward": 1,  # or none: see _rules
-    "glu_backward": 1,
-    "rope_rotate": 1,
-    "rope_split": 1,  # arguments count the heads, so heads cannot be sharded
-    "rope_merge": 2,
-}
 
 
 def is_dtensor(x: Any) -> bool:
@@ -55,28 +45,25 @@ def replicated(op: str, x: Any, others: dict[str, Any]) -> list[Any]:
     ]
 
 
-def register(name: str, op: Any) -> None:
+def register(op: Any, rows: Rows | None) -> None:
     """Register the rules of an op with torch. Raises InputError if it has none."""
-    if name not in WHOLE:
+    if rows is None:
         raise InputError(
-            f"{name} takes no DTensor: pass local tensors (x.to_local()), or gather first (x.full_tensor())"
+            f"{op._opname} takes no DTensor: pass local tensors (x.to_local()), or gather first (x.full_tensor())"
         )
     names = [argument.name for argument in op._schema.arguments]
-    register_sharding(op)(functools.partial(_rules, name, names, len(op._schema.returns)))
+    register_sharding(op)(functools.partial(_rules, rows, names, len(op._schema.returns)))
 
 
-def _rules(name: str, names: list[str], num_results: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+def _rules(rows: Rows, names: list[str], num_results: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """The placements of an op's results and arguments, for each placement of its rows."""
     by_name = dict(zip(names, arguments, strict=True))
-    whole = WHOLE[name]
-    if name.startswith("glu"):  # columns too, where no pair is cut in two
-        gate = by_name["gate"]
-        parts = math.prod(gate.mesh.shape) * (2 if by_name["up"] is None else 1)
-        whole = 0 if gate.shape[-1] % parts == 0 else 1
+    whole = rows.whole if isinstance(rows.whole, int) else rows.whole(**by_name)
+    exist = rows.results(**by_name) if rows.results else (True,) * num_results
     placements = [Replicate(), *(Shard(dim) for dim in range(len(arguments[0].shape) - whole))]
     return [
-        (_results(name, num_results, by_name, rows), [_argument(key, x, rows) for key, x in by_name.items()])
-        for rows in placements
+        (_results(exist, by_name, placement), [_argument(key, x, placement) for key, x in by_name.items()])
+        for placement in placements
     ]
 
 
@@ -91,16 +78,11 @@ def _argument(name: str, x: Any, rows: Any) -> Any:
     return rows
 
 
-def _results(name: str, num_results: int, arguments: dict[str, Any], rows: Any) -> list[Any]:
+def _results(exist: Sequence[bool], arguments: dict[str, Any], rows: Any) -> list[Any]:
     """The placements of the results for a placement of the rows. A result that is not needed is empty."""
     needs = {key.removeprefix("need_"): needed for key, needed in arguments.items() if key.startswith("need_")}
     if not needs:  # a forward pass
-        exists = [True] * num_results
-        if name == "rms_norm_forward":
-            exists[1] = arguments["residual"] is not None and not arguments["after"]
-        elif name == "rope_rotate":
-            exists[1] = arguments["k"] is not None
-        return [rows if exist else Replicate() for exist in exists]
+        return [rows if each else Replicate() for each in exist]
     weight_gradient = Partial() if isinstance(rows, Shard) else Replicate()
     placements = [weight_gradient if key in WEIGHTS else rows for key in needs]
     return [p if needed else Replicate() for p, needed in zip(placements, needs.values(), strict=True)]
