@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -25,31 +24,21 @@ _FLOAT8: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class GatedActivation:
+class GatedActivation(GLUOptions):
     """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
     Args:
         activation: a key of ACTIVATIONS.
         gate_multiplier, down_multiplier, limit, up_offset: see `ops.swiglu`.
 
-    It is no module: a linear layer that is called with it may compute it in its own kernel.
+    It is no module: a linear layer that is called with it passes it to its op, which may compute it in its own kernel.
     """
 
-    activation: str
-    gate_multiplier: float = 1.0
-    down_multiplier: float = 1.0
-    limit: float | None = None
-    up_offset: float = 0.0
-
-    @property
-    def options(self) -> GLUOptions:
-        """The same as arguments of the ops."""
-        return GLUOptions(self.activation, self.gate_multiplier, self.down_multiplier, self.limit, self.up_offset)
+    __slots__ = ()
 
     def __call__(self, gate_up: Tensor, *, form: Float8Form | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I) of the same dtype; with a `form` a `Float8Tensor` in that form."""
         if form is None:
-            return ops.gated_activation(gate_up, self.options)
-        options = self.options._asdict()
+            return ops.gated_activation(gate_up, self)
+        options = self._asdict()
         return _FLOAT8[options.pop("activation")](gate_up, *form[:2], **form.layouts, **options)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
-from ligermodels.errors import InputError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues
-from ligermodels.layers.context_parallel import attention
+from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import KVCache, LayerKV
 from ligermodels.layers.layer import Layer
@@ -126,12 +125,16 @@ class AttentionConfig(LayerConfig):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
         if self.sinks:
             found.append(rename(f"{native}.sinks", there["attention.sinks"]))
-        if self.qk_norm is not None:
-            for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
-                source = f"{there[f'attention.{norm}']}.weight"
-                count = count if self.qk_norm.over == "projection" else 1
-                found.append(heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs))
-        return found
+        return [*found, *self._norm_mappings(native, there, pairs)]
+
+    def _norm_mappings(self, native: str, there: Mapping[str, str], pairs: int) -> Iterator[WeightMapping]:
+        """The norms of queries and keys, of one head or of all; `there` are the names of parts in the checkpoint."""
+        if self.qk_norm is None:
+            return
+        for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+            source = f"{there[f'attention.{norm}']}.weight"
+            count = count if self.qk_norm.over == "projection" else 1
+            yield heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs)
 
     def _gated_rows(self, q: str, k: str, v: str) -> Iterator[tuple[str, int, int, int]]:
         """For `rows`: within each key/value head its query heads, its key, its value, its query heads' gates."""
@@ -151,13 +154,10 @@ class AttentionConfig(LayerConfig):
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
 
-    def scale_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """Rotated queries (B, T, heads, D), times the factors of `query_scaling`; InputError without positions."""
-        if self.query_scaling is None:
-            return q
-        if context.positions is None:
-            raise InputError("positions: of the ForwardContext are missing, and query_scaling goes by them")
-        return self.query_scaling.scale(q, context.positions)
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """The options of attention ops that change scores."""
+        return {"softmax_scale": self.softmax_scale, "window": self.window, "softcap": self.softcap}
 
     def state_elements(self, max_length: int) -> int:
         return 2 * max_length * self.num_kv_heads * self.head_dim
@@ -202,27 +202,27 @@ class Attention(Layer):
 
         If the config has `shares_kv`, the result is (hidden states, `KeysValues`), with None in a decoding pass. The
         keys and values of x are added to a `state`."""
-        config = self.config
-        options: dict[str, Any] = {
-            "softmax_scale": config.softmax_scale,
-            "window": config.window,
-            "softcap": config.softcap,
-            "sinks": local(self, self.sinks),
-        }
+        config, decodes = self.config, state is not None and context.cache_seqlens is not None
+        options = {**config.score_options, "sinks": local(self, self.sinks)}
         q, k, v, gate = self.project(x, context, state)
-        q, shared = config.scale_queries(q, context), None
-        if state is not None and context.cache_seqlens is not None:
+        if config.query_scaling is not None:
+            q = config.query_scaling.scale(q, context.positions)
+        if decodes:
             mask = None if context.tree is None else context.tree.mask
-            out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options)
+            out = ops.decode_attention(q, k, v, cast(Tensor, context.cache_seqlens), tree_mask=mask, **options)
             out = as_dtype(out, x.dtype)
         else:
             if state is not None:
                 state.fill(k, v)
-            out = attention(q, k, v, context.cu_seqlens, context.shard, backend=config.backend, **options)
-            shared = KeysValues(k, v)
+            options["backend"] = config.backend
+            if context.shard is None:
+                out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
+            else:
+                keys, values = context.shard.all_tokens(k), context.shard.all_tokens(v)
+                out = shard_attention(q, keys, values, context.cu_seqlens, context.shard, **options)
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
-        return (out, shared) if config.shares_kv else out
+        return (out, None if decodes else KeysValues(k, v)) if config.shares_kv else out
 
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None

@@ -13,7 +13,6 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
-from ligermodels.layers.float8 import layer_input_form, produce
 from ligermodels.layers.layer import Layer, checked_layer, declared
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding
@@ -207,7 +206,9 @@ class Block(nn.Module):
 def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
     if getattr(norm, "fused_add", False):
-        return cast("tuple[Tensor, Tensor]", produce(norm, layer_input_form(layer), x, branch))
+        form = declared(layer).input_form()
+        options = {"form": form} if form is not None and getattr(norm.forward, "writes_float8", False) else {}
+        return cast("tuple[Tensor, Tensor]", norm(x, branch, **options))
     total = x if branch is None else x + branch.to(x.dtype)
     normed = norm(total)
     return normed if isinstance(normed, tuple) else (normed, total)  # a module around a fused norm gives both

@@ -25,27 +25,6 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.tokens import SequenceShard
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, shard: SequenceShard | None, **options: Any
-) -> Tensor:
-    """`ops.attention` of a layer, with or without context parallelism.
-
-    Args:
-        q: queries (rows, T, Hq, D), of all tokens or of the tokens of the `shard`.
-        k: keys (rows, T, Hkv, D) of the same tokens.
-        v: values (rows, T, Hkv, D) of the same tokens.
-        cu_seqlens: int32 (n + 1,), bounds of the documents packed into the whole row, or None.
-        shard: this rank's part of the tokens, or None where it has all of them.
-        options: other arguments of `ops.attention`.
-
-    Returns:
-        (rows, T, Hq, D).
-    """
-    if shard is None:
-        return ops.attention(q, k, v, cu_seqlens=cu_seqlens, **options)
-    return shard_attention(q, shard.all_tokens(k), shard.all_tokens(v), cu_seqlens, shard, **options)
-
-
 def shard_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, shard: SequenceShard, **options: Any
 ) -> Tensor:

@@ -1,9 +1,9 @@
 """Linear layers that compute in float8, and how a layer and the producer of its input agree on float8.
 
 A class of modules says by `float8_linears` which of its linear layers can compute in float8: INPUT for a layer that
-takes the module's own input, else None. A block asks its layers by `layer_input_form` for the form of their input, and
-passes it to its norms; a producer that can write float8 marks its forward by `writes_float8`. Any other linear layer
-in float8 casts its input itself.
+takes the module's own input, else None. A block asks its layers by `Layer.input_form` for the form of their input, and
+passes it to its norms; a norm that can write float8 marks its forward by `writes_float8`. Any other linear layer in
+float8 casts its input itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels import ops
-from ligermodels.layers import token_parts
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.lora import LoRA
 from ligermodels.layers.sharding import TensorSharding
@@ -156,41 +155,14 @@ def float8_slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{part}", linear
 
 
-def layer_input_form(module: nn.Module) -> Float8Form | None:
-    """The form in which `module` takes its input as a `Float8Tensor` now: the form of its linear layers that take the
-    input, if it is the same for all of them. Else None, and each layer casts for itself, as it does for what it
-    gathers from parts of the tokens."""
-    # What takes the input need not be a module.
-    may_be_float8 = torch.is_grad_enabled() or getattr(module, "training", True)
-    if token_parts.current() is not None or not may_be_float8:
-        return None
-    linears = [getattr(module, part, None) for part, source in _rules(module).items() if source == INPUT]
-    forms = {linear_input_form(linear) for linear in linears if linear is not None}
-    return forms.pop() if len(forms) == 1 else None
-
-
-def linear_input_form(linear: nn.Module) -> Float8Form | None:
-    """The form in which a linear layer itself takes its input as a `Float8Tensor` now; None for other modules."""
-    if not hasattr(type(linear), "input_form"):  # a module that lacks an attribute takes long to say so
-        return None
-    return cast("Float8Form | None", cast(Any, linear).input_form())
-
-
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def writes_float8(forward: Forward) -> Forward:
-    """Mark a module's forward that takes a `form`, in which its result is a Float8Tensor: a class that
-    overrides it is then not taken for one that can."""
+    """Mark a norm's forward that takes a `form`, in which its result is a Float8Tensor: a class that overrides the
+    forward is then not given one."""
     forward.writes_float8 = True  # type: ignore[attr-defined]
     return forward
-
-
-def produce(producer: nn.Module, form: Float8Form | None, *inputs: Tensor | None) -> Any:
-    """`producer(*inputs)`, which writes float8 in this form, if there is one and the producer can."""
-    if form is None or not getattr(producer.forward, "writes_float8", False):
-        return producer(*inputs)
-    return producer(*inputs, form=form)
 
 
 def _rules(module: nn.Module) -> Mapping[str, str | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.context_parallel import shard_attention
@@ -237,11 +237,7 @@ class LatentAttention(Layer):
         config = self.config
         q = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
         q = self._rotate(q.unflatten(-1, (-1, config.key_dim)), context)
-        if config.query_scaling is None:
-            return q
-        if context.positions is None:
-            raise InputError("positions: of the ForwardContext are missing, and query_scaling goes by them")
-        return config.query_scaling.scale(q, context.positions)
+        return q if config.query_scaling is None else config.query_scaling.scale(q, context.positions)
 
     def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
         return ops.rope(x, x[:, :, :0], *context.rope_tables[self.config.rope])[0]

@@ -8,7 +8,11 @@ from typing import ClassVar
 from torch import nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers import token_parts
+from ligermodels.layers.float8 import INPUT
+from ligermodels.layers.linear import input_form
 from ligermodels.layers.sharding import TensorSharding
+from ligermodels.ops import Float8Form
 
 
 class Layer(nn.Module):
@@ -46,6 +50,15 @@ class Layer(nn.Module):
     float8_linears: ClassVar[Mapping[str, str | None]] = {}
     """Names of the linear layers that may compute in float8: "input" for a linear layer that takes `x` itself, None for
     any other. See `ligermodels.layers.float8`."""
+
+    def input_form(self) -> Float8Form | None:
+        """The form in which the layer takes `x` as a `Float8Tensor` now: the form of its linear layers that take `x`,
+        if it is the same for all of them. Else None, and each linear layer casts for itself, as it does if it gathers
+        its input from parts of the tokens."""
+        linears = [getattr(self, name, None) for name, source in self.float8_linears.items() if source == INPUT]
+        forms = {input_form(linear) for linear in linears if linear is not None}
+        form = forms.pop() if len(forms) == 1 else None
+        return None if form is None or token_parts.current() is not None else form
 
 
 _DEFAULTS = Layer()

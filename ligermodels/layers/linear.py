@@ -88,7 +88,7 @@ class Linear(nn.Linear):
 
         Returns (..., out_features) of the dtype of `input`, or the result of the activation.
         """
-        gated = activation.options if type(activation) is GatedActivation and form is None else None
+        gated = activation if type(activation) is GatedActivation and form is None else None
         if self.split is None and self.update is None and (activation is None or gated is not None):
             return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
         if self.split is None:
@@ -182,6 +182,11 @@ def call_linear(
     if isinstance(linear, Linear):
         return cast(Tensor, linear(x, activation=activation, form=form))
     return activate(linear(x), activation, form)
+
+
+def input_form(linear: nn.Module) -> Float8Form | None:
+    """`Linear.input_form`; None for any module that a user has put in the place of a `Linear`."""
+    return linear.input_form() if isinstance(linear, Linear) else None
 
 
 def activate(y: Tensor, activation: Callable[..., Tensor] | None, form: Float8Form | None) -> Tensor:

@@ -12,9 +12,9 @@ from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, int
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext
-from ligermodels.layers.float8 import INPUT, linear_input_form
+from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.layer import Layer
-from ligermodels.layers.linear import Linear, call_linear
+from ligermodels.layers.linear import Linear, call_linear, input_form
 from ligermodels.layers.sharding import TensorSharding, split_evenly
 
 
@@ -80,6 +80,6 @@ class GatedMLP(Layer):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H), of the dtype of x; `context` is not used."""
-        y = call_linear(self.gate_up, x, activation=self.activation, form=linear_input_form(self.down))
+        y = call_linear(self.gate_up, x, activation=self.activation, form=input_form(self.down))
         y = self.down(y)
         return y if self.down_multiplier == 1 else y * self.down_multiplier

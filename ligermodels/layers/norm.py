@@ -35,6 +35,11 @@ class NormConfig:
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the ops of RMSNorm."""
+        return {"eps": self.eps, "offset": self.offset, "casting_mode": self.casting_mode}
+
     def build(self, size: int) -> nn.Module:
         """x (..., size) -> its norm, of that shape and dtype."""
         return RMSNorm(size, self) if self.kind == "rms" else LayerNorm(size, self)
@@ -83,8 +88,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
-        config, weight = self.config, local(self, self.weight, partial=self.of_heads)
-        return ops.rms_norm(x, weight, config.eps, offset=config.offset, casting_mode=config.casting_mode)
+        return ops.rms_norm(x, local(self, self.weight, partial=self.of_heads), **self.config.options)
 
 
 class HeadRMSNorm(RMSNorm):
@@ -105,13 +109,11 @@ class AddRMSNorm(RMSNorm):
         self, x: Tensor, branch: Tensor | None = None, *, form: Float8Form | None = None
     ) -> tuple[Tensor, Tensor]:
         """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
-        config = self.config
-        branch = branch if branch is None else as_dtype(branch, x.dtype)
-        weight = local(self, self.weight)
-        options: dict[str, Any] = {"offset": config.offset, "casting_mode": config.casting_mode}
+        branch, weight = None if branch is None else as_dtype(branch, x.dtype), local(self, self.weight)
         if form is not None:
-            return ops.float8_add_rms_norm(x, branch, weight, config.eps, form.dtype, **options, **form.layouts)
-        return ops.add_rms_norm(x, branch, weight, config.eps, **options)
+            options = {**self.config.options, **form.layouts}
+            return ops.float8_add_rms_norm(x, branch, weight, dtype=form.dtype, **options)
+        return ops.add_rms_norm(x, branch, weight, **self.config.options)
 
 
 class RMSNormAdd(RMSNorm):
@@ -125,9 +127,7 @@ class RMSNormAdd(RMSNorm):
             return RMSNorm.forward(self, branch)
         if branch.dtype != x.dtype:  # under autocast
             return x + RMSNorm.forward(self, branch)
-        c = self.config
-        weight = local(self, self.weight)
-        return ops.rms_norm(branch, weight, c.eps, offset=c.offset, casting_mode=c.casting_mode, residual=x)
+        return ops.rms_norm(branch, local(self, self.weight), residual=x, **self.config.options)
 
 
 class LayerNorm(_Norm):

@@ -58,6 +58,7 @@ class SplitQKV(nn.Module):
         super().__init__()
         self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
         self.values = values
+        self.norm_options = {} if qk_norm is None else qk_norm.norm.options
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm is not None:
@@ -85,58 +86,53 @@ class SplitQKV(nn.Module):
         With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
         returned are all slots of it.
         """
-        cached, values = cache is not None and cache_seqlens is not None, self.values
-        norms: tuple[Tensor, ...] = ()
-        options: dict[str, Any] = {}
-        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
-            options = _options(self.qk_norm.norm)
-        if cached and values is not None and not values.from_keys:  # one kernel, where a step of decoding is many
-            self._check_width(qkv)
-            options["value_norm_eps"] = values.norm_eps
-        else:
+        kv_heads = self._num_kv_heads(qkv)
+        norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
+        if cache is not None and cache_seqlens is not None:
+            return self._cached(qkv, tables, cache, cache_seqlens, *norms)
+        if self.values is not None:
             qkv = self._with_values(qkv)
-        return self._rotated(qkv, tables, cache, cache_seqlens, *norms, **options)
+        return ops.rope_qkv(qkv, *tables, kv_heads, self.group_size, self.head_dim, *norms, **self.norm_options)
 
-    def _shape(self, qkv: Tensor) -> tuple[int, int, int]:
-        """Key/value heads, query heads of each, and channels of a head, of what `_with_values` returns."""
-        return qkv.shape[-1] // ((self.group_size + 2) * self.head_dim), self.group_size, self.head_dim
-
-    def _rotated(
-        self,
-        qkv: Tensor,
-        tables: Tables,
-        cache: LayerKV | None,
-        cache_seqlens: Tensor | None,
-        *norms: Tensor,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self._shape(qkv)
-        if cache is None or cache_seqlens is None:
-            return ops.rope_qkv(qkv, *tables, *shape, *norms, **options)
-        qkv = as_dtype(qkv, cache.keys.dtype)
-        q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, *norms, **options)
-        return q, cache.keys, cache.values
+    def _num_kv_heads(self, qkv: Tensor) -> int:
+        """Key/value heads of the projection; InputError unless it has as many heads for each of them."""
+        group = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
+        kv_heads, rest = divmod(qkv.shape[-1], group * self.head_dim)
+        if rest:
+            raise InputError(
+                f"qkv: width {qkv.shape[-1]} is no multiple of {group * self.head_dim}, a key/value head with its "
+                "query heads; shard the projection by key/value heads"
+            )
+        return kv_heads
 
     def _with_values(self, qkv: Tensor) -> Tensor:
         """(B, T, Hkv * (group + 1 or 2) * D) -> (..., Hkv * (group + 2) * D), of each group the values last."""
-        values, rows = self.values, self._check_width(qkv)
-        if values is None:
+        if self.values is None:
             return qkv
-        heads = qkv.unflatten(-1, (-1, rows, self.head_dim))
+        heads = qkv.unflatten(-1, (self._num_kv_heads(qkv), -1, self.head_dim))
         v = heads[..., -1:, :]
-        v = v if values.norm_eps is None else ops.rms_norm(v, None, values.norm_eps)
+        v = v if self.values.norm_eps is None else ops.rms_norm(v, None, self.values.norm_eps)
         return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
 
-    def _check_width(self, qkv: Tensor) -> int:
-        """Heads of the projection for each key/value head; InputError unless `qkv` has as many for each."""
-        rows = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
-        if qkv.shape[-1] % (rows * self.head_dim):
-            raise InputError(
-                f"qkv: width {qkv.shape[-1]} is no multiple of {rows * self.head_dim}, a key/value head with its query "
-                "heads; shard the projection by key/value heads"
-            )
-        return rows
+    def _cached(
+        self,
+        qkv: Tensor,
+        tables: Tables,
+        cache: LayerKV,
+        cache_seqlens: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` in a decoding pass: the queries, and all slots of the cache."""
+        options: dict[str, Any] = dict(self.norm_options)
+        kv_heads, values = self._num_kv_heads(qkv), self.values
+        if values is not None and not values.from_keys:  # the norm of values is in the same kernel
+            options["value_norm_eps"] = values.norm_eps
+        else:
+            qkv = self._with_values(qkv)
+        qkv, shape = as_dtype(qkv, cache.keys.dtype), (kv_heads, self.group_size, self.head_dim)
+        q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, q_norm, k_norm, **options)
+        return q, cache.keys, cache.values
 
 
 class ProjectionNormSplitQKV(SplitQKV):
@@ -148,20 +144,19 @@ class ProjectionNormSplitQKV(SplitQKV):
     def forward(
         self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of `SplitQKV`."""
-        qkv = self._with_values(qkv)
-        q, k, v = ops.rope_qkv(qkv, None, None, *self._shape(qkv))
+        """See `SplitQKV.forward`."""
+        shape = self._num_kv_heads(qkv), self.group_size, self.head_dim
+        q, k, v = ops.rope_qkv(self._with_values(qkv), None, None, *shape)
         q, k = self._normalised(q, k)
         if cache is None or cache_seqlens is None:
             cos, sin = tables
             return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
         heads = [each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)]
-        return self._rotated(torch.cat(heads, dim=3).flatten(2), tables, cache, cache_seqlens)
+        qkv = as_dtype(torch.cat(heads, dim=3).flatten(2), cache.keys.dtype)
+        return ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens), cache.keys, cache.values
 
     def _normalised(self, *heads: Tensor) -> list[Tensor]:
         """q and k, (B, T, heads, D), each normalised over all of its heads."""
-        assert self.qk_norm is not None
-        options = _options(self.qk_norm.norm)
         rows = [each.flatten(2) for each in heads]
         weights = [local(self, weight) for weight in (self.q_norm, self.k_norm)]
         for x, weight in zip(rows, weights, strict=True):
@@ -171,16 +166,12 @@ class ProjectionNormSplitQKV(SplitQKV):
                     "shard both by heads (ligermodels.parallel.tensor)"
                 )
         if not is_tensor_parallel(self):
-            found = [ops.rms_norm(x, weight, **options) for x, weight in zip(rows, weights, strict=True)]
+            found = [ops.rms_norm(x, weight, **self.norm_options) for x, weight in zip(rows, weights, strict=True)]
         else:
             squares = mean_over_ranks(self, torch.stack([_mean_square(x) for x in rows]))
             parts = zip(rows, weights, squares, strict=True)
-            found = [rms_norm_reference(x, weight, mean_square=each, **options) for x, weight, each in parts]
+            found = [rms_norm_reference(x, weight, mean_square=each, **self.norm_options) for x, weight, each in parts]
         return [x.view_as(each) for x, each in zip(found, heads, strict=True)]
-
-
-def _options(norm: NormConfig) -> dict[str, Any]:
-    return {"eps": norm.eps, "offset": norm.offset, "casting_mode": norm.casting_mode}
 
 
 def _mean_square(x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
+
 
 @dataclass(frozen=True)
 class QueryScaling:
@@ -16,7 +18,10 @@ class QueryScaling:
     beta: float
     original_context: int
 
-    def scale(self, q: Tensor, positions: Tensor) -> Tensor:
-        """q (B, T, heads, D), scaled by its positions (B or 1, T). The factor is computed in float32, then cast."""
+    def scale(self, q: Tensor, positions: Tensor | None) -> Tensor:
+        """q (B, T, heads, D), scaled by its positions (B or 1, T); InputError without positions. The factor is computed
+        in float32, then cast."""
+        if positions is None:
+            raise InputError("positions: of the ForwardContext are missing, and query_scaling goes by them")
         contexts = torch.floor(positions.float() / self.original_context)
         return q * (1 + self.beta * torch.log(1 + contexts)).to(q.dtype)[..., None, None]

@@ -28,7 +28,7 @@ from ligermodels import ops
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import GatedActivation
-from ligermodels.layers.float8 import float8_slots, layer_input_form
+from ligermodels.layers.float8 import float8_slots
 from ligermodels.ops import Float8Tensor
 from ligermodels.ops.float8 import cast, glu, lora, mm, tail
 from ligermodels.training import train_heads
@@ -301,7 +301,7 @@ def test_exclusion() -> None:
     assert in_place_of(model) == [
         whole.format(i, n) for i in range(blocks) for n in ("mixer.qkv", "mlp.down") if (i, n) != (1, "mixer.qkv")
     ]
-    inputs = [[layer_input_form(layer) is not None for layer in (b.mixer, b.mlp)] for b in model.decoder.blocks]
+    inputs = [[layer.input_form() is not None for layer in (b.mixer, b.mlp)] for b in model.decoder.blocks]
     assert inputs == [[i != 1, False] for i in range(blocks)]
     assert all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
 

@@ -22,7 +22,6 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import Float8Warning
-from ligermodels.layers.float8 import layer_input_form
 from ligermodels.ops import Float8Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::ligermodels.errors.Float8Warning")
@@ -95,7 +94,7 @@ def test_both_latents_take_what_the_norm_has_cast() -> None:
     for exclude, written in (((), True), (["mixer.kv_a"], False)):
         model = lm.float8(family("deepseek_v3"), exclude=exclude)
         mixer = model.decoder.blocks[0].mixer
-        assert (layer_input_form(mixer) is not None) == written
+        assert (mixer.input_form() is not None) == written
         for name in ("q_a", "kv_a", "kv_b"):
             getattr(mixer, name).register_forward_pre_hook(see(name))
         gradients(model)

@@ -24,7 +24,7 @@ import ligermodels as lm
 from ligermodels import ops
 from ligermodels.adapt.lora import lora_layers
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers.float8 import Float8, layer_input_form
+from ligermodels.layers.float8 import Float8
 from ligermodels.layers.mlp import GatedActivation
 from ligermodels.layers.norm import AddRMSNorm
 from ligermodels.ops import Float8Tensor
@@ -324,7 +324,7 @@ def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     }.items():
         plain, model = (lm.float8(family(name) if name in FAMILIES else build(CONFIGS[name])) for _ in range(2))
         model = near_one_process(model, plain, lm.ParallelPlan(tensor=2), modes)
-        assert layer_input_form(model.decoder.blocks[0].mixer) is not None
+        assert model.decoder.blocks[0].mixer.input_form() is not None
         with torch.no_grad():
             both = [each.eval()(tokens(), labels=tokens()).loss for each in (plain, model)]
         torch.testing.assert_close(*both)
