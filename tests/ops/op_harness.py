@@ -3,8 +3,10 @@
 `plain` is an independent torch implementation of an op that works in the dtype of what it is given, at least float32
 inside where eager models do so. Run on float64 copies it is the truth; run on copies in the tested dtype it is the
 eager computation, whose error is the measure: ours may be 1.5 times that, for every output and every gradient, in the
-root mean square, and 2 times in the greatest element, which is one sample of chance (3 times of up to 1,000 elements).
-Of up to 8 numbers, which may be right by luck in the eager result, an eighth of the inputs' rounding error is allowed
+root mean square, and 2 times in the greatest element, which is one sample of chance. It may be 3 times where the
+greatest of few numbers is compared: of up to 1,000 elements, or where a few great elements hold most of a tensor, so
+that its squares sum to less than 100 times the greatest one (those of 1,000 normal numbers to 95 times). Of 1,200
+gradients of a head computed row after row in exact float32, 25 are beyond 2 times, and 1 is beyond 3 times. Of up to 8 numbers, which may be right by luck in the eager result, an eighth of the inputs' rounding error is allowed
 on top, and at least as many float32 units again.
 """
 
@@ -80,7 +82,8 @@ def assert_as_good(
     rounded = truth.to(ours.dtype)  # nobody can do better than this
     # A few numbers may be right by luck, in the eager result too.
     luck = max(coarse / 8, ULPS * torch.finfo(torch.float32).eps) if truth.numel() <= 8 else 0.0
-    for norm, factor in ((2.0, 1.5), (float("inf"), 2.0 if truth.numel() > 1000 else 3.0)):
+    few = truth.numel() <= 1000 or truth.square().sum() < 100 * truth.square().max()
+    for norm, factor in ((2.0, 1.5), (float("inf"), 3.0 if few else 2.0)):
 
         def size(x: torch.Tensor, norm: float = norm) -> float:
             return torch.linalg.vector_norm(x.double(), norm).item() if x.numel() else 0.0

@@ -268,9 +268,12 @@ def test_compiled(name: str, kernels_device: torch.device) -> None:
 @pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "D"), [(32, 8, 128), (32, 8, 64), (8, 4, 256), (32, 32, 80), (71, 1, 64), (32, 32, 96)]
+    ("heads", "kv_heads", "D", "dtype"),
+    [
+        *((*sizes, torch.bfloat16) for sizes in [(32, 8, 128), (32, 8, 64), (8, 4, 256), (32, 32, 80), (32, 32, 96)]),
+        *((71, 1, 64, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_large(heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> None:
     where = Where(torch.device("cuda"), dtype)
     for T in (1, 2, 64):
