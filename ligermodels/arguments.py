@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from ligermodels.errors import InputError, short
+from ligermodels.errors import ConfigError, InputError, short
 
 IGNORE_INDEX = -100
 """Label of tokens that are not trained on."""
@@ -52,6 +52,24 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1)
     if value > most:
         raise InputError(f"{name}: must be at most {most:,}, got {short(value)}")
     return int(value)
+
+
+def check_optimizer(optimizer: OptimizerName, *, in_backward: bool, is_sharded: bool) -> None:
+    """Raise ConfigError for an optimizer that does not support sharded parameters, or updates in the backward pass.
+
+    Args:
+        optimizer: name of the optimizer.
+        in_backward: whether the backward pass updates each parameter (optimizer_in_bwd).
+        is_sharded: whether parameters are sharded over several ranks.
+    """
+    if optimizer == "adafactor" and is_sharded:
+        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+    if in_backward and (optimizer == "adafactor" or (is_sharded and optimizer.startswith("muon"))):
+        where = "" if optimizer == "adafactor" else " of sharded parameters"
+        raise ConfigError(
+            f"optimizer: {optimizer} has no updates{where} in the backward pass (optimizer_in_bwd); use adamw or "
+            "adamw8bit, or leave optimizer_in_bwd out"
+        )
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> Any:

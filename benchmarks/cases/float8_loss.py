@@ -1,13 +1,14 @@
-"""`python -m benchmarks float8_loss [--out FILE]`: loss curves of a Llama trained from scratch, in bf16 and in float8.
+"""`python -m benchmarks float8_loss [--out FILE]`: loss curves of a Llama trained from scratch, in bf16 and in float8,
+or with several optimizers (`--providers adamw adamw8bit muon muon8bit`).
 
 The data are the Python sources of the standard library and of installed packages; `epochs` in a record counts their
-repetitions. Every fiftieth file is held out. Both formats of a seed start from the same weights, see the same rows in
+repetitions. Every fiftieth file is held out. All providers of a seed start from the same weights, see the same rows in
 the same order, and round updates with the same random bits. Training works as in `ligermodels train`: weights and
 states of AdamW in bf16, stochastic rounding of updates, warm-up and cosine, gradients clipped to norm 1. A run reports
-20 times: the mean training loss since the last report, and the loss on the held-out files. Both formats compute the
+20 times: the mean training loss since the last report, and the loss on the held-out files. All providers compute the
 held-out loss in eval mode, so in bf16, from the weights that a checkpoint would hold.
 
-Each run writes one record when it ends. Processes with other seeds or formats may share the GPU, each with its own
+Each run writes one record when it ends. Processes with other seeds or providers may share the GPU, each with its own
 file; `seconds` then includes their load. Run `--prepare --cache FOLDER` once before, to tokenise the data for all.
 """
 
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor
 import ligermodels as lm
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
+from ligermodels.arguments import OptimizerName
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import permutation
 from ligermodels.data.tokenizer import Tokenizer
@@ -53,8 +55,22 @@ SETTINGS = GpuDemoSettings(
 step."""
 POINTS = 20
 FILES_AT_ONCE = 512
-PROVIDERS: dict[str, Callable[[CausalLM], object]] = {"bf16": lambda model: model, "float8": lm.float8}
-"""Format -> function that changes the model before training."""
+
+
+class Provider(NamedTuple):
+    """Settings of a run that are compared.
+
+    optimizer: name of the optimizer.
+    prepare: changes the model before training; None for no change.
+    """
+
+    optimizer: OptimizerName = "adamw"
+    prepare: Callable[[CausalLM], object] | None = None
+
+
+FORMATS = {"bf16": Provider(), "float8": Provider(prepare=lm.float8)}
+OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "muon", "muon8bit")
+PROVIDERS = {**FORMATS, **{name: Provider(name) for name in OPTIMIZERS}}
 
 
 @dataclass(frozen=True)
@@ -145,9 +161,11 @@ def trained(provider: str, s: DemoSettings, data: Data) -> dict[str, Any]:
     torch.manual_seed(s.seed)
     config = {**llama_config(s, data.end), "intermediate_size": 3 * s.hidden_size}  # float8 takes multiples of 16
     model = lm.from_config(config, dtype=getattr(torch, s.dtype), device=measure.DEVICE)
-    PROVIDERS[provider](model)
+    name, prepare = PROVIDERS[provider]
+    if prepare is not None:
+        prepare(model)
     groups = parameter_groups([(model.parameters(), s.learning_rate)], weight_decay=0.1)
-    optimizer = optimizer_named("adamw", groups, model=model, betas=(0.9, 0.95), rounding="stochastic", seed=s.seed)
+    optimizer = optimizer_named(name, groups, model=model, betas=(0.9, 0.95), rounding="stochastic", seed=s.seed)
     schedule = warmup_cosine(optimizer, s.steps, warmup_steps=s.steps // 20)
     tests, per_step, points = held_out_rows(held_out, s), s.batch_size * s.seq_len, list[list[float]]()
 
@@ -186,7 +204,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks float8_loss", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(FORMATS))
     parser.add_argument("--tokens", type=int, default=300_000_000, help="of each run, rounded up to whole steps")
     parser.add_argument("--layers", type=int, default=SETTINGS.num_layers, help=f"by default {SETTINGS.num_layers}")
     parser.add_argument("--cache", type=Path, help="the folder where the tokens are, or are made and kept")

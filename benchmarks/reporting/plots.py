@@ -87,7 +87,11 @@ PLOTS = {
 """Name of a picture -> its content."""
 REFERENCES = {"gemms": "the GEMMs alone", "ligermodels": "ours in bf16", "ligermodels bf16": "ours in bf16"}
 """Reference provider -> its description."""
-BENCHMARK_OF = {**{name: plot.benchmark for name, plot in PLOTS.items()}, "demo": "demo", "float8-loss": "float8-loss"}
+BENCHMARK_OF = {
+    **{name: plot.benchmark for name, plot in PLOTS.items()},
+    "demo": "demo",
+    **{name: comparison.benchmark for name, comparison in loss_curves.COMPARISONS.items()},
+}
 """Name of a picture -> its benchmark."""
 
 COLOURS = {
@@ -187,9 +191,10 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
     if records := found.get("demo"):
         speed_ups.draw(records, folder / "demo.png")
         drawn.append("demo")
-    if loss_curves.of_seeds(records := found.get("float8-loss", [])):
-        loss_curves.draw(records, folder / "float8-loss.png")
-        drawn.append("float8-loss")
+    for name, comparison in loss_curves.COMPARISONS.items():
+        if loss_curves.of_seeds(records := found.get(comparison.benchmark, []), comparison):
+            loss_curves.draw(records, folder / f"{name}.png", comparison)
+            drawn.append(name)
     return drawn
 
 

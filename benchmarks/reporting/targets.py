@@ -118,7 +118,7 @@ def targets(found: Mapping[str, list[Record]]) -> list[Target]:
     every = [*_ops(ops), *_attention(latest(found["attention"])), *_training(training), *_generation(decoding)]
     every += _float8(training, medusa, Results(found.get("quantized", [])))
     every += [*_medusa(medusa), *_demo(last_run(found.get("demo", []))), *_loading(latest(found["loading"]))]
-    every += [*_float8_loss(found.get("float8-loss", []))]
+    every += [*_loss_curves(found)]
     return [Target(*row[:3], row[3], *row[4:]) for row in every if row[3] is not None]
 
 
@@ -264,9 +264,13 @@ def _loading(records: list[Record]) -> Iterator[Row]:
         yield "loading, transformers' time over ours", "≥", 1, share
 
 
-def _float8_loss(records: list[Record]) -> Iterator[Row]:
-    what = "float8, held-out loss of the seeds' mean from that of bf16, over the spread of bf16's seeds"
-    yield what, "≤", 1, loss_curves.of_spread(records)
+def _loss_curves(found: Mapping[str, list[Record]]) -> Iterator[Row]:
+    for comparison in loss_curves.COMPARISONS.values():
+        baseline, other = comparison.names
+        what = (
+            f"{other}, held-out loss: distance from {baseline}, means of seeds, over the spread of seeds of {baseline}"
+        )
+        yield what, "≤", 1, loss_curves.of_spread(found.get(comparison.benchmark, []), comparison)
 
 
 def _inverse(value: float | None) -> float | None:

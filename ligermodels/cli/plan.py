@@ -32,6 +32,9 @@ def plan(
         QuantizedFormat | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
     ] = None,
     optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer.")] = "adamw",
+    optimizer_in_bwd: Annotated[
+        bool, typer.Option("--optimizer-in-bwd", help="Update each parameter in the backward pass.")
+    ] = False,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     as_json: AsJson = False,
@@ -53,7 +56,8 @@ def plan(
     model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
     _prepare(model, lora_rank, quantize)
     hardware = Hardware(gpus_per_host=gpus_per_host)
-    plans = candidates(model, gpus, size, tokens, seq_len, optimizer=optimizer, hardware=hardware)
+    states: dict[str, Any] = {"optimizer": optimizer, "optimizer_in_bwd": optimizer_in_bwd}
+    plans = candidates(model, gpus, size, tokens, seq_len, hardware=hardware, **states)
     rows = [_facts(plan, tokens, seq_len) for plan in plans]
     if as_json:
         print_json(rows)
@@ -69,10 +73,11 @@ def plan(
         "--optimizer": optimizer if optimizer != "adamw" else None,
     }
     flags += "".join(f" {name} {value}" for name, value in chosen.items() if value)
+    flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if fastest["expert"] > 1:
         model.activation_checkpointing = fastest["activation_checkpointing"]
-        worst = worst_memory(model, plans[0], seq_len, optimizer=optimizer)
+        worst = worst_memory(model, plans[0], seq_len, **states)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
 
 

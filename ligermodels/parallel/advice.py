@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Literal, NamedTuple
 
-from ligermodels.arguments import OptimizerName, check_count
+from ligermodels.arguments import OptimizerName, check_count, check_optimizer
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.models.causal_lm import CausalLM
@@ -35,6 +35,13 @@ class Degrees(NamedTuple):
     context: int = 1
     tensor: int = 1
     expert: int = 1
+
+
+class States(NamedTuple):
+    """How parameters are updated: options of `StepTrace.memory`."""
+
+    optimizer: OptimizerName
+    optimizer_in_bwd: bool
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ def candidates(
     seq_len: int,
     *,
     optimizer: OptimizerName = "adamw",
+    optimizer_in_bwd: bool = False,
     hardware: Hardware | None = None,
 ) -> list[Candidate]:
     """Plans that fit into memory, the fastest first by `step_cost`.
@@ -80,19 +88,21 @@ def candidates(
         batch_tokens: tokens per optimizer step over all GPUs.
         seq_len: tokens per sequence.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on one GPU "adafactor".
+        optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient. Then a step has one
+            micro-batch.
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
         InputError: sizes below 1, more GPUs than MOST_GPUS, or `batch_tokens` that cannot be divided evenly.
         ConfigError: no plan fits (the message says how much memory the smallest plan needs, and how to reduce it), or
-            Adafactor on several GPUs.
+            an optimizer that does not work with several GPUs, or with `optimizer_in_bwd`.
     """
     check_count("gpus", gpus, most=MOST_GPUS)
     check_count("memory", memory, most=2**63 - 1)
     check_count("tokens", batch_tokens)
     check_count("seq_len", seq_len)
-    if optimizer == "adafactor" and gpus > 1:
-        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+    check_optimizer(optimizer, in_backward=optimizer_in_bwd, is_sharded=gpus > 1)
+    states = States(optimizer, optimizer_in_bwd)
     hardware = hardware or Hardware()
     groups = _groups(model, gpus, hardware)
     fewer = batch_tokens < seq_len * gpus and groups[-1] != (1, 1)
@@ -112,7 +122,7 @@ def candidates(
             for (context, tensor), mode in product(same_width, CHECKPOINTING):
                 model.activation_checkpointing = mode
                 divisions = list(_divisions(model, ranks, context, tensor))
-                fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, optimizer)
+                fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
                 for degrees, (micro, needed) in fitting.items():
                     cost = step_cost(
                         size,
@@ -128,7 +138,7 @@ def candidates(
                 break
         if not plans:
             model.activation_checkpointing = "full"
-            raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, optimizer))
+            raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, states))
     finally:
         model.activation_checkpointing = before
     # Plans of equal speed are ordered by how much they recompute, then by memory.
@@ -183,7 +193,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _largest_that_fit(
-    model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], optimizer: OptimizerName
+    model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], states: States
 ) -> dict[Degrees, tuple[int, StepMemory]]:
     """For each division that fits, the largest micro-batch that divides `sequences` and fits, and its memory.
 
@@ -193,17 +203,24 @@ def _largest_that_fit(
     fitting = {}
     for spread in (False, True):
         remaining = [degrees for degrees in divisions if (degrees.expert > 1) == spread]
-        for micro in _divisors(sequences):
+        for micro in [sequences] if states.optimizer_in_bwd else _divisors(sequences):
             if not remaining:
                 break
             step = _trace(model, micro, seq_len, remaining[0])
-            needed = {d: step.memory(shard=d.shard, expert=d.expert, optimizer=optimizer) for d in remaining}
+            needed = {d: step.memory(shard=d.shard, expert=d.expert, **states._asdict()) for d in remaining}
             remaining = [degrees for degrees in remaining if needed[degrees].total <= usable]
             fitting.update({degrees: (micro, needed[degrees]) for degrees in remaining})
     return fitting
 
 
-def worst_memory(model: CausalLM, plan: Candidate, seq_len: int, *, optimizer: OptimizerName = "adamw") -> StepMemory:
+def worst_memory(
+    model: CausalLM,
+    plan: Candidate,
+    seq_len: int,
+    *,
+    optimizer: OptimizerName = "adamw",
+    optimizer_in_bwd: bool = False,
+) -> StepMemory:
     """Memory of a rank in the worst case of expert parallelism: all tokens of all ranks go to this rank's experts.
 
     Args:
@@ -211,10 +228,12 @@ def worst_memory(model: CausalLM, plan: Candidate, seq_len: int, *, optimizer: O
         plan: a plan of `candidates`.
         seq_len: tokens per sequence.
         optimizer: name of the optimizer.
+        optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
     """
+    states = States(optimizer, optimizer_in_bwd)
     spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
     load = float(plan.degrees.expert)
-    return step_memory(model, plan.micro_batch, seq_len, **spread, expert_load=load, optimizer=optimizer)
+    return step_memory(model, plan.micro_batch, seq_len, **spread, expert_load=load, **states._asdict())
 
 
 def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
@@ -224,23 +243,25 @@ def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepT
 
 
 def _refusal(
-    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], optimizer: OptimizerName
+    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], states: States
 ) -> str:
     """The message if no plan fits: memory of the smallest plan, and how to reduce it."""
     memories = []
     for context, tensor in groups:
         (*_, most) = _divisions(model, gpus // (context * tensor), context, tensor)
         step = _trace(model, 1, seq_len, most)
-        memories.append((context * tensor, step.memory(shard=most.shard, optimizer=optimizer)))
+        memories.append((context * tensor, step.memory(shard=most.shard, **states._asdict())))
     width, least = min(memories, key=lambda item: item[1].total)
-    states = least.weights + least.optimizer_states
-    advice = [f"more GPUs (weights and optimizer states take {_gib(states * gpus)} in all)"]
-    if least.activations > states:
+    held = least.weights + least.optimizer_states
+    advice = [f"more GPUs (weights and optimizer states take {_gib(held * gpus)} in all)"]
+    if least.activations > held:
         advice = ["shorter sequences"]
     if any(parameter.requires_grad and parameter.ndim > 1 for parameter in model.decoder.embed.parameters()):
         advice.append("LoRA")
-        if optimizer in ("adamw", "muon"):
-            advice.append(f"states in 8 bits (optimizer {optimizer}8bit)")
+        if states.optimizer in ("adamw", "muon"):
+            advice.append(f"states in 8 bits (optimizer {states.optimizer}8bit)")
+        if not states.optimizer_in_bwd and states.optimizer.startswith("adamw"):
+            advice.append("updates in the backward pass (optimizer_in_bwd), with a micro-batch per step")
     where = "over all" if width > 1 else "on each"
     return (
         f"no plan fits: one sequence of {seq_len} tokens {where} of {gpus} GPUs, all sharded and recomputed, takes "

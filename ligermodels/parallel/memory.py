@@ -60,6 +60,7 @@ def step_memory(
     expert: int = 1,
     expert_load: float = 1.0,
     optimizer: OptimizerName = "adamw",
+    optimizer_in_bwd: bool = False,
 ) -> StepMemory:
     """Memory of a training step on each GPU.
 
@@ -79,13 +80,14 @@ def step_memory(
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert` (all tokens
             of all ranks go to this rank's experts).
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
+        optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
     Raises:
         InputError: the model is not on the meta device, or a number is out of range.
         ConfigError: the model cannot be divided in this way; the message names the degree.
     """
     step = StepTrace(model, batch_size, seq_len, context=context, tensor=tensor, expert=expert, expert_load=expert_load)
-    return step.memory(shard=shard, optimizer=optimizer)
+    return step.memory(shard=shard, optimizer=optimizer, optimizer_in_bwd=optimizer_in_bwd)
 
 
 class StepTrace:
@@ -143,7 +145,14 @@ class StepTrace:
     def _traced(self, divided: int) -> Trace:
         return self._trace(several=self._in_float8 and divided * self.shares.tensor > 1)
 
-    def memory(self, *, shard: int = 1, expert: int | None = None, optimizer: OptimizerName = "adamw") -> StepMemory:
+    def memory(
+        self,
+        *,
+        shard: int = 1,
+        expert: int | None = None,
+        optimizer: OptimizerName = "adamw",
+        optimizer_in_bwd: bool = False,
+    ) -> StepMemory:
         """Memory of the step on each GPU.
 
         Args:
@@ -151,6 +160,7 @@ class StepTrace:
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
             optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
+            optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
         Raises:
             InputError: a number is out of range, or the optimizer is unknown.
@@ -172,9 +182,8 @@ class StepTrace:
             return share.sharded(divided // shares.expert if share.of_experts else divided)
 
         sharded = [shard_bytes(share) for share in shares]
-        activations, peak = self._traced(divided).replay(
-            np.array([share.nbytes for share in shares]), np.array(sharded)
-        )
+        kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
+        activations, peak = self._traced(divided).replay(np.array([share.nbytes for share in shares]), kept)
         states = (
             state_bytes(
                 s.parameter, s.shape[-1] if s.shape else 1, shard_bytes(s), optimizer,

@@ -56,6 +56,11 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def is_sharded(plan: ParallelPlan) -> bool:
+    """Whether a model with this plan is sharded: there are several processes, or the plan is not the default."""
+    return world_size() > 1 or plan != ParallelPlan()
+
+
 def join(device: torch.device | str | None = None) -> bool:
     """Join the launcher's process group, if there is one and this process has not joined it.
 

@@ -49,7 +49,8 @@ class Trace:
 
         Args:
             whole: for each parameter, bytes of its gradient until it is complete.
-            kept: for each parameter, bytes of its gradient after FSDP2 has sharded it.
+            kept: for each parameter, bytes of its gradient once it is complete: FSDP2's shard, or 0 if the optimizer's
+                step in the backward pass frees it.
         """
         numbers = np.array(list(self.complete), dtype=np.int64)
         changes = np.where(self.parameters >= 0, np.sign(self.changes) * whole[self.parameters], self.changes)

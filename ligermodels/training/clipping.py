@@ -29,3 +29,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
+
+
+def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients, 0 without any.
+
+    Args:
+        norms: norm of each gradient, (). Norms of sharded gradients are DTensors, also of several meshes.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for norm in norms:
+        by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
+    totals = [gathered(torch.linalg.vector_norm(torch.stack(group))) for group in by_mesh.values()]
+    if len(totals) < 2:
+        return totals[0] if totals else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(totals))

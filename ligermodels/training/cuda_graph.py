@@ -50,9 +50,9 @@ def graph_step(
 
     Args:
         model: the model, on a GPU; calling it with a batch returns an object with `loss`.
-        optimizer: a `RecordableOptimizer` of the parameters to train, such as `FusedAdamW` or `Muon`;
-            `step_in_backward` is not supported.
-        max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
+        optimizer: a `RecordableOptimizer` of the parameters to train, such as `FusedAdamW` or `Muon`.
+        max_grad_norm: largest norm of the gradient; None: gradients are not clipped. Must be None with
+            `step_in_backward`.
         output_metrics: metrics to return, from an output of the model; None for no metrics.
 
     Returns:
@@ -209,14 +209,19 @@ class _RecordedStep:
 def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
+    optimizer: Any = step.optimizer
     buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
     devices = [step.device] if step.device.type == "cuda" else []
     try:
+        if step.in_backward:
+            optimizer.traces_backward = True
         with torch.random.fork_rng(devices), as_recorded():
             step.backward(parts, options)
-            numbers = cast(RecordableOptimizer, step.optimizer).recording()
+            numbers: Recording = optimizer.recording()
     finally:
-        step.optimizer.zero_grad(set_to_none=True)
+        if step.in_backward:
+            optimizer.traces_backward = False
+        optimizer.zero_grad(set_to_none=True)
         for buffer, value in buffers:
             buffer.copy_(value)
     return numbers

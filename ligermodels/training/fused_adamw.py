@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -40,7 +40,10 @@ class FusedAdamW(torch.optim.AdamW):
 
     # Defaults of the class, because copies of an optimizer take only its state, groups and defaults.
     graph_numbers: GraphNumbers | None = None  # while a CUDA graph of the step is recorded
-    steps_in_backward = False
+    backward_norms: dict[int, Tensor] | None = None
+    """With `step_in_backward`: index of a parameter -> norm of its last gradient since `zero_grad`."""
+    _handles: Sequence[RemovableHandle] = ()
+    traces_backward = False  # while a CUDA graph is prepared: the backward pass frees gradients and updates nothing
 
     def __init__(
         self,
@@ -124,32 +127,40 @@ class FusedAdamW(torch.optim.AdamW):
                 self.update_parameter(parameter, self.param_groups[group], index)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also forgets `backward_norms`."""
+        super().zero_grad(set_to_none)
+        if self.backward_norms:
+            self.backward_norms.clear()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether hooks of `step_in_backward` are registered."""
+        return any(handle.id in (handle.hooks_dict_ref() or ()) for handle in self._handles)
+
     def step_in_backward(self) -> list[RemovableHandle]:
         """Update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
 
-        On a GPU the updates run on a side stream; the end of the backward pass waits for it. Call `step` all the same,
-        for schedulers that count steps; it finds no gradient. Under FSDP2 each update follows the reduction of the
-        gradient over the ranks.
+        Call `step` all the same, for schedulers that count steps; it finds no gradient. Under FSDP2 each update follows
+        the reduction of the gradient over the ranks. `backward_norms` has the norms of the gradients.
 
-        Do not use it with gradient accumulation over several backward passes, clipping or scaling.
+        Do not use it with gradient accumulation over several backward passes, clipping or scaling; `train` and
+        `graph_step` refuse them.
 
         Returns:
             Handles; `handle.remove()` ends it. The hooks are also removed when the optimizer is deleted.
         """
-        self.steps_in_backward = True
-        streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.backward_norms = {}
         # A parameter holds its hook: a strong reference to the optimizer would be a cycle that is never collected.
         optimizer = weakref.ref(self)
 
         def update(parameter: Tensor, index: int, group: int) -> None:
             if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
-            this.start_state(parameter, index)
-            if parameter.is_cuda:
-                if parameter.device not in streams:
-                    streams[parameter.device] = torch.cuda.Stream(parameter.device)
-                this._update_on(streams[parameter.device], parameter, this.param_groups[group], index)
-            else:
+            if this.backward_norms is not None:
+                this.backward_norms[index] = torch.linalg.vector_norm(parameter.grad.detach())
+            if not this.traces_backward:
+                this.start_state(parameter, index)
                 this.update_parameter(parameter, this.param_groups[group], index)
             parameter.grad = None
 
@@ -158,6 +169,7 @@ class FusedAdamW(torch.optim.AdamW):
             for index, group, parameter in self.indexed_parameters()
             if parameter.requires_grad
         ]
+        self._handles = handles
         for handle in handles:
             weakref.finalize(self, handle.remove)
         return handles
@@ -166,18 +178,6 @@ class FusedAdamW(torch.optim.AdamW):
         """(index, index of the group, parameter) of every parameter."""
         grouped = ((i, p) for i, group in enumerate(self.param_groups) for p in group["params"])
         return ((index, i, parameter) for index, (i, parameter) in enumerate(grouped))
-
-    def _update_on(self, stream: torch.cuda.Stream, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        main = torch.cuda.current_stream(parameter.device)
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            self.update_parameter(parameter, group, index)
-        local_tensor(parameter.grad).record_stream(stream)  # keeps its memory until the update is done
-
-        def join() -> None:
-            torch.cuda.current_stream(parameter.device).wait_stream(stream)
-
-        torch.autograd.Variable._execution_engine.queue_callback(join)  # at the end of the backward pass
 
     # -- one parameter: what a subclass changes ------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def recording_refusal(self) -> str:
         """Why the step cannot be recorded now; "" if it can."""
-        return "the optimizer steps in the backward pass" if self.steps_in_backward else ""
+        return ""
 
     def recording(self) -> Recording:
         """The numbers of the step, in tensors."""

@@ -17,12 +17,14 @@ class GraphNumbers:
     """The `Recording` of an optimizer: the numbers that change from step to step, in the device's memory.
 
     Args:
-        optimizer: an optimizer of parameters that are not sharded. The graph updates those that have a gradient now.
+        optimizer: an optimizer of parameters that are not sharded. The graph updates those that have a gradient now, or
+            had one in the last backward pass with `step_in_backward`.
     """
 
     def __init__(self, optimizer: FusedAdamW) -> None:
         self._optimizer = optimizer
-        self._updated = [each for each in optimizer.indexed_parameters() if each[2].grad is not None]
+        indexed, norms = optimizer.indexed_parameters(), optimizer.backward_norms or ()
+        self._updated = [each for each in indexed if each[2].grad is not None or each[0] in norms]
         for index, _, parameter in self._updated:
             optimizer.start_state(parameter, index)
         self._rows = {index: row for row, (index, _, _) in enumerate(self._updated)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from ligermodels.arguments import OptimizerName
+from ligermodels.arguments import OptimizerName, check_optimizer
 from ligermodels.errors import ConfigError, short
 
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
@@ -51,7 +51,15 @@ class OptimizerSettings(BaseModel):
         "stochastic", description="AdamW and Muon: rounding of bfloat16 parameters; nearest loses small updates."
     )
     max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Clip the gradient to this norm; null in a recipe: no clipping."
+        1.0,
+        gt=0,
+        description="Clip the gradient to this norm; null in a recipe: no clipping.  "
+        "[default: 1.0, with optimizer_in_bwd null]",
+    )
+    optimizer_in_bwd: bool = Field(
+        False,
+        description="Update each parameter in the backward pass and free its gradient, to save memory; without "
+        "clipping, and with one micro-batch per step.",
     )
 
     @field_validator("learning_rate_patterns", "weight_decay_patterns", mode="before")
@@ -65,11 +73,42 @@ class OptimizerSettings(BaseModel):
         except ValueError:
             raise ConfigError(f"{info.field_name}: must be PATTERN=NUMBER, got {short(value)}") from None
 
+    @model_validator(mode="after")
+    def _default_clipping(self) -> OptimizerSettings:
+        if self.optimizer_in_bwd and "max_grad_norm" not in self.model_fields_set:
+            self.__dict__["max_grad_norm"] = None  # still a default: not in model_fields_set
+        return self
+
+    def check_optimizer(self, accumulation_steps: int, *, is_sharded: bool) -> None:
+        """Raise ConfigError if the optimizer does not support another setting.
+
+        Args:
+            accumulation_steps: micro-batches per optimizer step.
+            is_sharded: whether there are several ranks.
+        """
+        check_optimizer(self.optimizer, in_backward=self.optimizer_in_bwd, is_sharded=is_sharded)
+        if not self.optimizer_in_bwd:
+            return
+        if self.max_grad_norm is not None:
+            raise ConfigError(
+                f"max_grad_norm: is {self.max_grad_norm:g}, and optimizer_in_bwd updates parameters before the norm of "
+                "all gradients is known; give max_grad_norm: null (--set max_grad_norm=null), or leave "
+                "optimizer_in_bwd out"
+            )
+        if accumulation_steps > 1:
+            raise ConfigError(
+                f"micro_batch_tokens: makes {accumulation_steps} micro-batches per step, and optimizer_in_bwd updates "
+                "parameters in the backward pass of each; raise micro_batch_tokens, lower batch_tokens, or leave "
+                "optimizer_in_bwd out"
+            )
+
     def optimizer_summary(self) -> str:
         """A line about the optimizer, the learning rate and the schedule."""
         patterns = "".join(f", {pattern} {rate:g}" for pattern, rate in self.learning_rate_patterns.items())
         default = "" if "learning_rate" in self.model_fields_set else " (the default)"
-        return f"{self.optimizer}: learning rate {self.learning_rate:g}{default}{patterns}, schedule {self.schedule}"
+        in_backward = ", in the backward pass without clipping" if self.optimizer_in_bwd else ""
+        rate = f"learning rate {self.learning_rate:g}{default}{patterns}"
+        return f"{self.optimizer}{in_backward}: {rate}, schedule {self.schedule}"
 
 
 OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (

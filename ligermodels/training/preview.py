@@ -251,7 +251,7 @@ def _memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory |
     shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
     try:
         step = StepTrace(traced, sequences, recipe.seq_len, **degrees)
-        return step.memory(shard=shard, optimizer=recipe.optimizer)
+        return step.memory(shard=shard, optimizer=recipe.optimizer, optimizer_in_bwd=recipe.optimizer_in_bwd)
     except (InputError, NotImplementedError, RuntimeError) as error:  # a layer or an optimizer of the user's own
         return f"not counted: {error}"
 

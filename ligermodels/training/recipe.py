@@ -79,6 +79,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
             "max_bad_lines",
             "activation_checkpointing",
             "cuda_graph",
+            "optimizer_in_bwd",
             "micro_batch_tokens",
             "parallel",
             "tokenizer",
@@ -278,6 +279,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
                 f"of {row if self.row_tokens == self.seq_len else f'twice {row}, for the two sequences of a pair'}"
             )
+        self.check_optimizer(1, is_sharded=False)
         if self.streaming and self.steps is None:
             raise ConfigError("streaming: needs steps, because the documents of an epoch are not counted; give them")
         if self.parallel.activation_checkpointing is not None:

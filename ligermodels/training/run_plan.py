@@ -21,7 +21,7 @@ from ligermodels.data.mixture import Mixture
 from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.parallel.ranks import data_share, world_size
+from ligermodels.parallel.ranks import data_share, is_sharded
 from ligermodels.training.announcement import data_messages
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -206,9 +206,8 @@ def _check_recipe(recipe: TrainingRecipe) -> None:
     if recipe.base is None or not recipe.data:
         raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
     _, data_ranks = data_share(recipe.parallel)
-    if world_size() > 1 and recipe.optimizer == "adafactor":
-        raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
-    recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
+    _, passes = recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
+    recipe.check_optimizer(passes, is_sharded=is_sharded(recipe.parallel))
 
 
 def _require_same_data(documents: Documents, ranks: Ranks) -> None:

@@ -20,8 +20,7 @@ from ligermodels.errors import InputError
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
-from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import DATA, data_share, world_size
+from ligermodels.parallel.ranks import DATA, data_share, is_sharded
 from ligermodels.training.announcement import trained_parameters
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
@@ -129,8 +128,8 @@ def build_state(
         console: where messages and progress go.
     """
     recipe = plan.recipe
-    is_sharded = world_size() > 1 or recipe.parallel != ParallelPlan()
-    options: dict[str, Any] = {"plan": recipe.parallel} if is_sharded else {}
+    shards = is_sharded(recipe.parallel)
+    options: dict[str, Any] = {"plan": recipe.parallel} if shards else {}
     with console.progress(f"loading {recipe.base}", in_bytes=True) as update:
         prepare = partial(prepare_model, recipe, prepare_base)
         model = plan.base.load(recipe, device=device, attention=attention, progress=update, prepare=prepare, **options)
@@ -144,7 +143,7 @@ def build_state(
     trains_model = any(parameter.requires_grad for parameter in model.parameters())
     if trains_model and (recipe.chat_template in TOKENS or plan.documents.has_chats()):
         _end_with_turns(model, plan.documents, console.say)
-    if is_sharded:
+    if shards:
         parallelize(job.model, recipe.parallel)
     if before_training is not None:
         before_training(plan, job.model, console)
@@ -153,9 +152,11 @@ def build_state(
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
     _warn_of_lost_updates(model, recipe, console.say)
     console.say(recipe.optimizer_summary())
-    optimizer = optimizer_of(recipe, job)
-    if is_sharded:
+    optimizer: Any = optimizer_of(recipe, job)
+    if shards:
         _check_parameters(job, optimizer)
+    if recipe.optimizer_in_bwd:
+        optimizer.step_in_backward()
     schedule = lr_schedule(
         optimizer, steps=plan.steps, warmup_steps=plan.warmup_steps, **schedule_options(recipe.settings())
     )

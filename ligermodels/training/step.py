@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ligermodels.data.batches import CountsTargets, on_device
+from ligermodels.errors import InputError
 from ligermodels.parallel.ranks import DataRanks
-from ligermodels.training.clipping import clip_gradients
+from ligermodels.training.clipping import clip_gradients, norm_of_norms
 from ligermodels.training.reports import OutputMetrics
 
 Parts = Sequence[Mapping[str, Tensor]]
@@ -49,6 +50,10 @@ class EagerStep:
         optimizer: optimizer of the parameters to train.
         max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
         output_metrics: metrics to log, from an output of the model; None for no metrics.
+
+    Raises:
+        InputError: with an optimizer that steps in the backward pass: `max_grad_norm`, or (when called) several
+            micro-batches.
     """
 
     def __init__(
@@ -60,6 +65,12 @@ class EagerStep:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
+        self.in_backward: bool = getattr(optimizer, "steps_in_backward", False)
+        if self.in_backward and max_grad_norm is not None:
+            raise InputError(
+                f"max_grad_norm: is {max_grad_norm}, and the optimizer updates parameters in the backward pass "
+                "(step_in_backward), before the norm of all gradients is known; give max_grad_norm=None"
+            )
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._output_metrics = output_metrics or (lambda out: OutputMetrics())
 
@@ -79,12 +90,26 @@ class EagerStep:
         return result
 
     def backward(self, parts: Parts, options: Options) -> StepResult:
-        """Compute the clipped gradients of the micro-batches, without the optimizer's update."""
+        """Compute the clipped gradients of the micro-batches, without the optimizer's update. An optimizer that steps
+        in the backward pass has then updated the parameters."""
+        if self.in_backward and len(parts) > 1:
+            raise InputError(
+                f"accumulation_steps: there are {len(parts)} micro-batches, and the optimizer updates parameters in "
+                "the backward pass of each (step_in_backward); give one micro-batch per step"
+            )
         losses, metrics = [], []
         for part in parts:
             out = self.model(**on_device(part, self.device), **options)
             (out.loss if self.ranks.size == 1 else out.loss * self.ranks.size).backward()  # FSDP2 averages over ranks
             losses.append(out.loss.detach())
             metrics.append(self._output_metrics(out))
+        return StepResult(losses, OutputMetrics.sum(metrics), self._clipped())
+
+    def _clipped(self) -> Tensor:
+        """Clip the gradients; returns their norm before."""
+        if self.in_backward:
+            optimizer: Any = self.optimizer
+            norms = [norm for _, norm in sorted(optimizer.backward_norms.items())]
+            return norm_of_norms(norms).to(self.device)
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        return StepResult(losses, OutputMetrics.sum(metrics), clip_gradients(parameters, self._max_grad_norm))
+        return clip_gradients(parameters, self._max_grad_norm)

@@ -57,25 +57,27 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8_loss, "rows_of", rows)
     tokens = str(STEPS * 8 * 16 - 5)
     found, data = [], []
-    for provider, seed in (("bf16", 3), ("float8", 3), ("bf16", 4)):
+    for provider, seed in (("bf16", 3), ("float8", 3), ("adamw8bit", 3), ("bf16", 4)):
         out = tmp_path / f"{provider}-{seed}.jsonl"
         main("--seeds", str(seed), "--providers", provider, "--tokens", tokens, "--out", str(out))
         (line,) = out.read_text().splitlines()
         found.append(json.loads(line))
         data.append(list(seen))
         seen.clear()
-    assert built == [False, True, False]
+    assert built == [False, True, False, False]
     same = [all(map(torch.equal, data[0], other)) for other in data[1:]]
-    assert same == [True, False] and len(data[0]) == len(data[1]) == 1 + STEPS
+    assert same == [True, True, False] and len(data[0]) == len(data[1]) == 1 + STEPS
     for record in found:
         assert record["case"].endswith(f"seed {record['seed']}") and {"gpu", "commit", "torch"} <= record.keys()
         assert record["tokens"] == STEPS * 128 and record["epochs"] > 0
         assert [count for count, *_ in record["points"]] == [128 * step for step in (10, 20, 30, 40, STEPS)]
         assert record["held_out_loss"] == record["points"][-1][2] < math.log(300) - 1  # that of equal odds
         assert record["points"][-1][1] < record["points"][0][1] - 0.3
-    bf16, float8 = (torch.tensor(record["points"])[:, 1:] for record in found[:2])
-    assert (bf16[0] != float8[0]).all() and ((bf16 - float8).abs() < 0.1).all()
-    assert [record["provider"] for record in found[:2]] == [loss_curves.BF16, loss_curves.FLOAT8]
+    bf16, *others = (torch.tensor(record["points"])[:, 1:] for record in found[:3])
+    for other in others:
+        assert (bf16[0] != other[0]).all() and ((bf16 - other).abs() < 0.1).all()
+    names = [f"ligermodels {name}" for name in ("bf16", "float8", "adamw8bit")]
+    assert [record["provider"] for record in found[:3]] == names
     assert len({record["data"] for record in found}) == 1
 
 
@@ -103,8 +105,8 @@ def test_rows() -> None:
         next(float8_loss.rows_of(tokens[:140], SMALL))
 
 
-def _records(gap: float, **other: Any) -> list[dict[str, Any]]:
-    """Of three seeds, whose losses end 0.02 apart; float8's are higher by `gap`."""
+def _records(gap: float, name: str = "float8-loss", **other: Any) -> list[dict[str, Any]]:
+    """Of three seeds, whose losses end 0.02 apart; those of the second provider are higher by `gap`."""
     common = {
         "commit": "abcdef1",
         "gpu": "NVIDIA H200",
@@ -118,22 +120,30 @@ def _records(gap: float, **other: Any) -> list[dict[str, Any]]:
          "provider": provider, "held_out_loss": 1.5 + seed / 100 + more, **other,
          "points": [[x * 1e8, 3 / x, 1.5 + (3 - x) / 2 + seed / 100 + more] for x in (1, 2, 3)]}
         for seed in (0, 1, 2)
-        for provider, more in ((loss_curves.BF16, 0.0), (loss_curves.FLOAT8, gap))
+        for provider, more in zip(loss_curves.COMPARISONS[name][1:], (0.0, gap), strict=True)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("gap, met", [(-0.01, True), (0.03, False)])
-def test_report(tmp_path: Path, gap: float, met: bool) -> None:
-    recording.write(tmp_path / "float8-loss-h200.jsonl", [*_records(9.0, data="other"), *_records(gap)])
+@pytest.mark.parametrize(
+    "name, gap, met", [("float8-loss", -0.01, True), ("float8-loss", 0.03, False), ("adamw8bit-loss", 0.01, True)]
+)
+def test_report(tmp_path: Path, name: str, gap: float, met: bool) -> None:
+    comparison = loss_curves.COMPARISONS[name]
+    records = [*_records(9.0, name, data="other"), *_records(gap, name)]
+    recording.write(tmp_path / f"{comparison.benchmark}-h200.jsonl", records)
     found = report.read(tmp_path, "h200")
     (target,) = targets.targets(found)
     assert (target.measured, target.met) == (pytest.approx(abs(gap) / 0.02), met)
-    assert [len(curves) for curves in loss_curves.of_seeds(found["float8-loss"]).values()] == [2, 2, 2]
+    assert [len(curves) for curves in loss_curves.of_seeds(found[comparison.benchmark], comparison).values()] == [
+        2,
+        2,
+        2,
+    ]
     names = [path.name for path in report.write(tmp_path, "h200", tmp_path / "out")]
-    assert names == ["benchmark-tables.md", "results.md", "float8-loss.png"]
+    assert names == ["benchmark-tables.md", "results.md", f"{name}.png"]
     assert (tmp_path / "out" / names[2]).stat().st_size > 20_000
     page = (tmp_path / "out" / names[0]).read_text(encoding="utf-8")
-    assert "![float8-loss](float8-loss.png)" in page and "| 1 M parameters, 300 M tokens, seed 2 | " in page
+    assert f"![{name}]({name}.png)" in page and "| 1 M parameters, 300 M tokens, seed 2 | " in page
 
 
 def test_what_is_not_a_result() -> None:
