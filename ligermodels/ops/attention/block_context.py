@@ -7,13 +7,22 @@ states at the tokens before a, and the L keys of their own block, in one softmax
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.attention.block_context_kernels import (
+    block_context_forward_kernel,
+    block_context_key_gradient_kernel,
+    block_context_query_gradient_kernel,
+)
+from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.host_checks import checked_on_host
-from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, heads_and_strides
 
 OP = "block_context_attention"
 
@@ -62,6 +71,12 @@ def block_context_attention(
     _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens, window)
     scale = q.shape[4] ** -0.5 if softmax_scale is None else softmax_scale
     starts = context_starts(anchors, cu_seqlens, k_context.shape[1])
+    if use_kernels(q, k_context, v_context) and q.shape[4] * q.element_size() <= MAX_BYTES:
+        out: Tensor
+        out, _ = _BlockContextAttention.apply(
+            q, k_block, v_block, k_context, v_context, anchors, starts, scale, causal, window
+        )
+        return out
     return block_context_attention_reference(
         q, k_block, v_block, k_context, v_context, anchors, starts, softmax_scale=scale, causal=causal, window=window
     )
@@ -121,6 +136,93 @@ def context_starts(anchors: Tensor, cu_seqlens: Tensor | None, num_tokens: int) 
     if cu_seqlens is None:
         return torch.zeros_like(anchors, dtype=torch.int32)
     return cu_seqlens[torch.bucketize(anchors.clamp(max=num_tokens - 1), cu_seqlens[1:], right=True)]
+
+
+class _BlockContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
+                *options: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = _block_context_forward(q, k_block, v_block, k_context, v_context, *options)
+        ctx.save_for_backward(q, k_block, v_block, k_context, v_context, *options[:2], out, lse)
+        ctx.options = options[2:]
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, ...]:
+        needs = ctx.needs_input_grad
+        return _block_context_backward(
+            dout, *ctx.saved_tensors, any(needs[1:3]), any(needs[3:5]), *ctx.options
+        )  # fmt: skip
+
+
+def _arguments(*tensors: Tensor) -> list[Any]:
+    """Tensors (B, A, L, heads, D) as (B, A * L, heads, D), and others, with their strides, as the kernels take them."""
+    return [part for x in tensors for part in heads_and_strides(x.flatten(1, 2) if x.dim() == 5 else x)]
+
+
+def _sizes(q: Tensor, k_context: Tensor) -> tuple[int, int, int, int, int]:
+    """The numbers T of slots, S of tokens of the context, A of blocks, L of slots per block, and of heads."""
+    _, blocks, length, heads, _ = q.shape
+    return blocks * length, k_context.shape[1], blocks, length, heads
+
+
+@custom_op(keep=always)
+def _block_context_forward(
+    q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors: Tensor, starts: Tensor,
+    softmax_scale: float, causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result; for the backward pass the base-2 logarithm of the softmax denominator, (B, Hq, A * L) float32."""
+    sizes = T, _, _, _, heads = _sizes(q, k_context)
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[0], heads, T), dtype=torch.float32)
+    if is_fake(q) or not out.numel():
+        return out, lse
+    arguments = (
+        *_arguments(q, k_block, v_block, k_context, v_context), anchors.contiguous(), starts, out, lse, *sizes, window,
+        softmax_scale * LOG2_E,
+    )  # fmt: skip
+    constants = {**kernel_constants(q, k_context, v_context), "CAUSAL": causal}
+    launch_tiles("forward", block_context_forward_kernel, q.shape[0] * heads, "queries", T, arguments, constants)
+    return out, lse
+
+
+@custom_op()
+def _block_context_backward(
+    dout: Tensor, q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors: Tensor,
+    starts: Tensor, out: Tensor, lse: Tensor, needs_block: bool, needs_context: bool, softmax_scale: float,
+    causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k_block, v_block, k_context and v_context; without elements where they are not needed."""
+    dq = q.new_empty(q.shape)
+    dk_block, dv_block = (empty_gradient(x, needs_block, q) for x in (k_block, v_block))
+    dk_context, dv_context = (empty_gradient(x, needs_context, q) for x in (k_context, v_context))
+    gradients = dq, dk_block, dv_block, dk_context, dv_context
+    if is_fake(q):
+        return gradients
+    if not q.numel():
+        return tuple(x.zero_() for x in gradients)
+    T, S, *blocks, heads = _sizes(q, k_context)
+    delta, anchors, batch = torch.empty_like(lse), anchors.contiguous(), q.shape[0]
+    constants = {**kernel_constants(q, k_context, v_context), "CAUSAL": causal}
+    numbers = *blocks, heads, window, softmax_scale * LOG2_E, softmax_scale
+    arguments = (
+        *_arguments(q, k_block, v_block, k_context, v_context, dout), anchors, starts, out, lse, delta, dq, T, S,
+        *numbers,
+    )  # fmt: skip
+    launch_tiles(
+        "query_gradient", block_context_query_gradient_kernel, batch * heads, "queries", T, arguments, constants
+    )
+    for own, keys, k, v, dk, dv in (
+        (True, T, k_block, v_block, dk_block, dv_block), (False, S, k_context, v_context, dk_context, dv_context)
+    ):  # fmt: skip
+        if dk.numel():
+            arguments = *_arguments(q, k, v, dout), anchors, starts, lse, delta, dk, dv, T, keys, *numbers
+            launch_tiles(
+                "key_gradient", block_context_key_gradient_kernel, batch * k.shape[-2], "keys", keys, arguments,
+                constants | {"OWN": own},
+            )  # fmt: skip
+    return gradients
 
 
 def _check(
