@@ -5,7 +5,7 @@
   each with its own tensors: no launches from Python, and memory as busy as in a model.
 - `..._of_copy`: the rate of the fewest bytes that the op must move, as a fraction of the rate of a large device copy.
 - `..._of_copy_at_size`: speed as a fraction of a copy of as many bytes, timed in the same way; one copy per pass.
-- `..._limit_ms`: a lower bound (for the linear losses: their GEMMs), measured in turns with the op.
+- `..._limit_ms`: a lower bound (for the linear losses and attention: their GEMMs), measured in turns with the op.
 
 `benchmarks.timing.checks` describes the checks of every timed call.
 """
@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.cases import losses
+from benchmarks.cases.block_context import block_context_attention
 from benchmarks.reporting import recording
 from benchmarks.timing import measure, op
 from benchmarks.timing.case import Case, of_tokens, optional, providers, random
@@ -182,6 +183,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "geglu": lambda: [glu("geglu", 16384, 14336, packed) for packed in (True, False)],
     "rope": lambda: [rope(16384, 32, 8, 128)],
     "qk_norm_rope": lambda: [qk_norm_rope(16384, 32, 8, 128)],
+    "block_context_attention": lambda: [block_context_attention(4096, 512, length, 32, 8, 128) for length in (7, 16)],
     "small": lambda: [case for tokens in (1, 32, 512) for case in small(tokens, 4096)],
     "cross_entropy": lambda: [losses.cross_entropy(8192, 128256)],
     "linear_cross_entropy": lambda: [

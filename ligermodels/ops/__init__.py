@@ -4,6 +4,7 @@ Each op has a reference in plain torch, Triton kernels, and one public function 
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.ops.attention.attention import attention
+from ligermodels.ops.attention.block_context import block_context_attention, block_context_attention_reference
 from ligermodels.ops.attention.private_keys import private_key_attention, private_key_attention_reference
 from ligermodels.ops.decoding.accept_path import Paths, Sequences, accept_path, accept_path_reference
 from ligermodels.ops.decoding.compact_kv_cache import compact_kv_cache, compact_kv_cache_reference
@@ -73,6 +74,8 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_reference",
     "attention",
+    "block_context_attention",
+    "block_context_attention_reference",
     "causal_conv",
     "causal_conv_reference",
     "causal_conv_step",

@@ -30,6 +30,7 @@ TINY: dict[str, Callable[[], list[Case]]] = {
     "geglu": lambda: [ops.glu("geglu", 5, 24)],
     "rope": lambda: [ops.rope(6, 4, 2, 16)],
     "qk_norm_rope": lambda: [ops.qk_norm_rope(6, 4, 2, 16)],
+    "block_context_attention": lambda: [ops.block_context_attention(40, 6, 3, 4, 2, 16)],
     "small": lambda: ops.small(3, 512),
     "cross_entropy": lambda: [losses.cross_entropy(9, 33)],
     "linear_cross_entropy": lambda: [

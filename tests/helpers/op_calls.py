@@ -210,6 +210,17 @@ def attention(case: tuple[torch.dtype, tuple[int, int], dict[str, Any]]) -> None
     backward(triton_attention(q, k, v, bounds, sinks, 0.1, options.get("window"), options.get("softcap")))
 
 
+@calls(
+    "block_context_attention",
+    case=((BF16, 128, {}), (F16, 64, {"causal": True}), (BF16, 256, {"window": 99}), (BF16, 512, {}), (F32, 80, {})),
+)
+def block_context(case: tuple[torch.dtype, int, dict[str, Any]]) -> None:
+    dtype, dim, options = case
+    sizes = (1, 20, 16, 8), (1, 20, 16, 2), (1, 20, 16, 2), (1, 300, 2), (1, 300, 2)
+    anchors = torch.arange(0, 300, 15)[None]
+    backward(ops.block_context_attention(*(leaf(*size, dim, dtype=dtype) for size in sizes), anchors, **options))
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,10 @@ def target(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(TARGET, device=x.device)[: x.shape[0]]
 
 
+def bounds(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0, 3, 7], dtype=torch.int32, device=x.device)
+
+
 def int4(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a weight (features, up to 128)."""
     codes = torch.full((features, 64), 0x67, dtype=torch.uint8, device=x.device)
@@ -195,6 +199,13 @@ CASES = {
         lambda q, k, v, s: ops.attention(q, k, v, window=4, softcap=5.0, sinks=s, backend="triton"),
         ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 8), (4,)),
         ("triton_attention_forward", "triton_attention_backward"),
+    ),
+    "block_context_attention": Case(
+        lambda q, k, v, x, y: ops.block_context_attention(
+            q, k, v, x, y, torch.tensor([[1, 6]], device=q.device), cu_seqlens=bounds(q), window=4, causal=True
+        ),
+        ((1, 2, 3, 4, 16), (1, 2, 3, 2, 16), (1, 2, 3, 2, 16), (1, 7, 2, 16), (1, 7, 2, 16)),
+        ("context_starts", "block_context_forward", "block_context_backward"),
     ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(

@@ -83,18 +83,18 @@ class _TritonAttention(torch.autograd.Function):
         return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+def kernel_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """Constants of all three kernels."""
-    dim, value_dim = q.shape[3], v.shape[3]
+    dim, value_dim = q.shape[-1], v.shape[-1]
     blocks = {"BLOCK_DIM": max(power_of_2_above(dim), 16), "BLOCK_VALUE": max(power_of_2_above(value_dim), 16)}
-    return {"GROUP": q.shape[2] // k.shape[2], "DIM": dim, "VALUE_DIM": value_dim, **blocks}
+    return {"GROUP": q.shape[-2] // k.shape[-2], "DIM": dim, "VALUE_DIM": value_dim, **blocks}
 
 
 _too_large: dict[tuple[Any, ...], int] = {}
 """Number of the first tile options that a device has not the resources for; by kernel, dtype, device and widths."""
 
 
-def _launch(
+def launch_tiles(
     name: str, kernel: Any, programs: int, axis: str, length: int, arguments: tuple[Any, ...], constants: dict[str, int]
 ) -> None:
     """Launch a kernel with the first tiles for which the device has the resources.
@@ -110,7 +110,7 @@ def _launch(
     """
     q = arguments[0]
     sizes = constants["BLOCK_DIM"], constants["BLOCK_VALUE"], q.element_size(), shared_memory(q.device)
-    options, key = tile_options(name, *sizes), (name, q.dtype, q.device, *sizes)
+    options, key = tile_options(name, *sizes), (kernel, q.dtype, q.device, *sizes)
     while True:
         tiles = options[_too_large.get(key, 0)]
         try:
@@ -148,12 +148,12 @@ def triton_attention_forward(
     out, lse = q.new_empty((B, T, heads, v.shape[3])), q.new_empty((B, heads, T), dtype=torch.float32)
     if is_fake(q) or not out.numel():
         return out, lse
-    constants = _constants(q, k, v)
+    constants = kernel_constants(q, k, v)
     arguments = (
         *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), contiguous(cu_seqlens), contiguous(sinks),
         out, lse, T, k.shape[1], heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap),
     )  # fmt: skip
-    _launch("forward", attention_forward_kernel, B * heads, "queries", T, arguments, constants)
+    launch_tiles("forward", attention_forward_kernel, B * heads, "queries", T, arguments, constants)
     return out, lse
 
 
@@ -167,17 +167,17 @@ def triton_attention_backward(
     if is_fake(q) or not k.numel():
         return dq, dk, dv, delta
     (B, T, heads, _), S = q.shape, k.shape[1]
-    constants = _constants(q, k, v)
+    constants = kernel_constants(q, k, v)
     inputs = [part for x in (q, k, v, dout) for part in heads_and_strides(x)]
     cu_seqlens = contiguous(cu_seqlens)
     numbers = T, S, heads, *_search(cu_seqlens), window, *score_factors(softmax_scale, softcap), softmax_scale
     arguments = *inputs, cu_seqlens, out, lse, delta, dq, *numbers
-    _launch("query_gradient", attention_query_gradient_kernel, B * heads, "queries", T, arguments, constants)
+    launch_tiles("query_gradient", attention_query_gradient_kernel, B * heads, "queries", T, arguments, constants)
     parts = _parts(k, constants["GROUP"])
     groups, constants = k.shape[2] * parts, constants | {"GROUP": constants["GROUP"] // parts, "PARTS": parts}
     sums = [dx if parts == 1 else lse.new_empty((B, S, groups, dx.shape[3])) for dx in (dk, dv)]
     arguments = *inputs, cu_seqlens, lse, delta, *sums, *numbers
-    _launch("key_gradient", attention_key_gradient_kernel, B * groups, "keys", S, arguments, constants)
+    launch_tiles("key_gradient", attention_key_gradient_kernel, B * groups, "keys", S, arguments, constants)
     if parts > 1:
         for dx, of_parts in zip((dk, dv), sums, strict=True):
             dx.copy_(of_parts.unflatten(2, (-1, parts)).sum(3))

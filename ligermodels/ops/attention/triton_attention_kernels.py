@@ -49,7 +49,7 @@ def _first_visible(position, cu_seqlens, count, steps, window, S):
 
 
 @triton.jit
-def _tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
+def load_tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
     """Rows start + row of x, of DIM channels; zeros beyond `rows` if MASKED."""
     d = tl.arange(0, BLOCK_DIM)[None, :]
     at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
@@ -61,7 +61,7 @@ def _tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexp
 
 
 @triton.jit
-def _store(x, row, start, stride, rows, values, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def store_tile(x, row, start, stride, rows, values, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     d = tl.arange(0, BLOCK_DIM)[None, :]
     at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
     tl.store(at, values.to(x.dtype.element_ty), mask=(start + row < rows)[:, None] & (d < DIM))
@@ -81,14 +81,14 @@ def _scores(products, scale, softcap):
 
 
 @triton.jit
-def _attend(
+def attend(
     q, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax (https://arxiv.org/abs/1805.02867) over a tile of keys."""
     row = tl.arange(0, BLOCK_S)
-    keys = _tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
+    keys = load_tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
     scores, _ = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
     if MASKED:
         key = (start + row)[None, :]
@@ -97,13 +97,13 @@ def _attend(
     weights = tl.exp2(scores - highest[:, None])
     decay = tl.exp2(top - highest)
     total = total * decay + tl.sum(weights, axis=1)
-    values = _tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
+    values = load_tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
     acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return highest, total, acc
 
 
 @triton.jit
-def _key_ranges(position, first, BLOCK_S: tl.constexpr):
+def key_ranges(position, first, BLOCK_S: tl.constexpr):
     """The tiles of keys that a tile of queries meets. Tiles in [begin, full) and [rest, end) are to be masked, tiles in
     [full, rest) are seen by every query as a whole."""
     begin = tl.min(first) // BLOCK_S * BLOCK_S
@@ -128,7 +128,7 @@ def attention_forward_kernel(
     token = start_t + row
     position = tl.minimum(token, T - 1) + (S - T)
     first = _first_visible(position, cu_seqlens, count, steps, window, S)
-    queries = _tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
+    queries = load_tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
     k += batch * k_batch + head // GROUP * k_head
     v += batch * v_batch + head // GROUP * v_head
 
@@ -138,35 +138,35 @@ def attention_forward_kernel(
     if sinks is not None:  # the score of one more key, whose value is zero
         top = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2_E)
         total += 1.0
-    begin, full, rest, end = _key_ranges(position, first, BLOCK_S)
+    begin, full, rest, end = key_ranges(position, first, BLOCK_S)
     for start in range(full, rest, BLOCK_S):
-        top, total, acc = _attend(
+        top, total, acc = attend(
             queries, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
             DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, False,
         )  # fmt: skip
     left = (full - begin) // BLOCK_S
     for i in range(0, left + tl.cdiv(end - rest, BLOCK_S)):
         start = tl.where(i < left, begin, rest - left * BLOCK_S) + i * BLOCK_S
-        top, total, acc = _attend(
+        top, total, acc = attend(
             queries, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
             DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, True,
         )  # fmt: skip
 
     tl.store(lse + (batch * heads + head) * T + token, top + tl.log2(total), mask=token < T)
     out += batch * T * heads * VALUE_DIM + head * VALUE_DIM
-    _store(out, row, start_t, heads * VALUE_DIM, T, acc / total[:, None], VALUE_DIM, BLOCK_VALUE)
+    store_tile(out, row, start_t, heads * VALUE_DIM, T, acc / total[:, None], VALUE_DIM, BLOCK_VALUE)
 
 
 @triton.jit
-def _query_gradient(
+def query_gradient(
     q, dout, row_lse, row_delta, k, k_token, v, v_token, start, position, first, dq, S, scale, softcap,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of a tile of keys to the gradient of a tile of queries, up to softmax_scale."""
     row = tl.arange(0, BLOCK_S)
-    keys = _tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
-    values = _tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
+    keys = load_tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
+    values = load_tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
     scores, slope = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
     weights = tl.exp2(scores - row_lse[:, None])
     if MASKED:
@@ -194,11 +194,11 @@ def attention_query_gradient_kernel(
     token = start_t + row
     position = tl.minimum(token, T - 1) + (S - T)
     first = _first_visible(position, cu_seqlens, count, steps, window, S)
-    queries = _tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
+    queries = load_tile(q + batch * q_batch + head * q_head, row, start_t, q_token, T, DIM, BLOCK_DIM, True)
     dout += batch * dout_batch + head * dout_head
-    douts = _tile(dout, row, start_t, dout_token, T, VALUE_DIM, BLOCK_VALUE, True)
+    douts = load_tile(dout, row, start_t, dout_token, T, VALUE_DIM, BLOCK_VALUE, True)
     out += batch * T * heads * VALUE_DIM + head * VALUE_DIM
-    outs = _tile(out, row, start_t, heads * VALUE_DIM, T, VALUE_DIM, BLOCK_VALUE, True)
+    outs = load_tile(out, row, start_t, heads * VALUE_DIM, T, VALUE_DIM, BLOCK_VALUE, True)
     row_delta = tl.sum(outs.to(tl.float32) * douts.to(tl.float32), axis=1)
     place = (batch * heads + head) * T + token
     tl.store(delta + place, row_delta, mask=token < T)
@@ -207,35 +207,37 @@ def attention_query_gradient_kernel(
     v += batch * v_batch + head // GROUP * v_head
 
     acc = tl.zeros((BLOCK_T, BLOCK_DIM), dtype=tl.float32)
-    begin, full, rest, end = _key_ranges(position, first, BLOCK_S)
+    begin, full, rest, end = key_ranges(position, first, BLOCK_S)
     for start in range(full, rest, BLOCK_S):
-        acc = _query_gradient(
+        acc = query_gradient(
             queries, douts, row_lse, row_delta, k, k_token, v, v_token, start, position, first, acc, S, scale, softcap,
             DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, False,
         )  # fmt: skip
     left = (full - begin) // BLOCK_S
     for i in range(0, left + tl.cdiv(end - rest, BLOCK_S)):
         start = tl.where(i < left, begin, rest - left * BLOCK_S) + i * BLOCK_S
-        acc = _query_gradient(
+        acc = query_gradient(
             queries, douts, row_lse, row_delta, k, k_token, v, v_token, start, position, first, acc, S, scale, softcap,
             DIM, VALUE_DIM, BLOCK_S, BLOCK_DIM, BLOCK_VALUE, True,
         )  # fmt: skip
     dq += batch * T * heads * DIM + head * DIM
-    _store(dq, row, start_t, heads * DIM, T, acc * softmax_scale, DIM, BLOCK_DIM)
+    store_tile(dq, row, start_t, heads * DIM, T, acc * softmax_scale, DIM, BLOCK_DIM)
 
 
 @triton.jit
-def _key_gradient(
-    keys, values, q, q_token, dout, dout_token, lse, delta, start, key, last, dk, dv, T, S, scale, softcap,
+def key_gradient(
+    keys, values, q, q_token, dout, dout_token, lse, delta, start, visible, dk, dv, T, scale, softcap,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of a tile of queries to the gradients of a tile of keys, up to softmax_scale, and of values. The
-    scores are transposed: (keys, queries)."""
+    """Adds the share of a tile of queries to the gradients of a tile of keys, up to softmax_scale, and of values.
+
+    The scores are transposed: (keys, queries). `visible` is their mask; None where every query sees every key."""
+    MASKED: tl.constexpr = visible is not None
     row = tl.arange(0, BLOCK_T)
     token = start + row
-    queries = _tile(q, row, start, q_token, T, DIM, BLOCK_DIM, MASKED)
-    douts = _tile(dout, row, start, dout_token, T, VALUE_DIM, BLOCK_VALUE, MASKED)
+    queries = load_tile(q, row, start, q_token, T, DIM, BLOCK_DIM, MASKED)
+    douts = load_tile(dout, row, start, dout_token, T, VALUE_DIM, BLOCK_VALUE, MASKED)
     if MASKED:
         row_lse = tl.load(lse + token, mask=token < T, other=0.0)
         row_delta = tl.load(delta + token, mask=token < T, other=0.0)
@@ -244,8 +246,7 @@ def _key_gradient(
     scores, slope = _scores(tl.dot(keys, tl.trans(queries), input_precision="ieee"), scale, softcap)
     weights = tl.exp2(scores - row_lse[None, :])
     if MASKED:
-        position = (token + (S - T))[None, :]
-        weights = tl.where((key[:, None] <= position) & (position <= last[:, None]), weights, 0.0)
+        weights = tl.where(visible, weights, 0.0)
     dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision="ieee")
     dscores = weights * (tl.dot(values, tl.trans(douts), input_precision="ieee") - row_delta[None, :])
     if softcap is not None:
@@ -275,9 +276,9 @@ def attention_key_gradient_kernel(
         last = document_end - 1
     if window is not None:
         last = tl.minimum(last, key + window - 1)
-    keys = _tile(k + batch * k_batch + head // PARTS * k_head, row, start_s, k_token, S, DIM, BLOCK_DIM, True)
+    keys = load_tile(k + batch * k_batch + head // PARTS * k_head, row, start_s, k_token, S, DIM, BLOCK_DIM, True)
     v += batch * v_batch + head // PARTS * v_head
-    values = _tile(v, row, start_s, v_token, S, VALUE_DIM, BLOCK_VALUE, True)
+    values = load_tile(v, row, start_s, v_token, S, VALUE_DIM, BLOCK_VALUE, True)
 
     # Tokens, not positions. Tiles in [begin, full) and [rest, end) are to be masked, in [full, rest) they are seen as
     # a whole.
@@ -302,21 +303,23 @@ def attention_key_gradient_kernel(
     for i in range(0, whole * GROUP):
         member = (i // whole).to(tl.int64)
         start = full + i % whole * BLOCK_T
-        dk_acc, dv_acc = _key_gradient(
+        dk_acc, dv_acc = key_gradient(
             keys, values, q + member * q_head, q_token, dout + member * dout_head, dout_token, lse + member * T,
-            delta + member * T, start, key, last, dk_acc, dv_acc, T, S, scale, softcap,
-            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE, False,
+            delta + member * T, start, None, dk_acc, dv_acc, T, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE,
         )  # fmt: skip
     for i in range(0, masked * GROUP):
         member = (i // masked).to(tl.int64)
         tile = i % masked
         start = tl.where(tile < left, begin, rest - left * BLOCK_T) + tile * BLOCK_T
-        dk_acc, dv_acc = _key_gradient(
+        position = (start + offset + tl.arange(0, BLOCK_T))[None, :]
+        visible = (key[:, None] <= position) & (position <= last[:, None])
+        dk_acc, dv_acc = key_gradient(
             keys, values, q + member * q_head, q_token, dout + member * dout_head, dout_token, lse + member * T,
-            delta + member * T, start, key, last, dk_acc, dv_acc, T, S, scale, softcap,
-            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE, True,
+            delta + member * T, start, visible, dk_acc, dv_acc, T, scale, softcap,
+            DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE,
         )  # fmt: skip
     dk += batch * S * groups * DIM + head * DIM
-    _store(dk, row, start_s, groups * DIM, S, dk_acc * softmax_scale, DIM, BLOCK_DIM)
+    store_tile(dk, row, start_s, groups * DIM, S, dk_acc * softmax_scale, DIM, BLOCK_DIM)
     dv += batch * S * groups * VALUE_DIM + head * VALUE_DIM
-    _store(dv, row, start_s, groups * VALUE_DIM, S, dv_acc, VALUE_DIM, BLOCK_VALUE)
+    store_tile(dv, row, start_s, groups * VALUE_DIM, S, dv_acc, VALUE_DIM, BLOCK_VALUE)
