@@ -118,7 +118,10 @@ def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1 and f"{folder}: has no chat template" in result.stderr and not result.stdout
     (tmp_path / "template.jinja").write_text(template)
     assert chat(folder, "--chat-template", tmp_path / "template.jinja", input="Hi\n").exit_code == 0
-    for flags, words in ((["--top-k", 3], "need --sample"), (["--sample", "--heads", "x"], "with heads does not")):
+    for flags, words in (
+        (["--top-k", 3], "need --sample"),
+        (["--greedy", "--seed", 1, "--heads", "x"], "need --sample"),
+    ):
         result = chat(folder, *flags, input="Hi\n")
         assert result.exit_code == 2 and words in result.stderr
     long = chat(speaker, input="may " * 600 + "\n")
