@@ -93,7 +93,7 @@ def save_head(
 _AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-def _open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], StateDict]:
+def open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], StateDict]:
     """config.json, and the tensors by their names in speculators' form.
 
     Args:
@@ -145,7 +145,7 @@ def load_head(
     """
     check_native(base, "base")
     path, target = hub.resolve(folder), base.config
-    with reading(path, partial(_open_head, path)) as (stored, reader):
+    with reading(path, partial(open_head, path)) as (stored, reader):
         config = formats.read_config(stored, len(target.blocks), target.hidden_size)
         names, vocabulary = reader.headers, None
         if formats.D2T in names:
