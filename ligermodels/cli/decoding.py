@@ -18,8 +18,8 @@ Sample = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Sampling temperature. With heads: temperature of typical acceptance, which accepts tokens other than "
-        "the greedy tokens."
+        help="Sampling temperature. With heads and --greedy: temperature of typical acceptance, which accepts tokens "
+        "other than the greedy tokens."
     ),
 ]
 TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
@@ -33,7 +33,7 @@ NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
 class Decoding:
     """Options of decoding; None where an option is not given. `medusa`: whether decoding is with heads.
 
-    Raises typer.BadParameter for options that contradict one another: decoding with heads does not sample.
+    Raises typer.BadParameter for options that contradict one another.
     """
 
     max_new_tokens: int
@@ -45,11 +45,6 @@ class Decoding:
     medusa: bool
 
     def __post_init__(self) -> None:
-        if self.medusa and (self.sample or self.seed is not None or self._shaping.keys() - {"temperature"}):
-            raise typer.BadParameter(
-                "decoding with heads does not sample; leave --sample, --top-k, --top-p and --seed out",
-                param_hint="--heads",
-            )
         self._check_sampling(self.sample)
 
     @property
@@ -58,7 +53,8 @@ class Decoding:
         return {name: value for name, value in shaping.items() if value is not None}
 
     def _check_sampling(self, sample: bool | None) -> None:
-        if sample is False and not self.medusa and (self._shaping or self.seed is not None):
+        shaping = self._shaping.keys() - ({"temperature"} if self.medusa else set())
+        if sample is False and (shaping or self.seed is not None):
             raise typer.BadParameter(NEEDS_SAMPLE)
 
     def arguments(self, model: CausalLM, device: str) -> dict[str, Any]:
@@ -71,17 +67,17 @@ class Decoding:
         from ligermodels.generation.generate import as_eos_ids
 
         defaults = model.generation_defaults()
-        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
+        self._check_sampling(sample)
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": sample}
         if not as_eos_ids(defaults.get("eos_token_id")) and defaults.get("pad_token_id") is None:
             arguments["pad_token_id"] = 0  # masked; without an EOS no sequence ends early
         if self.medusa:
             if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
                 say(f"with heads, the checkpoint's repetition_penalty {penalty} is not applied")
-            return {**arguments, **self._shaping, "repetition_penalty": 1.0}
-        sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
-        self._check_sampling(sample)
+            arguments["repetition_penalty"] = 1.0
         if sample:
             generator = torch.Generator(device)
             generator.manual_seed(generator.seed() if self.seed is None else self.seed)
-            arguments |= {"do_sample": True, "generator": generator, **self._shaping}
-        return arguments
+            arguments["generator"] = generator
+        return {**arguments, **self._shaping} if sample or self.medusa else arguments

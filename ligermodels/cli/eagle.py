@@ -16,11 +16,11 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 def export(
     base: heads.Base,
-    head: Annotated[str, typer.Argument(metavar="HEAD", help="The head, in either format.")],
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="The head, in any of the formats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     profile: Annotated[
-        Literal["speculators", "specforge"],
-        typer.Option(help="Format: speculators, which vLLM serves, or specforge, which SGLang and vLLM serve."),
+        Literal["speculators", "specforge", "deepspec"],
+        typer.Option(help="Format: speculators for vLLM, specforge for SGLang and vLLM, or deepspec."),
     ] = "speculators",
     base_model: Annotated[
         str | None, typer.Option(help="Name of the model, which the format speculators contains.  [default: BASE]")

@@ -1,4 +1,5 @@
-"""`ligermodels verify`: a checkpoint compared with transformers, in float8 with itself, or rounded with itself."""
+"""`ligermodels verify`: a checkpoint compared with transformers, in float8 with itself, or rounded with itself; and the
+files of draft heads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: options.Checkpoint,
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A checkpoint folder, a Hugging Face hub id, or draft heads for MODEL."),
+    ],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="PATH has heads for this model: verify their files.")
+    ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Checkpoint folder that transformers opens.  [default: PATH]")
     ] = None,
@@ -47,7 +54,7 @@ def verify(
     quantize_head: options.QuantizeHead = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare a checkpoint with transformers, module by module.
+    """Compare a checkpoint with transformers, module by module; or verify the files of draft heads.
 
     Exit code 1 on a mismatch; the first mismatch is printed. The error of a module is max |ours - theirs| / max
     |theirs|.
@@ -58,7 +65,15 @@ def verify(
     With --quantize predictions with rounded weights are compared with predictions without: the KL divergence, and both
     perplexities. Exit code 1 if --tolerance is given and the KL divergence is above it. Give a --text: perplexities of
     random tokens mean nothing.
+
+    With MODEL, PATH has Medusa, MTP or EAGLE-3 heads for it. Layer ids, norms, vocabulary tables, shapes and values are
+    checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1 on a mismatch.
     """
+    if model is not None:
+        given = reference or text or float8 or float8_exclude or quantize or tolerance is not None
+        if given:
+            raise typer.BadParameter("verifying heads takes no option but --json", param_hint="MODEL")
+        return _verify_heads(path, model, as_json)
     if tolerance is not None:
         check_number("--tolerance", tolerance)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
@@ -95,6 +110,27 @@ def verify(
         )
     _show(report, as_json)
     if not report.passed:
+        raise typer.Exit(1)
+
+
+def _verify_heads(heads: str, model: str, as_json: bool) -> None:
+    """Verify the files of draft heads, with exit code 1 on a mismatch."""
+    from ligermodels.speculative.verify import verify_heads
+
+    report = verify_heads(heads, model)
+    mismatch = report.first_mismatch
+    if as_json:
+        checks = [{"name": check.name, "found": check.found, "passed": check.passed} for check in report.checks]
+        first = mismatch and mismatch.name
+        print_json({"passed": report.passed, "kind": report.kind, "first_mismatch": first, "checks": checks})
+    else:
+        words = {True: "ok", False: "differs", None: ""}
+        show_table(["check", "", "found"], [(check.name, words[check.passed], check.found) for check in report.checks])
+        if mismatch:
+            typer.echo(f"First mismatch: {mismatch.name}: {mismatch.found}")
+        else:
+            typer.echo(f"Match: the {report.kind} heads in {heads} fit {model}.")
+    if mismatch:
         raise typer.Exit(1)
 
 

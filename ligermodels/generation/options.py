@@ -16,7 +16,7 @@ from ligermodels.generation.sampling import check_values
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
 OUTPUTS = "generate returns token ids; for the logits call the model with them: model(ids).logits"
-SPECULATIVE = f"speculative decoding is MedusaModel.generate; or {WRAP}"
+SPECULATIVE = f"give draft, Medusa, MTP or EAGLE-3 heads on this model; or {WRAP}"
 CACHE = "leave it out: decoding always has a cache, of fixed size; cuda_graph=False turns CUDA graphs off"
 INPUTS = "generate takes token ids: give input_ids, and attention_mask where they have padding"
 
@@ -227,11 +227,11 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
     Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
     """
     rest = {name: value for name, value in options.items() if name not in inspect.signature(function).parameters}
-    sampling = {"do_sample", "repetition_penalty"}  # the caller checks these
+    penalty = {"repetition_penalty"}  # the caller checks it
     effective, _ = check_options(without_none(rest), "generate")
-    if unsupported := sorted(effective.keys() - sampling):
+    if unsupported := sorted(effective.keys() - penalty):
         raise InputError(f"{unsupported[0]}: tree decoding does not have it; use base.generate, or leave it out")
-    return {name: value for name, value in options.items() if name not in rest or name in sampling}
+    return {name: value for name, value in options.items() if name not in rest or name in penalty}
 
 
 def as_options(generation_config: Any) -> dict[str, Any]:

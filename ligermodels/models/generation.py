@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -13,6 +13,17 @@ from ligermodels.errors import InputError
 from ligermodels.generation import DecodingModel, generate, stream
 from ligermodels.generation.options import as_options, check_options, generation_defaults, renamed_options, without_none
 from ligermodels.generation.prompts import TokenIds
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "generator")
+
+
+class DraftHeads(Protocol):
+    """Draft heads on a model, such as a `MedusaModel`."""
+
+    base: Any
+
+    def generate(self, input_ids: TokenIds, **options: Any) -> Any:
+        """Speculative decoding: see `speculative.decoding.speculative_generate`."""
 
 
 class GenerationMixin:
@@ -31,7 +42,15 @@ class GenerationMixin:
         """
         return self._defaults(do_sample, {})
 
-    def generate(self, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any) -> Tensor:
+    def generate(
+        self,
+        input_ids: TokenIds,
+        max_new_tokens: int | None = None,
+        *,
+        draft: DraftHeads | None = None,
+        tree: Any = None,
+        **options: Any,
+    ) -> Tensor:
         """Continue each prompt until it ends with an EOS token or another stop, or has `max_new_tokens` new tokens.
 
         Options that are not given come from the checkpoint's generation_config.json, as in transformers; it may turn on
@@ -40,6 +59,9 @@ class GenerationMixin:
         Args:
             input_ids: prompts: long (B, T) or (T,), a list of ids, or a list of such lists of any lengths.
             max_new_tokens: number of new tokens, at least 1. Default: `max_length` minus the prompt's length, or 64.
+            draft: Medusa, MTP or EAGLE-3 heads on this model, for speculative decoding: the same greedy tokens, or
+                samples of the same distribution, in fewer steps.
+            tree: with `draft`, the candidates to check in each step; by default `draft.default_tree()`.
             options: keyword arguments as in transformers: `generation_config`, `max_length`, `attention_mask`,
                 `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `num_return_sequences`, `repetition_penalty`,
                 `logits_processor`, `eos_token_id`, `stop_strings` (with `tokenizer`), `stopping_criteria`,
@@ -60,7 +82,16 @@ class GenerationMixin:
         Examples:
             >>> ids = model.generate(input_ids, max_new_tokens=64, do_sample=True, top_p=0.9)
         """
-        return generate(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
+        options = self._options(max_new_tokens, renamed_options(options))
+        if draft is None:
+            if tree is not None:
+                raise InputError("tree: is for speculative decoding; give draft too, the heads on this model")
+            return generate(cast(DecodingModel, self), input_ids, **options)
+        if getattr(draft, "base", None) is not self:
+            raise InputError(f"draft: must be draft heads on this model, whose base it is, got {type(draft).__name__}")
+        if not options.get("do_sample"):  # as without heads, these are then without effect
+            options = {name: value for name, value in options.items() if name not in _SAMPLING}
+        return cast(Tensor, draft.generate(input_ids, tree=tree, **options))
 
     def stream(self, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any) -> Iterator[Tensor]:
         """Generate as `generate` does, and yield the new tokens of each step as soon as they are known.

@@ -1,4 +1,4 @@
-"""Typical acceptance: candidates are accepted if the model finds them probable enough. Expected tokens of a chain."""
+"""Rules that accept candidate tokens: greedy, and typical acceptance. Expected tokens of a chain."""
 
 from __future__ import annotations
 
@@ -7,11 +7,44 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.generation.sampling import greedy
+
+
+class Accepted(NamedTuple):
+    """What a rule decides about the N nodes of a tree: arguments of `ops.accept_path`.
+
+    choices: long (B, N), the token after each node. -1 is no token.
+    accept_mask: bool (B, N), True for accepted tokens. None: a token is accepted if it is the choice after its parent.
+    scores: fp32 (B, N), given with `accept_mask`: among equally long paths the highest sum is taken.
+    """
+
+    choices: Tensor
+    accept_mask: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class Accept(Protocol):
+    """A rule that accepts tokens of a tree of candidates."""
+
+    def __call__(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> Accepted:
+        """Decide about the nodes of a tree.
+
+        Args:
+            logits: (B, N, V), the model's logits after each node.
+            tokens: long (B, N), the token of each node.
+            parent: long (N,), the parent of each node; the root's parent is the root.
+        """
+
+
+def accept_greedy(logits: Tensor, tokens: Tensor, parent: Tensor) -> Accepted:
+    """The rule of greedy decoding: the choice after each node is the most probable token. See `Accept`."""
+    return Accepted(greedy(logits))
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,10 @@ class Typical:
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not (value > 0 and math.isfinite(value)):
                 raise InputError(f"{name} must be above 0, got {value}")
+
+    def __call__(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> Accepted:
+        """The most probable token after each node, and the accepted tokens. See `Accept`."""
+        return Accepted(greedy(logits), *self.accept_mask(logits, tokens, parent))
 
     def accept_mask(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
         """Decide for each node of a tree whether its token is accepted after its parent.

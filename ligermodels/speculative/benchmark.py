@@ -82,7 +82,7 @@ def evaluate_continuations(
     if not prompts:
         raise InputError("prompts: there is no prompt to continue; give at least one")
     ends = as_eos_ids(model.base.generation_defaults().get("eos_token_id"))
-    pad = {} if ends else {"pad_token_id": 0}  # never attended to
+    pad: dict[str, Any] = {} if ends else {"pad_token_id": 0}  # never attended to
     ranks: list[Tensor] = []
     lengths, batches = [], []
     for first in range(0, len(prompts), BATCH_SIZE):

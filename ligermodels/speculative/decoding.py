@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.errors import InputError
 from ligermodels.generation.context_length import GenerationLimit
 from ligermodels.generation.generate import as_eos_ids, as_pad_id, evaluating, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
@@ -19,9 +20,10 @@ from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
 from ligermodels.layers import TreeTokens
+from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
-from ligermodels.speculative.acceptance import Typical
-from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose
+from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose, TopDrafts
+from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of
 from ligermodels.speculative.tree import Tree
 
 
@@ -58,7 +60,13 @@ def speculative_generate(
     tree: Tree,
     max_new_tokens: int | None = None,
     max_length: int | None = None,
-    temperature: float = 0.0,
+    do_sample: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    num_return_sequences: int = 1,
+    generator: torch.Generator | None = None,
     epsilon: float = 0.09,
     delta: float = 0.3,
     eos_token_id: int | Sequence[int] | None = None,
@@ -73,17 +81,21 @@ def speculative_generate(
     ancestors. The step accepts a path of nodes, and takes the model's most probable token after the last accepted node
     as the next root. Sequences of a batch may accept paths of different lengths in the same step.
 
-    With temperature 0 decoding is lossless: a node is accepted if its token is the model's greedy choice, so the tokens
-    are the tokens of greedy `generate` for any drafter and tree. Rounding may differ between forward passes of
+    By default decoding is greedy and lossless: a node is accepted if its token is the model's greedy choice, so the
+    tokens are the tokens of greedy `generate` for any drafter and tree. Rounding may differ between forward passes of
     different shapes, and may decide between two logits that are equal apart from rounding.
 
-    With a temperature above 0 acceptance is typical (see `acceptance.Typical`): a token is accepted if its probability
-    in the model's softmax at that temperature exceeds min(epsilon, delta * exp(-entropy)). The longest accepted path is
-    taken; among paths of equal length, the most probable. No random numbers are drawn, and the result is *not* a sample
-    of the model's distribution: the first token of every step is the greedy token, the others are candidates that are
-    probable enough, so the prompt, the drafter and the tree determine the text. A higher temperature flattens the
-    distribution, which lowers the threshold and accepts more tokens other than the greedy token. For samples use
-    `generate`.
+    With `do_sample` the tokens are samples of the same distribution as in `generate`, for any drafter and tree: see
+    `sampling`. The drafts of a chain are sampled too, and accepted with probability min(1, p / q); a tree has the most
+    probable candidates. The samples differ from the samples of `generate` with the same seed.
+
+    With a temperature above 0 and without `do_sample` acceptance is typical (see `acceptance.Typical`): a token is
+    accepted if its probability in the model's softmax at that temperature exceeds min(epsilon, delta * exp(-entropy)).
+    The longest accepted path is taken; among paths of equal length, the most probable. No random numbers are drawn, and
+    the result is *not* a sample of the model's distribution: the first token of every step is the greedy token, the
+    others are candidates that are probable enough, so the prompt, the drafter and the tree determine the text. A higher
+    temperature flattens the distribution, which lowers the threshold and accepts more tokens other than the greedy
+    token.
 
     Args:
         model: the model.
@@ -94,7 +106,14 @@ def speculative_generate(
             allows, or 64.
         max_length: number of tokens of the longest prompt and of the new tokens together; ignored if `max_new_tokens`
             is given.
-        temperature: 0 for greedy acceptance; above 0 for typical acceptance.
+        do_sample: sample. The options up to `generator` apply only then, except for `temperature`.
+        temperature: with `do_sample`, logits are divided by it, 1 by default, and 0 is greedy decoding. Without, above
+            0 for typical acceptance, 0 by default.
+        top_k: sample from the k most probable tokens; None or 0: from all.
+        top_p: in [0, 1]; sample from the fewest tokens with a total probability of at least top_p. Default: 1.
+        min_p: in [0, 1]; drop tokens below min_p times the highest probability. Default: none.
+        num_return_sequences: samples per prompt, in adjacent rows. Default: 1.
+        generator: `torch.Generator` on the model's device; by default torch's own.
         epsilon: upper limit of the threshold of typical acceptance, above 0.
         delta: factor of exp(-entropy) in the threshold of typical acceptance, above 0.
         eos_token_id: token or tokens that end a sequence. None: no sequence ends early.
@@ -115,20 +134,28 @@ def speculative_generate(
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, eos_ids, model.config.vocab_size)
-    check_values(temperature=temperature, epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
-    typical = Typical(float(temperature), epsilon, delta) if temperature else None
+    check_values(epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
+    shaping = shaping_of(do_sample, generator, temperature, top_k, top_p, min_p)
+    check_values(num_return_sequences=num_return_sequences)
+    if num_return_sequences > 1 and not do_sample:
+        raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
+    with memory_for(f"num_return_sequences = {num_return_sequences}", prompts.ids.device):
+        prompts = prompts.repeated(num_return_sequences)
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):
         state = model.new_state(batch, length + max_new_tokens + len(tree))
         ids, attention = prompts.to(state.device)
-        step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, typical)
+        rule = rule_of(model, tree, batch, state.device, do_sample, shaping, (epsilon, delta), generator)
+        step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, rule)
         sequences = step.start(ids, attention)
         cuda_graph, all_done = cuda_graph and not is_sharded(model), end_of_decoding(model)
         take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
         switches = bool(step.thresholds.switches)
-        finished, new_tokens_of = Finished(state.device, not (switches or on_tokens)), _NewTokens(sequences)
+        # A superfluous step must not reach the caller or the random generator.
+        finished = Finished(state.device, not (switches or on_tokens or rule.renew))
+        new_tokens_of = _NewTokens(sequences)
         while True:
             if on_tokens is not None:
                 on_tokens(new_tokens_of())
@@ -137,6 +164,8 @@ def speculative_generate(
             if switches and bool(step.needs_prefill(sequences).any()):
                 step.prefill_again(sequences, int(sequences.cache_seqlens.max()))
             else:
+                if rule.renew is not None:
+                    rule.renew()
                 take_step()
             passes += 1
         passes -= superfluous
@@ -187,7 +216,7 @@ class TreeStep(Step):
         tree: the candidates to check in each step.
         max_new_tokens: largest number of new tokens per sequence.
         eos_ids: tokens that end a sequence.
-        typical: the rule of typical acceptance; None for greedy acceptance.
+        rule: the rule that chooses drafts and accepts tokens.
     """
 
     def __init__(
@@ -198,11 +227,11 @@ class TreeStep(Step):
         tree: Tree,
         max_new_tokens: int,
         eos_ids: Sequence[int],
-        typical: Typical | None = None,
+        rule: Rule = GREEDY,
     ) -> None:
-        super().__init__(model, state, max_new_tokens, eos_ids, places=tree.max_depth + 1)
-        drafter.begin(state.batch_size, state.max_length, tree)
-        self.drafter, self.tree, self.typical = drafter, tree, typical
+        super().__init__(model, state, max_new_tokens, eos_ids, rule.choose, places=tree.max_depth + 1)
+        drafter.begin(state.batch_size, state.max_length, tree, rule.drafts or TopDrafts(tree.width))
+        self.drafter, self.tree, self.rule = drafter, tree, rule
         self.paths = ops.Paths(*(tensor.to(state.device) for tensor in (tree.parent, tree.depth, tree.route)))
         self.rank = tree.rank.to(state.device)
         self.tokens = TreeTokens(tree.mask.to(state.device), self.paths.parent, self.paths.depth)
@@ -258,10 +287,8 @@ class TreeStep(Step):
             return_last_hidden_state=True,
             **reads,
         )
-        accepted = (
-            (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
-        )
-        nodes = tokens, positions, self.choose(out.logits), out.last_hidden_state
+        choices, *accepted = self.rule.accept(out.logits, tokens, self.paths.parent)
+        nodes = tokens, positions, choices, out.last_hidden_state
         slots = ops.accept_path(sequences, self.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
         self.state.commit(slots)
         states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state

@@ -15,6 +15,42 @@ Propose = Callable[[Tensor], Tensor]
 """Hidden states (B, H) -> logits (B, K, V) of the K heads."""
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """x itself."""
+    return x
+
+
+class ChooseDrafts(Protocol):
+    """Chooses candidate tokens from a head's logits."""
+
+    def __call__(self, logits: Tensor, depth: int = 0, token_ids: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
+        """Choose the candidates of n depths of the tree.
+
+        Args:
+            logits: (B, n, V), for each of the depths.
+            depth: the first of them, from 0.
+            token_ids: ids of the logits' vocabulary, of any shape -> ids of the model's tokens, where these differ.
+
+        Returns:
+            Long (B, n, width of the tree), ids of the model's tokens, for each depth the best token first.
+        """
+
+
+class TopDrafts:
+    """The most probable tokens as candidates: a `ChooseDrafts`.
+
+    Args:
+        width: number of candidates per depth.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, logits: Tensor, depth: int = 0, token_ids: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
+        """See `ChooseDrafts`."""
+        return token_ids(ops.topk_indices(logits, self.width))
+
+
 class Drafter(Protocol):
     """Proposes the tokens of a tree for each sequence of a batch.
 
@@ -28,13 +64,16 @@ class Drafter(Protocol):
     """The model's states that `start` and `follow` read, side by side: L is the residual stream after L layers. Empty:
     the hidden states after the final norm."""
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
         """Prepare for a batch.
 
         Args:
             batch_size: B.
             max_length: largest length of a sequence, with the nodes of the tree.
             tree: the candidates to propose in each step.
+            choose: chooses the candidates from the head's logits. In speculative sampling with a chain it samples them,
+                and keeps their distributions; a drafter that does not call it proposes fixed candidates, which is
+                exact too.
         """
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
@@ -70,8 +109,8 @@ class HeadsDrafter:
     def __init__(self, propose: Propose) -> None:
         self.propose = propose
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
-        self.tree = tree
+    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
+        self.tree, self.choose = tree, choose
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         """Nothing to do."""
@@ -90,4 +129,4 @@ class HeadsDrafter:
         if heads < tree.max_depth or vocabulary < tree.width:
             needs = f"tree: the tree needs {tree.max_depth} heads and {tree.width} candidates per head"
             raise InputError(f"{needs}, but propose gives {heads} heads over {vocabulary} tokens; give a smaller tree")
-        return ops.topk_indices(logits[:, : tree.max_depth], tree.width)
+        return self.choose(logits[:, : tree.max_depth])

@@ -23,14 +23,12 @@ from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
-from ligermodels.speculative.eagle3_formats import STEPS
+from ligermodels.speculative.eagle3_formats import DECAY, STEPS
 from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following, layer_like
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
-
-DECAY = 0.8
 
 
 class Eagle3Model(MultiHeadModel):
@@ -314,18 +312,18 @@ class Eagle3Model(MultiHeadModel):
         folder: str | os.PathLike[str],
         *,
         num_steps: int | None = None,
-        decay: float = DECAY,
+        decay: float | None = None,
         divergence: Divergence = "forward_kl",
         progress: Callable[[int, int], None] | None = None,
     ) -> Eagle3Model:
-        """Load a head from a folder or the hub, in speculators' form or SpecForge's, and freeze the base model.
+        """Load a head from a folder or the hub, in any format of `export`, and freeze the base model.
 
         Args:
             base: the base model, in memory.
             folder: folder or hub id of the head.
-            num_steps: K, steps of training, and tokens proposed by default. Default: `speculative_tokens` in
-                config.json, or 7.
-            decay: step k has the weight decay ** k in the loss.
+            num_steps: K, steps of training, and tokens proposed by default. Default: `speculative_tokens` or
+                `ttt_length` in config.json, or 7.
+            decay: step k has the weight decay ** k in the loss. Default: `step_loss_decay` in config.json, or 0.8.
             divergence: from the model's distribution: a name of `ops.linear_distillation`.
             progress: called with (bytes loaded, bytes in total) of the head.
 
@@ -347,7 +345,7 @@ class Eagle3Model(MultiHeadModel):
     def export(
         self,
         folder: str | os.PathLike[str],
-        profile: Literal["speculators", "specforge"] = "speculators",
+        profile: Literal["speculators", "specforge", "deepspec"] = "speculators",
         *,
         base_model: str | None = None,
         overwrite: bool = False,
@@ -356,7 +354,8 @@ class Eagle3Model(MultiHeadModel):
 
         Args:
             folder: created if need be.
-            profile: "speculators", which vLLM serves; or "specforge", which SGLang and vLLM serve.
+            profile: "speculators", which vLLM serves; "specforge", which SGLang and vLLM serve; or "deepspec", the form
+                of DeepSpec, whose heads are of Qwen3's kind, with all tokens and the states of five layers.
             base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
                 was loaded from.
             overwrite: replace a checkpoint in the folder.

@@ -66,7 +66,8 @@ def save_head(
     name = base_model if base_model is not None or spec is None else spec.base_name
     if name is None:
         raise InputError("base_model: config.json names the base model; give its folder or hub id")
-    target = formats.Target(name, () if spec is None else _architectures(spec.hf_config))
+    architectures = () if spec is None else _architectures(spec.hf_config)
+    target = formats.Target(name, architectures, len(base.config.blocks))
     reshard(model)
     state = _state(model)
     if model.lm_head is None:
@@ -75,6 +76,7 @@ def save_head(
     if form.embedding:
         further[formats.EMBEDDING] = _embedding(model)
     dtype = str(model.head.reader.fc.weight.dtype).removeprefix("torch.")
+    training = formats.Training(model.num_heads, model.decay, dtype)
     save_checkpoint(
         folder_to_write(folder),
         [
@@ -82,7 +84,7 @@ def save_head(
             *(LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()),
         ],
         max_shard_size=2**63 - 1,
-        files={CONFIG: as_json(form.config(model.config, target, model.num_heads, dtype))},
+        files={CONFIG: as_json(form.config(model.config, target, training))},
         overwrite=overwrite,
         ranks=Ranks(state.values()),
     )
@@ -91,7 +93,7 @@ def save_head(
 _AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-def _open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], StateDict]:
+def open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], StateDict]:
     """config.json, and the tensors by their names in speculators' form.
 
     Args:
@@ -143,14 +145,18 @@ def load_head(
     """
     check_native(base, "base")
     path, target = hub.resolve(folder), base.config
-    with reading(path, partial(_open_head, path)) as (stored, reader):
+    with reading(path, partial(open_head, path)) as (stored, reader):
         config = formats.read_config(stored, len(target.blocks), target.hidden_size)
         names, vocabulary = reader.headers, None
         if formats.D2T in names:
             vocabulary = DraftVocabulary.from_tables(names[formats.D2T], names.get(formats.T2D), target.vocab_size)
         own = LM_HEAD in names
-        if options["num_steps"] is None:
-            options = {**options, "num_steps": formats.stored_steps(stored) or formats.STEPS}
+        decay = formats.stored_decay(stored)
+        defaults = {
+            "num_steps": formats.stored_steps(stored) or formats.STEPS,
+            "decay": formats.DECAY if decay is None else decay,
+        }
+        options = {**defaults, **{name: value for name, value in options.items() if value is not None}}
         try:
             model = model_class(base, config, vocabulary, lm_head="own" if own else "shared", **options)
         except InputError as error:

@@ -1,7 +1,8 @@
-"""File formats of EAGLE-3 heads: speculators', which vLLM reads, and SpecForge's, which SGLang and vLLM read.
+"""File formats of EAGLE-3 heads: speculators' for vLLM, SpecForge's for SGLang and vLLM, and DeepSpec's.
 
-Both hold the same tensors; a head of SpecForge calls the layer `midlayer`. config.json names the layers whose states
-the head reads: speculators by boundaries, SpecForge's `eagle_config` by ids of layers (`models.capture`).
+They hold the same tensors; a head of SpecForge calls the layer `midlayer`. config.json names the layers whose states
+the head reads: speculators by boundaries, SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` by ids of layers
+(`models.capture`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ligermodels.arguments import check_number
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
@@ -21,7 +23,11 @@ from ligermodels.speculative.eagle3_head import Eagle3Config
 
 STEPS = 7
 """Steps of training, and tokens proposed by default."""
+DECAY = 0.8
+"""Step k has the weight DECAY ** k in the loss by default."""
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
+"""Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
 _LAYER_FIELDS = (
@@ -35,20 +41,39 @@ _LAYER_FIELDS = (
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a head belongs to, as config.json names it: a folder or hub id, and its `architectures`."""
+    """The model that a head belongs to, as config.json describes it.
+
+    name: folder or hub id.
+    architectures: its `architectures`.
+    num_layers: number of layers.
+    """
 
     name: str
     architectures: tuple[str, ...] = ()
+    num_layers: int = 0
 
 
-def speculators_config(config: Eagle3Config, target: Target, num_steps: int, dtype: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Training:
+    """What config.json says about the training of a head.
+
+    num_steps: steps of training, and tokens that a server proposes by default.
+    decay: step k has the weight decay ** k in the loss.
+    dtype: dtype of the tensors, such as "bfloat16".
+    """
+
+    num_steps: int
+    decay: float
+    dtype: str
+
+
+def speculators_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
     """config.json in speculators' form.
 
     Args:
         config: the head's config.
         target: the model that the head belongs to.
-        num_steps: tokens that a server proposes by default.
-        dtype: dtype of the tensors, such as "bfloat16".
+        training: `num_steps` and `dtype` are written.
     """
     return {
         "architectures": ["Eagle3Speculator"],
@@ -63,32 +88,29 @@ def speculators_config(config: Eagle3Config, target: Target, num_steps: int, dty
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_steps}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": training.num_steps}],
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
-        "dtype": dtype,
+        "dtype": training.dtype,
     }
 
 
-def specforge_config(config: Eagle3Config, target: Target, num_steps: int, dtype: str) -> dict[str, Any]:
+def specforge_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
     """config.json in SpecForge's form, with the boundaries that vLLM reads beside SGLang's ids of layers.
 
     Args:
         config: the head's config.
         target: not named in this form.
-        num_steps: not named in this form.
-        dtype: dtype of the tensors, such as "bfloat16".
+        training: `dtype` is written.
 
     Raises:
         InputError: SGLang has no such head.
     """
-    for name, wrong in (
-        ("layer: kind 'qwen3'", config.layer["model_type"] != "llama"),
-        ("norm_before_residual", config.norm_before_residual),
-        ("norm_before_fc", config.norm_before_fc),
-    ):
-        if wrong:
-            raise InputError(f"profile 'specforge': SGLang does not implement {name}; export profile='speculators'")
+    wrong = {
+        "layer: kind 'qwen3'": config.layer["model_type"] != "llama",
+        **{flag: getattr(config, flag) for flag in ("norm_before_residual", "norm_before_fc")},
+    }
+    _require_none("specforge", "SGLang", wrong)
     return {
         **config.layer,
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -98,8 +120,49 @@ def specforge_config(config: Eagle3Config, target: Target, num_steps: int, dtype
         BOUNDARIES: list(config.boundaries),
         "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), "use_aux_hidden_state": True},
         "tie_word_embeddings": False,
-        "dtype": dtype,
+        "dtype": training.dtype,
     }
+
+
+def deepspec_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
+    """config.json in DeepSpec's form, whose heads are of Qwen3's kind, with all tokens and the states of five layers.
+
+    Args:
+        config: the head's config.
+        target: the model that the head belongs to.
+        training: all is written.
+
+    Raises:
+        InputError: DeepSpec has no such head.
+    """
+    wrong = {
+        f"layer: kind {config.layer['model_type']!r}": config.layer["model_type"] != "qwen3",
+        f"{len(config.boundaries)} boundaries, but five": len(config.boundaries) != 5,
+        "boundary 0": 0 in config.boundaries,
+        f"draft_vocab_size {config.draft_vocab_size}": config.draft_vocab_size != config.decoder.vocab_size,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+    }
+    _require_none("deepspec", "DeepSpec", wrong)
+    return {
+        **config.layer,
+        "architectures": ["Qwen3Eagle3Model"],
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"],
+        "target_model_name_or_path": target.name,
+        LAYER_IDS: list(layer_ids_of(config.boundaries)),
+        STEPS_FIELD: training.num_steps,
+        DECAY_FIELD: training.decay,
+        "draft_num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "dtype": training.dtype,
+    }
+
+
+def _require_none(profile: str, program: str, wrong: Mapping[str, bool]) -> None:
+    """InputError for the first property of a head, name -> whether it has it, that a program does not implement."""
+    for name, has in wrong.items():
+        if has:
+            raise InputError(f"profile {profile!r}: {program} does not implement {name}; export profile='speculators'")
 
 
 @dataclass(frozen=True)
@@ -107,7 +170,7 @@ class Profile:
     """A file format.
 
     prefix: prefix of the layer's tensors.
-    config: (config, target, num_steps, dtype) -> config.json.
+    config: (config, target, training) -> config.json.
     embedding: whether the embedding is in the file. Servers take the model's own where it is not.
     """
 
@@ -119,6 +182,7 @@ class Profile:
 PROFILES = {
     "speculators": Profile("layers.0", speculators_config, embedding=True),
     "specforge": Profile("midlayer", specforge_config, embedding=False),
+    "deepspec": Profile("layers.0", deepspec_config, embedding=True),
 }
 
 
@@ -161,7 +225,7 @@ def weight_map(config: Eagle3Config, prefix: str, *, lm_head: bool = True) -> We
 
 
 def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) -> Eagle3Config:
-    """The config of a head from config.json, in speculators' form or SpecForge's.
+    """The config of a head from config.json, in any of the forms.
 
     Args:
         stored: config.json.
@@ -197,37 +261,60 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
     )
 
 
-def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The boundaries that config.json names, or None."""
-    if (given := stored.get(BOUNDARIES)) is not None:
-        return _ids(given)
+def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The boundaries that each field of config.json names, by the field; in the order in which vLLM reads them."""
     nested = stored.get("eagle_config")
-    if isinstance(nested, Mapping) and (given := nested.get(BOUNDARIES)) is not None:
-        return boundaries_of(_ids(given))
-    return None
+    nested = nested if isinstance(nested, Mapping) else {}
+    fields = (
+        (BOUNDARIES, stored.get(BOUNDARIES), tuple),
+        (LAYER_IDS, stored.get(LAYER_IDS), boundaries_of),
+        (f"eagle_config.{BOUNDARIES}", nested.get(BOUNDARIES), boundaries_of),
+    )
+    return {name: convert(_ids(name, given)) for name, given, convert in fields if given is not None}
 
 
-def _ids(given: Any) -> tuple[int, ...]:
+def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The boundaries that config.json names, or None. A ConfigWarning if its fields contradict one another."""
+    named = stored_boundaries(stored)
+    if len(set(named.values())) > 1:
+        layers = ", ".join(f"{name} {list(boundaries)}" for name, boundaries in named.items())
+        warnings.warn(
+            f"config.json: its fields name different layers, as boundaries: {layers}; the first field is used",
+            ConfigWarning,
+            stacklevel=4,
+        )
+    return next(iter(named.values()), None)
+
+
+def _ids(name: str, given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(is_int(each) for each in given):
-        raise ConfigError(f"{BOUNDARIES}: must be a list of whole numbers, got {short(given)}")
+        raise ConfigError(f"{name}: must be a list of whole numbers, got {short(given)}")
     return tuple(sorted(set(given)))  # as vLLM reads them
 
 
 def stored_steps(stored: Mapping[str, Any]) -> int | None:
     """The number of tokens that a server proposes by default; None where config.json does not name it."""
     methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    steps = methods[0].get("speculative_tokens")
+    steps = methods[0].get("speculative_tokens", stored.get(STEPS_FIELD))
     return steps if is_int(steps) and steps > 0 else None
+
+
+def stored_decay(stored: Mapping[str, Any]) -> float | None:
+    """The decay of the steps' weights; None where config.json does not name it."""
+    decay = stored.get(DECAY_FIELD)
+    return None if decay is None else float(check_number(DECAY_FIELD, decay))
 
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says about a head: its model, the kind of its layer, and sizes."""
     whole = stored.get("transformer_layer_config", stored)
     return {
-        "base_model": ((stored.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path"),
+        "base_model": ((stored.get("speculators_config") or {}).get("verifier") or {}).get(
+            "name_or_path", stored.get("target_model_name_or_path")
+        ),
         "layer": whole.get("model_type"),
         "boundaries": _boundaries(stored),
-        "draft_vocab_size": stored.get("draft_vocab_size"),
+        "draft_vocab_size": stored.get("draft_vocab_size", whole.get("vocab_size")),
         "num_steps": stored_steps(stored),
         **{name: whole.get(name) for name in ("hidden_size", "vocab_size")},
     }

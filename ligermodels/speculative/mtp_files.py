@@ -128,7 +128,7 @@ def load_head(
     """Load the weights of an MTP head. On the meta device only names and shapes are checked.
 
     Args:
-        base: the base model.
+        base: the base model; on the meta device, copies of its tensors are not compared.
         head: a new head on `base`, filled in place.
         folder: a checkpoint with a head, or a head alone.
         progress: called with (bytes loaded, bytes in total).
@@ -155,11 +155,12 @@ def load_head(
             raise CheckpointError(
                 f"{folder}: holds {count} layers of multi-token prediction, where {head.num_layers} were expected"
             )
-        if base.device.type == "meta":
+        if head.fc.weight.is_meta:
             nearest.plan(reader.headers, state)
         else:
             nearest.load(reader, state, progress=progress)
-            _compare_copies(folder, layout, reader, base)
+            if base.device.type != "meta":
+                _compare_copies(folder, layout, reader, base)
         dtypes = nearest.stored_dtypes(reader.headers, state, base.dtype)
     return replace(layout, weight_map=replace(nearest, dtypes=dtypes))
 

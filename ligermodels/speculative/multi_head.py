@@ -24,6 +24,7 @@ from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
+from ligermodels.speculative.rules import SHAPING
 from ligermodels.speculative.tree import Tree
 
 
@@ -307,8 +308,9 @@ class MultiHeadModel(RefusesDropout):
     ) -> Tensor | SpeculativeOutput:
         """Tree decoding, several tokens per step. By default the result is the tokens of greedy `base.generate`.
 
-        It does not sample, whatever the checkpoint's generation_config.json says. With a `temperature`, a token other
-        than the greedy token is accepted if it is probable enough (typical acceptance), which is not sampling: see
+        With `do_sample=True` the result is a sample of the same distribution as in `base.generate`; `temperature`,
+        `top_k`, `top_p` and `min_p` that are not given are the checkpoint's. Without, a `temperature` accepts tokens
+        other than the greedy tokens if they are probable enough (typical acceptance), which is not sampling: see
         `speculative_generate`.
 
         Args:
@@ -317,8 +319,9 @@ class MultiHeadModel(RefusesDropout):
             max_new_tokens: largest number of new tokens per sequence; by default the checkpoint's.
             tree: candidates to check in each step; by default `default_tree()`.
             return_stats: return a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
-            options: other arguments of `speculative_generate`: max_length, temperature, epsilon, delta, eos_token_id,
-                pad_token_id, attention_mask, cuda_graph, on_tokens.
+            options: other arguments of `speculative_generate`: max_length, do_sample, temperature, top_k, top_p, min_p,
+                num_return_sequences, generator, epsilon, delta, eos_token_id, pad_token_id, attention_mask, cuda_graph,
+                on_tokens.
 
         Returns:
             Long (B, T'), the prompts and the new tokens; or a `SpeculativeOutput`.
@@ -334,18 +337,14 @@ class MultiHeadModel(RefusesDropout):
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree):
             raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
-        # The checkpoint's sampling options apply to `base.generate` alone.
-        generation_defaults = self.base.generation_defaults(do_sample=False)
-        defaults: dict[str, Any] = {
-            name: generation_defaults[name]
-            for name in ("eos_token_id", "pad_token_id", "max_length")
-            if name in generation_defaults
-        }
+        options = check_tree_options(renamed_options(options), speculative_generate)
+        check_values(do_sample=options.get("do_sample"))
+        do_sample = bool(options.get("do_sample"))
+        generation_defaults = self.base.generation_defaults(do_sample)
+        names = ("eos_token_id", "pad_token_id", "max_length", *(SHAPING if do_sample else ()))
+        defaults = {name: generation_defaults[name] for name in names if name in generation_defaults}
         if max_new_tokens is None and options.get("max_length") is None:
             max_new_tokens = generation_defaults.get("max_new_tokens")
-        options = check_tree_options(renamed_options(options), speculative_generate)
-        if options.pop("do_sample", False):
-            raise InputError("do_sample: tree decoding does not sample; call base.generate, or leave do_sample out")
         penalty = options.pop("repetition_penalty", generation_defaults.get("repetition_penalty", 1.0))
         if penalty != 1.0:
             raise InputError(

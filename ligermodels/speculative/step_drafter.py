@@ -11,6 +11,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.state import DecodingState
+from ligermodels.speculative.drafting import ChooseDrafts, unchanged
 from ligermodels.speculative.tree import Tree
 
 
@@ -44,16 +45,16 @@ class StepDrafter:
         new_state: Callable[[int, int], DecodingState],
         num_layers: int = 1,
         *,
-        read: Callable[[Tensor], Tensor] = lambda states: states,
-        token_ids: Callable[[Tensor], Tensor] = lambda chosen: chosen,
+        read: Callable[[Tensor], Tensor] = unchanged,
+        token_ids: Callable[[Tensor], Tensor] = unchanged,
         boundaries: tuple[int, ...] = (),
     ) -> None:
         self.embed, self.head, self.lm_head = embed, head, lm_head
         self.new_state, self.num_layers = new_state, num_layers
         self.read, self.token_ids, self.boundaries = read, token_ids, boundaries
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
-        self.tree = tree
+    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
+        self.tree, self.choose = tree, choose
         # A path or a draft may extend beyond the end of the text.
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers
 
@@ -95,7 +96,7 @@ class StepDrafter:
                 raise InputError(
                     f"tree: has {tree.width} candidates per token, but there are {logits.shape[-1]} tokens"
                 )
-            best.append(self.token_ids(ops.topk_indices(logits, tree.width)))
+            best.append(self.choose(logits, len(best), self.token_ids))
         return torch.cat(best, dim=1) if best else sequences.root.new_zeros(len(sequences.root), 0, 0)
 
     def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:

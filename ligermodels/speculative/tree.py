@@ -79,6 +79,11 @@ class Tree:
         """Largest number of candidates of a head that the tree uses: the highest rank plus 1."""
         return max((path[-1] + 1 for path in self.paths), default=0)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has a single child, the first candidate, except for the last node."""
+        return len(self) == self.max_depth + 1 and self.width <= 1
+
     @cached_property
     def parent(self) -> Tensor:
         """Long (N,): the parent of each node; the root's parent is the root."""

@@ -65,6 +65,9 @@ def test_a_conversation_is_that_of_transformers(speaker: Path, tmp_path: Path) -
     lm.MedusaModel.from_base(lm.from_pretrained(speaker), num_heads=2).save_pretrained(tmp_path / "heads")
     result = chat(speaker, "--system", "Be brief.", "--heads", tmp_path / "heads", input="\n".join(turns))
     assert result.exit_code == 0 and result.stdout == f"{first}\n{second}\n", result.output
+    sampled = ["--sample", "--temperature", 2.0, "--heads", tmp_path / "heads", "--seed"]
+    results = [chat(speaker, *sampled, seed, input=turns[0]).stdout for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2] != f"{first}\n"
 
 
 def test_an_answer_ends_with_its_turn(speaker: Path, tmp_path: Path) -> None:
@@ -118,9 +121,9 @@ def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1 and f"{folder}: has no chat template" in result.stderr and not result.stdout
     (tmp_path / "template.jinja").write_text(template)
     assert chat(folder, "--chat-template", tmp_path / "template.jinja", input="Hi\n").exit_code == 0
-    for flags, words in ((["--top-k", 3], "need --sample"), (["--sample", "--heads", "x"], "with heads does not")):
+    for flags in (["--top-k", 3], ["--seed", 1, "--heads", "x"], ["--top-p", 0.5, "--heads", "x"]):
         result = chat(folder, *flags, input="Hi\n")
-        assert result.exit_code == 2 and words in result.stderr
+        assert result.exit_code == 2 and "need --sample" in result.stderr
     long = chat(speaker, input="may " * 600 + "\n")
     limit = json.loads((speaker / "config.json").read_text()).get("max_position_embeddings")
     assert long.exit_code == 0 and (limit is None or f"max_position_embeddings is {limit}" in long.stderr)

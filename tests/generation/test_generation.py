@@ -25,6 +25,8 @@ from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
 from ligermodels.speculative.decoding import TreeStep, medusa_generate
 from ligermodels.speculative.drafting import HeadsDrafter
+from ligermodels.speculative.rules import Rule
+from ligermodels.speculative.sampling import Sampling
 from ligermodels.speculative.tree import Tree, chain, default_tree
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 13, 12, 4, 2, 3, 2
@@ -452,14 +454,20 @@ def test_rows_accept_different_counts_in_one_step(model: Toy) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("typical", [None, Typical(0.7)], ids=["greedy", "typical"])
-def test_a_step_waits_for_nothing(typical: Typical | None) -> None:
+@pytest.mark.parametrize("name", ["greedy", "typical", "sampling", "sampling in a chain"])
+def test_a_step_waits_for_nothing(name: str) -> None:
     """On the meta device no value can be looked at: a step does not wait for a GPU either, and a graph can hold it."""
     model = lm.from_config(CONFIGS["gemma2"], device="meta").eval()
-    tree, vocab = TREES["bushy"], model.config.vocab_size
+    tree, vocab = chain(3) if "chain" in name else TREES["bushy"], model.config.vocab_size
+    rules = {"greedy": Rule(), "typical": Rule(Typical(0.7))}
+    if name not in rules:
+        sampling = Sampling(
+            {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, 3, tree, torch.device("meta"), torch.ones_like
+        )
+        rules[name] = Rule(sampling, drafts=sampling.drafts)
     heads = torch.empty(model.config.hidden_size, 3 * vocab, device="meta")
     drafter = HeadsDrafter(lambda h: (h @ heads).unflatten(1, (3, vocab)))
-    step = TreeStep(model, drafter, model.new_state(3, 40), tree, 9, [2, 5], typical)
+    step = TreeStep(model, drafter, model.new_state(3, 40), tree, 9, [2, 5], rules[name])
     rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
     places = list(map(id, vars(rows).values()))
     step(rows)

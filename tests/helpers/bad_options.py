@@ -60,7 +60,9 @@ HEADS_GENERATION: dict[str, list[Any]] = {
     "delta": [-1, 0, "x", float("inf")],
     "temperature": ["hot", -1],
     "tree": [3, [(0,)], "x"],
-    "do_sample": [True],
+    "do_sample": ["yes", 1],
+    "top_k": [3],  # without do_sample
+    "num_return_sequences": [0, 2],
     "stop_strings": ["a"],
     "streamer": [Streamer()],
     "max_new_tokens": [0, 2.0],

@@ -339,6 +339,40 @@ def test_a_head_comes_back(profile: Any, lm_head: Any, reduced: bool, tmp_path: 
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_head_of_deepspec(tmp_path: Path) -> None:
+    """Ids of five layers, without vocabulary tables; what its heads do not have is refused by name."""
+    base = target({**TARGET, "num_hidden_layers": 7}, "float32")
+    model = stirred(base, 4, layer="qwen3", boundaries=(1, 2, 4, 6, 7), lm_head="shared", decay=0.7)
+    model.export(tmp_path, "deepspec", base_model="some/target")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert config["architectures"] == ["Qwen3Eagle3Model"] and config["target_layer_ids"] == [0, 1, 3, 5, 6]
+    assert (config["num_target_layers"], config["num_hidden_layers"], config["ttt_length"]) == (7, 1, 4)
+    assert config["target_model_name_or_path"] == "some/target" and config["step_loss_decay"] == 0.7
+    theirs = {
+        "embed_tokens", "fc", "norm", "lm_head", *(f"layers.0.{name}" for name in (
+            "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+            "mlp.down_proj", *(f"self_attn.{part}" for part in (
+                "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")))),
+    }  # fmt: skip
+    assert tensors.keys() == {f"{name}.weight" for name in theirs}
+    again = lm.Eagle3Model.from_pretrained(base, tmp_path)
+    assert again.config == model.config and (again.num_heads, again.decay) == (4, 0.7)
+    assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+
+    few, five = DraftVocabulary(EVERY_THIRD, 61), (1, 2, 4, 6, 7)
+    for options, message in (
+        ({"layer": "llama", "boundaries": five}, "layer: kind 'llama'"), ({}, "3 boundaries, but five"),
+        ({"boundaries": (0, 2, 4, 6, 7)}, "boundary 0"), ({"boundaries": five, "vocabulary": few}, "draft_vocab_size"),
+        ({"boundaries": five, "fc_norm": True}, "fc_norm"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"profile 'deepspec': DeepSpec does not implement {message}"):
+            stirred(base, **{"layer": "qwen3", **options}).export(tmp_path / "c", "deepspec", base_model="x")
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 6, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(ConfigWarning, match="different layers, as boundaries: target_layer_ids .1, 2, 4, 6, 7., eagle"):
+        lm.Eagle3Model.from_pretrained(base, tmp_path)
+
+
 def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     """A head of SafeAILab's in pytorch_model.bin, without a config of layers; SGLang's names; an embedding of its own;
     and no lm_head."""
@@ -415,7 +449,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             lm.Eagle3Model.from_base(base, **options)
-    with pytest.raises(InputError, match="profile: must be one of speculators, specforge"):
+    with pytest.raises(InputError, match="profile: must be one of speculators, specforge, deepspec"):
         model.export(tmp_path / "c", "vllm", base_model="x")
     with pytest.raises(InputError, match="give its folder or hub id"):
         model.export(tmp_path / "c")

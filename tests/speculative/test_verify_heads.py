@@ -1,0 +1,161 @@
+"""`ligermodels verify HEADS MODEL`: each kind of mistake in the files of heads is named first."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import ligermodels as lm
+from ligermodels.cli import app
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.eagle3_head import TwoStreamAttention
+from ligermodels.speculative.verify import verify_heads
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+FEW = DraftVocabulary(torch.arange(1, 61, 3), 61)
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 16}  # fmt: skip
+
+
+def base(**changes: Any) -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config({**MODEL, **changes}, dtype="float32")
+
+
+@torch.no_grad()
+def stirred(model: Any) -> Any:
+    for parameter in model.head_parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def eagle(folder: Path, profile: str = "speculators", **options: Any) -> Path:
+    stirred(lm.Eagle3Model.from_base(base(), 3, **options)).export(folder, profile, base_model="x")
+    return folder
+
+
+@pytest.mark.parametrize(("profile", "options"), [
+    ("speculators", {"layer": "qwen3", "norm_before_residual": True, "norm_before_fc": True}),
+    ("specforge", {"vocabulary": FEW, "fc_norm": True, "norm_output": True, "lm_head": "shared"}),
+    ("deepspec", {"layer": "qwen3", "boundaries": (1, 2, 4, 6, 8)}),
+])  # fmt: skip
+def test_right_heads_of_eagle3_pass(profile: str, options: dict[str, Any], tmp_path: Path) -> None:
+    report = verify_heads(eagle(tmp_path, profile, **options), MODEL)
+    assert report.passed and report.kind == "EAGLE-3" and all(check.passed for check in report.checks)
+    names = ["config.json", "layer ids", "norms", "vocabulary tables", "shapes", "values", "logits"]
+    assert [check.name for check in report.checks] == names
+
+
+def test_right_medusa_and_mtp_heads_pass(tmp_path: Path) -> None:
+    stirred(lm.MedusaModel.from_base(base(), 3, 2)).save_pretrained(tmp_path / "medusa")
+    stirred(lm.MedusaModel.from_base(base(), 2, 1, "shared")).export(tmp_path / "tgi", "tgi-v2", base_model="x")
+    stirred(lm.MTPModel.from_base(base(), num_layers=2)).save_head(tmp_path / "mtp")
+    stirred(lm.MTPModel.from_base(base(model_type="gemma2"))).save_pretrained(tmp_path / "whole")
+    for name, kind, config in (
+        ("medusa", "Medusa", MODEL), ("tgi", "Medusa", MODEL), ("mtp", "MTP", MODEL),
+        ("whole", "MTP", {**MODEL, "model_type": "gemma2"}),
+    ):  # fmt: skip
+        report = verify_heads(tmp_path / name, config)
+        assert report.passed and report.kind == kind, report.checks
+
+
+def eagle_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]  # boundaries in place of layer ids
+
+
+def ids_in_place_of_offsets(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = FEW.tokens.clone()
+
+
+def one_plus(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["norm.weight"] = torch.full((24,), 0.01)
+
+
+def renamed(old: str, new: str | None) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensor = tensors.pop(old)
+        if new is not None:
+            tensors[new] = tensor
+
+    return change
+
+
+def changed(**fields: Any) -> Callable[..., None]:
+    return lambda config, tensors: config.update(fields)
+
+
+def tensor(name: str, value: Tensor) -> Callable[..., None]:
+    return lambda config, tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(("change", "check", "message"), [
+    (changed(vocab_size=60), "config.json", "vocab_size: is 60, and of the model 61"),
+    (changed(num_target_layers=9), "config.json", "num_target_layers: is 9, and of the model 8"),
+    (eagle_ids, "layer ids", "eagle_aux_hidden_state_layer_ids is [2, 4, 5] but eagle_config.eagle_aux_hidden_state_"
+                             "layer_ids is [3, 5, 6]"),
+    (changed(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), "layer ids", "boundary [9], where the model has 8 layers"),
+    (changed(eagle_aux_hidden_state_layer_ids=[2, 4], eagle_config={}), "layer ids",
+     "fc.weight: reads 72 channels, where 2 layers have 48"),
+    (changed(fc_norm=True), "norms", "fc_norm: is set, and the files have no fc_norm.0.weight"),
+    (renamed("norm.weight", "input_norm.weight"), "norms", "norm_before_fc: is not set, but the files have input_norm"),
+    (ids_in_place_of_offsets, "vocabulary tables", "d2t: begins with [1, 4, 7, 10], ids of tokens; it must be offsets"),
+    (tensor("t2d", torch.zeros(61, dtype=torch.bool)), "vocabulary tables", "t2d: marks other tokens than d2t"),
+    (renamed("d2t", None), "vocabulary tables", "d2t: is missing, where draft_vocab_size is 20 of 61 tokens"),
+    (renamed("norm.weight", None), "shapes", "norm.weight"),
+    (tensor("midlayer.mlp.up_proj.weight", torch.ones(41, 24)), "shapes", "mlp.up_proj.weight [41, 24] instead of"),
+    (one_plus, "values", "norm.weight: its mean is 0.010; this head multiplies by the weight, not by 1 + weight"),
+    (tensor("fc.weight", torch.full((24, 72), torch.nan)), "values", "fc.weight: has values that are infinite or not"),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_the_first_mismatch(change: Any, check: str, message: str, tmp_path: Path) -> None:
+    folder = eagle(tmp_path, "specforge", vocabulary=FEW, boundaries=(2, 4, 5))
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    report = verify_heads(folder, MODEL)
+    mismatch = report.first_mismatch
+    assert mismatch is not None and not report.passed and mismatch.name == check and message in mismatch.found, mismatch
+    after = [each.passed for each in report.checks][report.checks.index(mismatch) + 1 :]
+    assert after == [None] * len(after)
+
+
+def test_another_computation_is_a_mismatch_of_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas are independent of the head's code: here it takes features and embeddings in the other order."""
+    folder, forward = eagle(tmp_path), TwoStreamAttention.forward
+    assert verify_heads(folder, MODEL).passed
+
+    def swapped(self: Any, x: Tensor, *args: Any) -> Tensor:
+        return forward(self, torch.cat([x[..., 24:], x[..., :24]], dim=-1), *args)
+
+    monkeypatch.setattr(TwoStreamAttention, "forward", swapped)
+    mismatch = verify_heads(folder, MODEL).first_mismatch
+    assert mismatch is not None and mismatch.name == "logits" and mismatch.found.startswith("step 0: relative error")
+
+
+def test_scaled_rope_in_the_layer(tmp_path: Path) -> None:
+    layer = {**MODEL, "num_hidden_layers": 1, "rope_scaling": LLAMA_3, "rope_theta": 5e5}
+    assert verify_heads(eagle(tmp_path, layer=layer), MODEL).passed
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", eagle(tmp_path / "heads")
+    base().save_pretrained(model)
+    result = CliRunner().invoke(app, ["verify", str(folder), str(model)])
+    assert result.exit_code == 0 and f"Match: the EAGLE-3 heads in {folder} fit {model}." in result.output
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "fc_norm": True}))
+    result = CliRunner().invoke(app, ["verify", str(folder), str(model)])
+    assert result.exit_code == 1 and "First mismatch: norms: fc_norm: is set, and" in result.output
+    found = json.loads(CliRunner().invoke(app, ["verify", str(folder), str(model), "--json"]).stdout)
+    assert not found["passed"] and found["first_mismatch"] == "norms" and found["checks"][-1]["passed"] is None
+    assert CliRunner().invoke(app, ["verify", str(folder), str(model), "--float8"]).exit_code == 2
