@@ -173,6 +173,8 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
     _refuse_others(stored, nested, fields)
     if flat:
         layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
+        if set(layers.get("layer_types") or ()) == {"full_attention"}:
+            del layers["layer_types"]  # the default
     else:
         layers = {name: x for name, x in object_field(stored, "transformer_layer_config").items()}
     layers.pop("architectures", None)
@@ -210,7 +212,7 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
     if anchor is not None and bool(anchor) != (kind == DSPARK_TYPE):
         raise ConfigError(f"sample_from_anchor: {anchor} is not implemented for {kind} heads")
     for name, value in nested.items():
-        if name not in _KNOWN | {"sample_from_anchor", *MARKOV} and value not in (None, False, 1.0):
+        if name not in _KNOWN | {"sample_from_anchor"} and (value is True or value not in (None, False, 1.0)):
             raise ConfigError(f"{NESTED}.{name}: {short(value)} is not implemented")
     for name, plain in (("projector_type", "dflash"), ("shift_label", False)):
         if fields.get(name) not in (None, plain):

@@ -60,7 +60,7 @@ class BlockDraftConfig:
     markov_rank: int = 0
     markov_head_type: MarkovHeadType = "vanilla"
     enable_confidence_head: bool = False
-    confidence_head_with_markov: bool = True
+    confidence_head_with_markov: bool = False
 
     def __post_init__(self) -> None:
         if self.layers.get("model_type") != "qwen3":

@@ -53,7 +53,8 @@ def stirred(kind: str, base: lm.CausalLM, **options: Any) -> Any:
     """A head with random norms too, so that no factor of 1 hides an error."""
     model_class, own = VARIANTS[kind]
     size = BLOCK + (model_class is lm.DFlashModel)
-    model = model_class.from_base(base, size, **{"num_layers": 2, **own, **options})
+    boundaries = (0, 3) if len(base.config.blocks) == 4 else None
+    model = model_class.from_base(base, size, **{"num_layers": 2, "boundaries": boundaries, **own, **options})
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.head_parameters():
@@ -395,3 +396,184 @@ def test_a_trained_head_proposes_more_than_two_tokens_a_step(kind: str) -> None:
     assert torch.equal(decoded.sequences, base.generate(text[:, :8], max_new_tokens=40, do_sample=False))
     expected = 1 + out.agreement.cumprod(0).sum()
     assert decoded.tokens_per_step > 2 and abs(decoded.tokens_per_step - expected) < 0.15 * expected
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_config_json_of_all_forms(tmp_path: Path) -> None:
+    """The fields that servers read, written out by hand; and the names of the tensors."""
+    base = target(dtype="float32")
+    dflash = stirred("dflash", base, boundaries=(0, 2, 4), num_layers=1, mask_token_id=9)
+    dspark = stirred("gated", base, boundaries=(0, 2, 4), num_layers=1, num_anchors=33)
+    for name, model in (("speculators", dflash), ("z-lab", dflash), ("speculators", dspark), ("deepspec", dspark)):
+        model.export(tmp_path / f"{model.kind}-{name}", name, base_model="some/target")
+    stored = {path.name: json.loads((path / "config.json").read_text()) for path in tmp_path.iterdir()}
+    tensors = {path.name: load_file(path / "model.safetensors") for path in tmp_path.iterdir()}
+
+    a = stored["DFlash-speculators"]
+    assert a["speculators_model_type"] == "dflash" and a["architectures"] == ["DFlashDraftModel"]
+    assert a["aux_hidden_state_layer_ids"] == [0, 2, 4] and a["mask_token_id"] == 9 and a["block_size"] == 5
+    assert a["sample_from_anchor"] is False and a["draft_vocab_size"] == 61 and a["target_hidden_size"] == 24
+    assert a["transformer_layer_config"]["model_type"] == "qwen3" and "markov_rank" not in a
+    assert a["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert a["speculators_config"]["algorithm"] == "dflash"
+    assert a["speculators_config"]["verifier"] == {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    b = stored["DFlash-z-lab"]
+    assert b["architectures"] == ["DFlashDraftModel"] and b["model_type"] == "qwen3" and b["block_size"] == 5
+    assert b["dflash_config"] == {"mask_token_id": 9, "target_layer_ids": [-1, 1, 3]} and b["num_target_layers"] == 4
+    c = stored["DSpark-speculators"]
+    assert c["speculators_model_type"] == "dspark" and c["architectures"] == ["DSparkDraftModel"]
+    assert c["sample_from_anchor"] is True and c["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    d = stored["DSpark-deepspec"]
+    assert d["architectures"] == ["Qwen3DSparkModel"] and d["target_layer_ids"] == [-1, 1, 3]
+    assert d["mask_token_id"] == 60 and d["num_anchors"] == 33 and d["num_target_layers"] == 4 and d["block_size"] == 4
+    assert d["layer_types"] == ["full_attention"] and d["tie_word_embeddings"] is False and d["num_hidden_layers"] == 1
+    for each in (c, d):
+        assert (each["markov_rank"], each["markov_head_type"]) == (5, "gated")
+        assert each["enable_confidence_head"] is True and each["confidence_head_with_markov"] is False
+    layer = {f"self_attn.{part}_proj" for part in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm"}
+    layer |= {"post_attention_layernorm"} | {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    names = {f"{name}.weight" for name in ("fc", "hidden_norm", "norm", *(f"layers.0.{part}" for part in layer))}
+    assert tensors["DFlash-z-lab"].keys() == names
+    assert tensors["DFlash-speculators"].keys() == names | {"embed_tokens.weight", "lm_head.weight"}
+    names |= {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"}
+    names |= {f"markov_head.{part}" for part in ("markov_w1.weight", "markov_w2.weight", "gate_proj.weight",
+                                                 "gate_proj.bias")}  # fmt: skip
+    assert tensors["DSpark-speculators"].keys() == tensors["DSpark-deepspec"].keys() == names
+    w = tensors["DSpark-deepspec"]
+    assert w["markov_head.markov_w1.weight"].shape == (61, 5) == w["markov_head.markov_w2.weight"].shape
+    assert w["markov_head.gate_proj.weight"].shape == (5, 29) and w["fc.weight"].shape == (24, 72)
+    assert w["confidence_head.proj.weight"].shape == (1, 24) and w["layers.0.self_attn.k_proj.weight"].shape == (12, 24)
+
+
+PROFILES = [("dflash", "speculators"), ("dflash", "z-lab"),
+            *itertools.product(["bare", "vanilla", "gated", "rnn"], ["speculators", "deepspec"])]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, profile", PROFILES)
+def test_a_head_comes_back(kind: str, profile: Any, tmp_path: Path) -> None:
+    base = target(SOFTCAPPED, "bfloat16")  # with scaled embeddings
+    vocabulary = DraftVocabulary(EVERY_THIRD, 61) if kind == "rnn" and profile == "speculators" else None
+    model = stirred(kind, base, vocabulary=vocabulary)
+    model.export(tmp_path, profile, base_model="x")
+    again = type(model).from_pretrained(base, tmp_path, num_anchors=3)
+    assert again.config == model.config and again.embed is None and again.lm_head is None
+    assert again.training_options.num_anchors == 3 and not any(p.requires_grad for p in base.parameters())
+    assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    again.export(tmp_path / "again", profile, base_model="x")
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    meta = lm.from_config(SOFTCAPPED, dtype="bfloat16", device="meta")
+    assert type(model).from_pretrained(meta, tmp_path).config == model.config
+
+
+def test_other_forms_of_published_heads(tmp_path: Path) -> None:
+    """transformers' names of tensors, a file of torch's, block_size within dflash_config, and tensors of its own."""
+    base = target(dtype="float32")
+    model = stirred("dflash", base)
+    model.export(tmp_path, "z-lab", base_model="x")
+    path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(path)
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    own = {"lm_head.weight": torch.randn(61, 24), "embed_tokens.weight": torch.randn(61, 24)}
+    torch.save({f"model.{name}": x for name, x in (tensors | own).items()}, tmp_path / "pytorch_model.bin")
+    path.unlink()
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = lm.DFlashModel.from_pretrained(base, tmp_path)
+    assert torch.equal(again.lm_head.weight, own["lm_head.weight"]) and not again.lm_head.weight.requires_grad
+    assert torch.equal(again.embed.weight, own["embed_tokens.weight"])
+    assert {id(p) for p in again.head_parameters()} == {id(p) for p in again.parameters() if p.requires_grad}
+    assert not torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    with pytest.raises(InputError, match="lm_head of the head's own"):
+        again.export(tmp_path / "c", "z-lab", base_model="x")
+    again.export(tmp_path / "whole", base_model="x")
+    assert torch.equal(load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"])
+    again.embed = again.lm_head = None
+    torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    base = target(dtype="float32")
+    stirred("vanilla", base).export(tmp_path / "speculators", base_model="x")
+    stirred("dflash", base).export(tmp_path / "z-lab", "z-lab", base_model="x")
+    files = {}
+    for form in ("speculators", "z-lab"):
+        folder = tmp_path / form
+        config = json.loads((folder / "config.json").read_text())
+        files[form] = config, load_file(folder / "model.safetensors")
+
+    def load(form: str, changes: dict[str, Any] | None = None, **replaced: Any) -> Any:
+        config, tensors = files[form]
+        changed = {name: value for name, value in (config | (changes or {})).items() if value is not ...}
+        (tmp_path / form / "config.json").write_text(json.dumps(changed))
+        kept = {name: x for name, x in (tensors | replaced).items() if x is not None}
+        save_file(kept, tmp_path / form / "model.safetensors")
+        model_class = lm.DSparkModel if form == "speculators" else lm.DFlashModel
+        return model_class.from_pretrained(base, tmp_path / form)
+
+    layers, nested = files["speculators"][0]["transformer_layer_config"], files["z-lab"][0]["dflash_config"]
+    sliding = {**layers, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    for error, form, changes, message in (
+        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "names no dspark head"),
+        (ConfigError, "speculators", {"transformer_layer_config": {**layers, "model_type": "gemma"}}, "be 'qwen3'"),
+        (ConfigError, "speculators", {"transformer_layer_config": sliding}, "sliding_window"),
+        (ConfigError, "speculators", {"mask_token_id": ...}, "mask_token_id: config.json of the head does not"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": ...}, "aux_hidden_state_layer_ids"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": [3, 1]}, "ascending"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": "2"}, "list of whole numbers"),
+        (ConfigError, "speculators", {"sample_from_anchor": False}, "sample_from_anchor: False is not implemented"),
+        (ConfigError, "speculators", {"markov_head_type": "lstm"}, "markov_head_type"),
+        (CheckpointError, "speculators", {"aux_hidden_state_layer_ids": [1, 9]}, "the model has 4 layers"),
+        (CheckpointError, "speculators", {"target_hidden_size": 32}, "target_hidden_size: of the head is 32"),
+        (CheckpointError, "speculators", {"markov_head_type": "rnn"}, "joint_proj"),
+        (ConfigError, "z-lab", {"dflash_config": nested | {"causal": True}}, "dflash_config.causal: True"),
+        (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "dflash_config.use_swa"),
+        (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not implemented"),
+        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "names no dflash head"),
+        (ConfigError, "z-lab", {"projector_type": "domino"}, "projector_type: 'domino'"),
+        (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window"),
+    ):
+        with pytest.raises(error, match=message):
+            load(form, changes)
+    for replaced, message in (
+        ({"norm.weight": None}, "norm.weight"),
+        ({"fc.weight": torch.zeros(24, 24)}, "fc.weight"),
+        ({"markov_head.markov_w1.weight": None}, "markov_w1"),
+        ({"confidence_head.proj.weight": None}, "confidence_head"),
+        ({"attention_conv.weight": torch.zeros(2)}, "attention_conv"),
+        ({"embed_tokens.weight": torch.zeros(60, 24)}, "embed_tokens.weight has the shape"),
+        ({"lm_head.weight": torch.zeros(60, 24)}, "lm_head.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load("speculators", **replaced)
+    with pytest.warns(ConfigWarning, match="sample_from_anchor is missing"):
+        load("speculators", {"sample_from_anchor": ...})
+
+    for options, message in (
+        ({"block_size": 1}, "block_size"), ({"boundaries": [3, 9]}, "4 layers"), ({"mask_token_id": 61}, "mask_token"),
+        ({"vocabulary": DraftVocabulary.whole(60)}, "vocab_size"), ({"gamma": 0}, "gamma"), ({"steps": 1}, "steps: no"),
+        ({"divergence": "js"}, "divergence"), ({"dpace_alpha": 2.0}, "dpace_alpha"), ({"num_anchors": 0}, "num_anchor"),
+        ({"dpace_alpha": 0.5, "divergence_weight": 1.0}, "D-PACE weighs the cross entropy"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            lm.DFlashModel.from_base(base, **options)
+    model = stirred("vanilla", base, vocabulary=DraftVocabulary(EVERY_THIRD, 61))
+    for profile, message in (("deepspec", "no reduced draft vocabulary"), ("z-lab", "one of speculators, deepspec")):
+        with pytest.raises(InputError, match=message):
+            model.export(tmp_path / "c", profile, base_model="x")
+    with pytest.raises(InputError, match="give its folder or hub id"):
+        model.export(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(InputError, match="is 5 tokens deep, but a block proposes 4"):
+        model.generate([[1, 2]], tree=Tree.from_paths([(0,) * depth for depth in range(1, 6)]))
+
+
+@pytest.mark.parametrize("layers, target_layers, ids", [
+    (5, 36, (1, 9, 17, 25, 33)), (5, 28, (1, 7, 13, 19, 25)), (1, 36, (18,)), (2, 4, (1,)), (5, 2, (0, 1)),
+])  # fmt: skip
+def test_default_layer_ids(layers: int, target_layers: int, ids: tuple[int, ...]) -> None:
+    """Those of published heads: 36 layers of Qwen3-8B, 28 of Qwen3-1.7B; and models that are too small."""
+    assert default_layer_ids(layers, target_layers) == ids
