@@ -25,9 +25,7 @@ def chat(
     heads: Annotated[
         str | None,
         typer.Option(
-            "--heads",
-            "--medusa",
-            help="Medusa, MTP or EAGLE-3 heads, a folder or a hub id (PATH, if it holds them): faster answers.",
+            "--heads", "--medusa", help="Draft heads, a folder or a hub id (PATH, if it holds them): faster answers."
         ),
     ] = None,
     adapter: models.Adapter = None,
