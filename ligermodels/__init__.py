@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ligermodels.parallel.apply import parallelize
     from ligermodels.parallel.plan import ParallelPlan
     from ligermodels.pretrained import from_config, from_pretrained, from_transformers
+    from ligermodels.speculative.dspark import DFlashModel, DSparkModel
     from ligermodels.speculative.eagle3 import Eagle3Model
     from ligermodels.speculative.joint import JointMedusa
     from ligermodels.speculative.medusa import MedusaModel
@@ -50,6 +51,7 @@ __getattr__, __dir__ = lazy_names(
         "parallel.plan": ("ParallelPlan",),
         "pretrained": ("from_config", "from_pretrained", "from_transformers"),
         "speculative.joint": ("JointMedusa",),
+        "speculative.dspark": ("DFlashModel", "DSparkModel"),
         "speculative.eagle3": ("Eagle3Model",),
         "speculative.medusa": ("MedusaModel",),
         "speculative.mtp": ("MTPModel",),
@@ -61,6 +63,8 @@ __all__ = [
     "Captured",
     "CausalLM",
     "CausalLMOutput",
+    "DFlashModel",
+    "DSparkModel",
     "Decoder",
     "DecoderConfig",
     "Eagle3Model",

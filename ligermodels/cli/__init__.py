@@ -21,6 +21,7 @@ from ligermodels.cli import (
     data,
     demo,
     describe,
+    dspark,
     eagle,
     generation,
     launch,
@@ -194,6 +195,8 @@ app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")
 app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")
 app.add_typer(eagle.app, name="eagle", help="Train, evaluate and export EAGLE-3 heads.")
+app.add_typer(dspark.dflash, name="dflash", help="Train, evaluate and export DFlash heads.")
+app.add_typer(dspark.dspark, name="dspark", help="Train, evaluate and export DSpark heads.")
 app.add_typer(mtp.app, name="mtp", help="Train, evaluate and export heads of multi-token prediction.")
 
 

@@ -27,8 +27,8 @@ def chat(
         typer.Option(
             "--heads",
             "--medusa",
-            help="Medusa, MTP or EAGLE-3 heads, a folder or a hub id (PATH, if it holds them): faster "
-            "answers, of the same distribution.",
+            help="Draft heads, a folder or a hub id (PATH, if it holds them): faster answers, of the same "
+            "distribution.",
         ),
     ] = None,
     adapter: models.Adapter = None,

@@ -70,8 +70,9 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
             from ligermodels.speculative.hub import heads_folder
 
             folder = heads_folder(path)
-        if (facts := eagle3_facts(folder)) is not None:
-            return {"eagle3_head": str(path), **facts}
+        if (draft := draft_facts(folder)) is not None:
+            kind, facts = draft
+            return {f"{kind}_head": str(path), **facts}
         if (facts := mtp_facts(folder)) is not None:
             return {"mtp_head": str(path), **facts}
         return {"medusa_heads": str(path), **heads_facts(folder)}
@@ -224,19 +225,20 @@ def mtp_facts(folder: Path) -> dict[str, Any] | None:
     return {"base_model": config.get("base_model_name_or_path"), **fields, **_sizes(own), **_stored(own)}
 
 
-def eagle3_facts(folder: Path) -> dict[str, Any] | None:
-    """Facts about the EAGLE-3 head in `folder`; None if the folder holds other heads."""
+def draft_facts(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """The type of the EAGLE-3, DFlash or DSpark head in `folder`, and facts about it; None if it holds other heads."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.models.extra_heads import is_eagle3
-    from ligermodels.speculative.eagle3_formats import facts_of
+    from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
+    from ligermodels.speculative import block_formats, eagle3_formats
 
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if not is_eagle3(config):
+    if (kind := draft_type(config)) is None:
         return None
     with Files(folder) as files:
         own = list(files.headers.values())
-    return {**facts_of(config), **_sizes(own), **_stored(own)}
+    facts = (eagle3_formats if kind == EAGLE_TYPE else block_formats).facts_of(config)
+    return kind, {**facts, **_sizes(own), **_stored(own)}
 
 
 def _sizes(specs: Iterable[Spec]) -> dict[str, Any]:

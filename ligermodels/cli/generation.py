@@ -36,8 +36,8 @@ def generate(
         typer.Option(
             "--medusa",
             "--heads",
-            help="Medusa, MTP or EAGLE-3 heads, a folder or a hub id (PATH, if it holds them): the same tokens, or "
-            "with --sample samples of the same distribution, in fewer steps.",
+            help="Draft heads, a folder or a hub id (PATH, if it holds them): the same tokens, or with --sample "
+            "samples of the same distribution, in fewer steps.",
         ),
     ] = None,
     adapter: models.Adapter = None,

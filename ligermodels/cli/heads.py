@@ -1,13 +1,15 @@
-"""`ligermodels medusa export`, and `self-distillation-data`, for MTP and EAGLE-3 too."""
+"""`export` and `self-distillation-data` of the commands of draft heads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+import ligermodels
 from ligermodels.cli import options
 from ligermodels.console import progress, say
 from ligermodels.errors import InputError
@@ -56,6 +58,39 @@ def export(
         medusa = MedusaModel.from_pretrained(options.load(base, None, "cpu"), heads, progress=update)
     medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
+
+
+def draft_export(model_class: str, profiles: Mapping[str, str]) -> Callable[..., None]:
+    """The command `export` of a draft head with a network beside the model.
+
+    Args:
+        model_class: name of the class in `ligermodels`.
+        profiles: name of a format -> the servers that read it. The first one is the default.
+    """
+
+    def export(
+        base: Base,
+        head: Annotated[str, typer.Argument(metavar="HEAD", help="The head, in any of the formats.")],
+        out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+        profile: str = next(iter(profiles)),
+        base_model: Annotated[
+            str | None, typer.Option(help="Name of the model, which the format speculators contains.  [default: BASE]")
+        ] = None,
+        overwrite: options.Overwrite = False,
+    ) -> None:
+        """Write a head in the format of a server."""
+        options.require_free(out, overwrite)
+        options.require_heads(head)
+        model = options.load(base, None, "cpu")
+        with progress(f"loading {head}", in_bytes=True) as update:
+            draft = getattr(ligermodels, model_class).from_pretrained(model, head, progress=update)
+        draft.export(out, profile, base_model=base_model or base, overwrite=overwrite)
+        say(f"wrote {out}")
+
+    about = ", or ".join(f"{name}, which {servers}" for name, servers in profiles.items())
+    names: Any = Literal
+    export.__annotations__["profile"] = Annotated[names[tuple(profiles)], typer.Option(help=f"Format: {about}.")]
+    return export
 
 
 def self_distillation_data(

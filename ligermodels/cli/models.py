@@ -209,13 +209,13 @@ def holds_only_heads(folder: Path) -> bool:
     """Whether `folder` holds heads without their base model, by config.json and file names."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.files import SINGLE
-    from ligermodels.models.extra_heads import MEDUSA_TYPE, MTP_TYPE, is_eagle3
+    from ligermodels.models.extra_heads import MEDUSA_TYPE, MTP_TYPE, draft_type
     from ligermodels.speculative.hub import FILES
     from ligermodels.speculative.profiles import PROFILES
 
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
-    if is_eagle3(config):
+    if draft_type(config) is not None:
         return True
     if "model_type" in config:
         return config["model_type"] in (MEDUSA_TYPE, MTP_TYPE)

@@ -134,7 +134,7 @@ def require_heads(heads: str) -> None:
 
 
 def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
-    """Load Medusa, MTP or EAGLE-3 heads for `base`, from a folder or the hub, with a progress bar."""
+    """Load draft heads for `base`, from a folder or the hub, with a progress bar."""
     from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:

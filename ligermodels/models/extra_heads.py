@@ -8,8 +8,8 @@ from typing import Any
 
 from ligermodels.errors import ConfigError, short
 
-MEDUSA_TYPE, MTP_TYPE, EAGLE_TYPE = "medusa", "mtp", "eagle3"
-"""`model_type` in the config of draft heads without a model."""
+MEDUSA_TYPE, MTP_TYPE, EAGLE_TYPE, DFLASH_TYPE, DSPARK_TYPE = "medusa", "mtp", "eagle3", "dflash", "dspark"
+"""`model_type` or `speculators_model_type` in the config of draft heads without a model."""
 MEDUSA_PREFIX = "medusa_head."
 """Prefix of the tensors of Medusa heads in the checkpoint of a model."""
 MEDUSA_COUNTS = ("medusa_num_heads", "medusa_num_layers")
@@ -19,6 +19,8 @@ HEADS = {
     MEDUSA_TYPE: ("Medusa heads", "MedusaModel"),
     MTP_TYPE: ("a head for multi-token prediction", "MTPModel"),
     EAGLE_TYPE: ("an EAGLE-3 head", "Eagle3Model"),
+    DFLASH_TYPE: ("a DFlash head", "DFlashModel"),
+    DSPARK_TYPE: ("a DSpark head", "DSparkModel"),
 }
 """Type of draft heads -> their name, and the class that loads them."""
 
@@ -31,17 +33,18 @@ def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return {key: value for key, value in config.items() if key not in MEDUSA_COUNTS}, [f"^{re.escape(MEDUSA_PREFIX)}"]
 
 
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether this is the config of an EAGLE-3 head, in speculators' form or SpecForge's."""
+def draft_type(config: Mapping[str, Any]) -> str | None:
+    """EAGLE_TYPE, DFLASH_TYPE or DSPARK_TYPE for the config of such a head, in any of its forms; None for another."""
     names = config.get("architectures")
-    names = names if isinstance(names, list) else ()
-    return config.get("speculators_model_type") == EAGLE_TYPE or any("eagle3" in str(name).lower() for name in names)
+    names = str(names if isinstance(names, list) else "").lower()
+    kind = config.get("speculators_model_type")
+    return next((each for each in (EAGLE_TYPE, DSPARK_TYPE, DFLASH_TYPE) if kind == each or each in names), None)
 
 
 def require_model(config: Mapping[str, Any]) -> None:
     """ConfigError for the config of draft heads without a model; it names their base model if the config does."""
     model_type = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
-    model_type = EAGLE_TYPE if is_eagle3(config) else model_type
+    model_type = draft_type(config) or model_type
     if not isinstance(model_type, str) or model_type not in HEADS:
         return
     heads, model_class = HEADS[model_type]

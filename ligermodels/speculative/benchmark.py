@@ -69,7 +69,7 @@ def evaluate_continuations(
     Accuracies on other text are lower, since a model's own text is easier to predict.
 
     Args:
-        model: a model with Medusa, MTP or EAGLE-3 heads.
+        model: a model with draft heads.
         prompts: token ids of each prompt.
         max_new_tokens: largest number of new tokens per prompt.
 
@@ -138,7 +138,7 @@ def benchmark_decoding(
     """Time greedy decoding with heads and plain greedy decoding, prompt by prompt, after a warm-up of both.
 
     Args:
-        model: a model with Medusa, MTP or EAGLE-3 heads.
+        model: a model with draft heads.
         prompts: token ids of each prompt.
         tree: the candidates to check in each step.
         max_new_tokens: largest number of new tokens per prompt.
@@ -206,7 +206,7 @@ def fit_tree(
     distinct: see `data.prompts.opening_prompts`.
 
     Args:
-        model: a model with Medusa, MTP or EAGLE-3 heads.
+        model: a model with draft heads.
         prompts: token ids of each prompt, two prompts or more.
         nodes: number of candidates in the tree.
         max_new_tokens: largest number of new tokens per prompt.

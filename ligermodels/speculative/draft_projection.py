@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -19,6 +20,7 @@ from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.loss.divergences import Divergence
+from ligermodels.speculative.block_loss import BlockLosses, SlotLoss, Teacher, block_losses
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 
 Result = TypeVar("Result")
@@ -120,23 +122,58 @@ class DraftProjection:
 
     def _distilled(self, teacher: Tensor, normed: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
         """Loss, acceptance and agreement, towards the model's head, whose parameters are gathered."""
-        head = self.base.head
-        with head.loss_weight(teacher.dtype) as whole:
-            weight, bias = self.vocabulary.rows(whole), self.vocabulary.rows(head.bias)
-            own = weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight
+        with self._sides(teacher, normed) as (own, truth):
             return ops.linear_distillation(
                 normed,
                 own,
                 teacher,
-                weight,
+                truth.weight,
                 mask,
-                teacher_bias=bias,
-                teacher_softcap=head.config.softcap,
-                teacher_logit_scale=head.config.logit_scale,
+                teacher_bias=truth.bias,
+                teacher_softcap=truth.softcap,
+                teacher_logit_scale=truth.logit_scale,
                 return_acceptance=True,
                 return_agreement=True,
                 **options,
             )
+
+    def block_losses(
+        self,
+        teacher: Tensor,
+        hidden: Tensor,
+        codes: Tensor | None,
+        code_weight: Tensor | None,
+        targets: Tensor,
+        weights: Tensor,
+        options: SlotLoss,
+    ) -> BlockLosses:
+        """The losses of the slots of N blocks, towards the text and the model's head.
+
+        Args:
+            teacher: (N, K, H), the model's states after its final norm, of the tokens before the targets.
+            hidden: (N, K, H), the head's states after its final norm.
+            codes: (N, K, r), of the Markov head, or None.
+            code_weight: (V_d, r), of the Markov head, or None.
+            targets: long (N, K), ids of the model's vocabulary, -100 without a target.
+            weights: (N, K), the weights of the slots.
+            options: how the losses are made.
+        """
+
+        def losses() -> BlockLosses:
+            with self._sides(teacher, hidden) as (own, truth):
+                own_targets, mask = self.vocabulary.own_ids(targets), targets != IGNORE_INDEX
+                return block_losses(hidden, own, codes, code_weight, truth, own_targets, mask, weights, options)
+
+        return self._gathered(losses)
+
+    @contextmanager
+    def _sides(self, teacher: Tensor, normed: Tensor) -> Iterator[tuple[Tensor, Teacher]]:
+        """The weight (V_d, H) of the head's projection, and the model's side, whose parameters are gathered."""
+        head = self.base.head
+        with head.loss_weight(teacher.dtype) as whole:
+            weight, bias = self.vocabulary.rows(whole), self.vocabulary.rows(head.bias)
+            own = weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight
+            yield own, Teacher(teacher, weight, bias, head.config.softcap, head.config.logit_scale)
 
 
 def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:

@@ -107,14 +107,19 @@ class DraftVocabulary:
             Long (...): how many draft tokens are likelier than the target, V_d for a target that is no draft token, -1
             without a target.
         """
+        own = self.own_ids(targets)
+        found: Any = head(own).ranks
         if self.is_whole:
-            found: Any = head(targets).ranks
             return found
+        return found.masked_fill((targets != IGNORE_INDEX) & (own == IGNORE_INDEX), len(self))
+
+    def own_ids(self, targets: Tensor) -> Tensor:
+        """Ids of the draft vocabulary, of ids `targets` of the model's, long of any shape; -100 without one."""
+        if self.is_whole:
+            return targets
         tokens = self._on(targets.device)
         place = torch.searchsorted(tokens, targets.clamp(min=0)).clamp(max=len(tokens) - 1)
-        known, valid = tokens[place] == targets, targets != IGNORE_INDEX
-        found = head(place.masked_fill(~known, IGNORE_INDEX)).ranks
-        return found.masked_fill(valid & ~known, len(tokens))
+        return place.masked_fill(tokens[place] != targets, IGNORE_INDEX)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

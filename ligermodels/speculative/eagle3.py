@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
 from ligermodels.layers import HeadLoss
-from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.sharding import call_gathered
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
+from ligermodels.speculative.draft_head import DraftHeadModel
+from ligermodels.speculative.draft_layer import layer_like
+from ligermodels.speculative.draft_projection import copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
-from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following, layer_like
-from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
+from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following
+from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import Tree, chain
 
 
-class Eagle3Model(MultiHeadModel):
+class Eagle3Model(DraftHeadModel):
     """A base model with an EAGLE-3 head (`Eagle3Head`), which is applied K times.
 
     Step k (from 0) at position t reads token t + 1 + k and, in step 0, the model's states at t, later the result of
@@ -40,7 +40,6 @@ class Eagle3Model(MultiHeadModel):
     """
 
     kind = "EAGLE-3"
-    reads_every_token = True
 
     def __init__(
         self,
@@ -74,27 +73,10 @@ class Eagle3Model(MultiHeadModel):
         self.base, self.config, self.divergence = base, config, divergence
         self.num_heads, self.decay = check_count("num_steps", num_steps, most=MOST_HEADS), check_decay(decay)
         self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
-        self.embed: nn.Embedding | None = None  # where it is not the base model's
+        self.embed = None
         self._check_config()
-        with torch.device("meta"), skip_init():
-            self.head = Eagle3Head(config)
-        allocate(self.head, base.dtype, base.device)
-        initialize(self.head, base.config.initializer_range, "eagle3")
+        self.head = self._build(Eagle3Head, "eagle3")
         self.lm_head = own_lm_head(base, self.vocabulary) if lm_head == "own" else None
-
-    def _check_config(self) -> None:
-        config, base = self.config, self.base.config
-        for name, ours, theirs in (
-            ("target_hidden_size", config.target_hidden_size, base.hidden_size),
-            ("hidden_size", config.decoder.hidden_size, base.hidden_size),
-            ("vocab_size", config.decoder.vocab_size, base.vocab_size),
-            ("vocab_size", self.vocabulary.vocab_size, base.vocab_size),
-            ("draft_vocab_size", config.draft_vocab_size, len(self.vocabulary)),
-        ):
-            if ours != theirs:
-                raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
-        if config.boundaries[-1] > len(base.blocks):
-            raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
     def choose(self, vocabulary: DraftVocabulary) -> None:
         """Propose other tokens, of the same number. The head's own lm_head starts again from the base model's rows.
@@ -263,17 +245,6 @@ class Eagle3Model(MultiHeadModel):
         )
         return output
 
-    @property
-    def projection(self) -> DraftProjection:
-        """The projection of the head to the draft vocabulary."""
-        return DraftProjection(self.base, self.vocabulary, self.lm_head)
-
-    def embeddings(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
-        if self.embed is not None:
-            return self.embed(input_ids)
-        return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
-
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def default_tree(self) -> Tree:
@@ -368,29 +339,3 @@ class Eagle3Model(MultiHeadModel):
             >>> eagle.export("head/", profile="specforge")
         """
         save_head(self, folder, profile, base_model, overwrite=overwrite)
-
-    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.
-
-        Args:
-            folder: created if need be.
-            overwrite: replace a head in the folder.
-
-        Raises:
-            InputError, CheckpointError: see `export`.
-        """
-        spec = self.base.export_spec
-        name = "" if spec is None or spec.base_name is None else spec.base_name
-        self.export(folder, base_model=name, overwrite=overwrite)
-
-    def save_whole(
-        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
-    ) -> None:
-        """InputError: no format holds a model together with an EAGLE-3 head.
-
-        Args:
-            folder: not used.
-            max_shard_size: not used.
-            overwrite: not used.
-        """
-        raise InputError("EAGLE-3: heads are checkpoints of their own; call export, and save_pretrained of the base")

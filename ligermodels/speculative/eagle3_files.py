@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import read_json
-from ligermodels.convert.export_spec import as_json
-from ligermodels.convert.input_files import folder_to_write
-from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
-from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
-from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative import eagle3_formats as formats
-from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.files import TorchFile
+from ligermodels.speculative.draft_files import LM_HEAD, Target, load_tensors, open_head, stored_vocabulary, write_head
 
 if TYPE_CHECKING:
     from ligermodels.speculative.eagle3 import Eagle3Model
-
-CONFIG, TORCH_FILE, LM_HEAD = "config.json", "pytorch_model.bin", "lm_head.weight"
 
 Model = TypeVar("Model", bound="Eagle3Model")
 
@@ -62,61 +43,20 @@ def save_head(
         InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
         CheckpointError: the folder is in use or cannot be written.
     """
-    form, base, spec = formats.profile_named(profile), model.base, model.base.export_spec
-    name = base_model if base_model is not None or spec is None else spec.base_name
-    if name is None:
-        raise InputError("base_model: config.json names the base model; give its folder or hub id")
-    architectures = () if spec is None else _architectures(spec.hf_config)
-    target = formats.Target(name, architectures, len(base.config.blocks))
-    reshard(model)
-    state = _state(model)
-    if model.lm_head is None:
-        state[LM_HEAD] = model.projection.rows(base.dtype)
-    further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
-    if form.embedding:
-        further[formats.EMBEDDING] = _embedding(model)
+    form, target = formats.profile_named(profile), Target.of(model, base_model)
     dtype = str(model.head.reader.fc.weight.dtype).removeprefix("torch.")
-    training = formats.Training(model.num_heads, model.decay, dtype)
-    save_checkpoint(
-        folder_to_write(folder),
-        [
-            *formats.weight_map(model.config, form.prefix).export(state),
-            *(LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()),
-        ],
-        max_shard_size=2**63 - 1,
-        files={CONFIG: as_json(form.config(model.config, target, training))},
-        overwrite=overwrite,
-        ranks=Ranks(state.values()),
-    )
+    config = form.config(model.config, target, formats.Training(model.num_heads, model.decay, dtype))
+    weight_map = formats.weight_map(model.config, form.prefix)
+    write_head(model, folder, weight_map, config, embedding=form.embedding, lm_head=True, overwrite=overwrite)
 
 
 _AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-def open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], StateDict]:
-    """config.json, and the tensors by their names in speculators' form.
-
-    Args:
-        folder: folder of the head.
-        opened: keeps the files open.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or two tensors have the same name in speculators' form.
-    """
-    config = read_json(folder / CONFIG)
-    if (folder / TORCH_FILE).is_file() and not list(folder.glob("*.safetensors")):
-        files: Any = TorchFile(folder / TORCH_FILE)
-    else:
-        files = opened.enter_context(Checkpoint(folder))
-    tensors = dict[str, Tensor]()
-    for name in files.headers:
-        ours = name.removeprefix("model.")
-        ours = f"layers.0.{ours.removeprefix('midlayer.')}" if ours.startswith("midlayer.") else ours
-        ours = _AUX_NORMS.get(ours, ours)
-        if ours in tensors:
-            raise CheckpointError(f"{folder}: has two tensors for {ours}, one of them {name}")
-        tensors[ours] = files.read(name)
-    return config, StateDict(tensors)
+def speculators_name(stored: str) -> str:
+    """The name in speculators' form of a tensor in another form."""
+    name = f"layers.0.{stored.removeprefix('midlayer.')}" if stored.startswith("midlayer.") else stored
+    return _AUX_NORMS.get(name, name)
 
 
 def load_head(
@@ -145,12 +85,9 @@ def load_head(
     """
     check_native(base, "base")
     path, target = hub.resolve(folder), base.config
-    with reading(path, partial(open_head, path)) as (stored, reader):
+    with reading(path, partial(open_head, path, names=speculators_name)) as (stored, reader):
         config = formats.read_config(stored, len(target.blocks), target.hidden_size)
-        names, vocabulary = reader.headers, None
-        if formats.D2T in names:
-            vocabulary = DraftVocabulary.from_tables(names[formats.D2T], names.get(formats.T2D), target.vocab_size)
-        own = LM_HEAD in names
+        vocabulary, own = stored_vocabulary(reader.headers, target.vocab_size), LM_HEAD in reader.headers
         decay = formats.stored_decay(stored)
         defaults = {
             "num_steps": formats.stored_steps(stored) or formats.STEPS,
@@ -161,39 +98,5 @@ def load_head(
             model = model_class(base, config, vocabulary, lm_head="own" if own else "shared", **options)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        weight_map = formats.weight_map(config, "layers.0", lm_head=own)
-        if base.device.type == "meta":
-            weight_map.plan(names, _state(model))
-        else:
-            weight_map.load(reader, _state(model), progress)
-            if formats.EMBEDDING in names:
-                _take_embedding(model, path, names[formats.EMBEDDING])
-    base.requires_grad_(False)
+        load_tensors(model, path, formats.weight_map(config, "layers.0", lm_head=own), reader, progress)
     return model
-
-
-def _architectures(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(hf_config.get("architectures") or [family_of(hf_config).causal_lm])
-
-
-def _state(model: Eagle3Model) -> dict[str, Tensor]:
-    state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(model.head).items()}
-    return state if model.lm_head is None else state | {LM_HEAD: model.lm_head.weight.detach()}
-
-
-@torch.no_grad()
-def _embedding(model: Eagle3Model) -> Tensor:
-    """(V, H), the embeddings that the head reads: where they are the base model's, scaled as it scales them."""
-    return model.embeddings(torch.arange(model.base.config.vocab_size, device=model.base.device)[None])[0]
-
-
-def _take_embedding(model: Eagle3Model, path: Path, stored: Tensor) -> None:
-    """Keep the embedding of a head, frozen, unless it is the base model's."""
-    ours = _embedding(model)
-    if stored.shape != ours.shape:
-        raise CheckpointError(
-            f"{path}: {formats.EMBEDDING} has the shape {tuple(stored.shape)}, the model's {tuple(ours.shape)}"
-        )
-    own = stored.to(ours)
-    if not torch.equal(own, ours):
-        model.embed = nn.Embedding.from_pretrained(own, freeze=True)

@@ -18,7 +18,15 @@ from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
-from ligermodels.models.extra_heads import is_eagle3
+from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
+from ligermodels.speculative.draft_files import (
+    LAYER_FIELDS,
+    Target,
+    other_tensors,
+    read_ids,
+    stored_base,
+    stored_tokens,
+)
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
 STEPS = 7
@@ -29,28 +37,6 @@ BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
 """Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
-_LAYER_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
-    "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
-    "use_sliding_window", "tie_word_embeddings",
-)  # fmt: skip
-"""Fields of a flat config.json that describe the layer."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The model that a head belongs to, as config.json describes it.
-
-    name: folder or hub id.
-    architectures: its `architectures`.
-    num_layers: number of layers.
-    """
-
-    name: str
-    architectures: tuple[str, ...] = ()
-    num_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,12 +71,7 @@ def speculators_config(config: Eagle3Config, target: Target, training: Training)
         **{flag: getattr(config, flag) for flag in FLAGS},
         "embed_requires_grad": False,
         BOUNDARIES: list(config.boundaries),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": training.num_steps}],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
+        "speculators_config": target.speculators_config("eagle3", training.num_steps),
         "dtype": training.dtype,
     }
 
@@ -217,8 +198,7 @@ def weight_map(config: Eagle3Config, prefix: str, *, lm_head: bool = True) -> We
     entries.append(rename("head.norm.weight", "norm.weight"))
     if lm_head:
         entries.append(rename("lm_head.weight", "lm_head.weight"))
-    others = rf"^({EMBEDDING.replace('.', '[.]')}|{D2T}|{T2D}|verifier_.*|.*rotary_emb\.inv_freq)$"
-    return WeightMap(entries, ignored=[others])
+    return WeightMap(entries, ignored=other_tensors())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -239,10 +219,10 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
     flat = kind is None
     if not flat and kind != "eagle3":
         raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
-    if flat and not is_eagle3(stored):
+    if flat and draft_type(stored) != EAGLE_TYPE:
         raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
-    layer = {name: value for name, value in whole.items() if name in _LAYER_FIELDS or not flat}
+    layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
     flags = {flag: bool(stored.get(flag, False)) for flag in FLAGS}
     if not flat and "norm_before_residual" not in stored:
@@ -287,16 +267,13 @@ def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _ids(name: str, given: Any) -> tuple[int, ...]:
-    if not isinstance(given, list) or not all(is_int(each) for each in given):
-        raise ConfigError(f"{name}: must be a list of whole numbers, got {short(given)}")
-    return tuple(sorted(set(given)))  # as vLLM reads them
+    return tuple(sorted(set(read_ids(name, given))))  # as vLLM reads them
 
 
 def stored_steps(stored: Mapping[str, Any]) -> int | None:
     """The number of tokens that a server proposes by default; None where config.json does not name it."""
-    methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    steps = methods[0].get("speculative_tokens", stored.get(STEPS_FIELD))
-    return steps if is_int(steps) and steps > 0 else None
+    steps = stored.get(STEPS_FIELD)
+    return stored_tokens(stored) or (steps if is_int(steps) and steps > 0 else None)
 
 
 def stored_decay(stored: Mapping[str, Any]) -> float | None:
@@ -309,9 +286,7 @@ def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says about a head: its model, the kind of its layer, and sizes."""
     whole = stored.get("transformer_layer_config", stored)
     return {
-        "base_model": ((stored.get("speculators_config") or {}).get("verifier") or {}).get(
-            "name_or_path", stored.get("target_model_name_or_path")
-        ),
+        "base_model": stored_base(stored) or stored.get("target_model_name_or_path"),
         "layer": whole.get("model_type"),
         "boundaries": _boundaries(stored),
         "draft_vocab_size": stored.get("draft_vocab_size", whole.get("vocab_size")),

@@ -15,20 +15,13 @@ from ligermodels import ops
 from ligermodels.arguments import check_count
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers import (
-    Attention,
-    AttentionConfig,
-    ForwardContext,
-    KeysValues,
-    MLPConfig,
-    NormConfig,
-    RotaryEmbedding,
-)
+from ligermodels.layers import Attention, AttentionConfig, ForwardContext, KeysValues, NormConfig, RotaryEmbedding
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.tokens import layout_without_padding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import family_of
+from ligermodels.speculative.draft_layer import check_ascending
 
 KINDS = ("llama", "qwen3")
 """`model_type` of the layers that servers implement: Llama's, and Qwen3's with norms of queries and keys."""
@@ -67,10 +60,7 @@ class Eagle3Config:
             raise ConfigError(f"transformer_layer_config: model_type must be one of {', '.join(KINDS)}, got {kind}")
         if len(self.decoder.blocks) != 1:
             raise ConfigError(f"num_hidden_layers: heads of one layer are implemented, got {len(self.decoder.blocks)}")
-        if not self.boundaries or list(self.boundaries) != sorted(set(self.boundaries)) or min(self.boundaries) < 0:
-            raise ConfigError(
-                f"eagle_aux_hidden_state_layer_ids: must be different layers in ascending order, got {self.boundaries}"
-            )
+        check_ascending("eagle_aux_hidden_state_layer_ids", self.boundaries)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc: excludes fc_norm; a head has one of them at most")
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
@@ -84,43 +74,6 @@ class Eagle3Config:
     def mixer(self) -> AttentionConfig:
         """Config of the layer's attention."""
         return cast(AttentionConfig, self.decoder.blocks[0].mixer)
-
-
-def layer_like(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The config of a head's layer, with the sizes of a model's layers.
-
-    Args:
-        config: the model's config.
-        kind: one of KINDS.
-
-    Returns:
-        A Hugging Face config. Where the model has no ordinary attention or gated feed-forward layer, the heads have 128
-        channels (or all), and the feed-forward layer 3 times the hidden size.
-    """
-    size = config.hidden_size
-    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
-    sizes = [block.mlp.size for block in config.blocks if isinstance(block.mlp, MLPConfig)]
-    mixer = next((mixer for mixer in reversed(mixers) if mixer.window is None), mixers[-1] if mixers else None)
-    head_dim = (128 if size % 128 == 0 else size) if mixer is None else mixer.head_dim
-    heads = size // head_dim if mixer is None else mixer.num_heads
-    theta = 10_000.0 if mixer is None or mixer.rope is None else mixer.rope.theta
-    return {
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": size,
-        "intermediate_size": sizes[-1] if sizes else 3 * size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if mixer is None else mixer.num_kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings or 4096,
-        "rms_norm_eps": config.norm.eps,
-        "initializer_range": config.initializer_range,
-        "rope_theta": theta,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
 
 
 class DraftStates(NamedTuple):

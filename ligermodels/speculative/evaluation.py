@@ -17,6 +17,7 @@ from ligermodels.generation.generate import evaluating
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.acceptance import chain_length
 from ligermodels.speculative.multi_head import MultiHeadModel
+from ligermodels.speculative.output import ACCEPTED
 
 RANKS = 10
 """Ranks of a head's candidates that are counted separately; a tree uses no more."""
@@ -59,7 +60,7 @@ def evaluate_heads(
     Every rank needs the same number of batches; a batch may be without targets.
 
     Args:
-        model: a model with Medusa, MTP or EAGLE-3 heads.
+        model: a model with draft heads.
         batches: arguments of the model's forward, with labels.
         on_ranks: called after each batch with the ranks of its targets, long (K, B, T), -1 without a target.
 
@@ -83,18 +84,19 @@ def evaluate_heads(
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)
-            if out.acceptance is not None:
-                accepted.append(torch.stack([out.acceptance, out.agreement]).double() * out.counts)
+            if shares := out.accepted():
+                accepted.append(torch.stack([torch.stack(share) for share in shares.values()]).double())
             if on_ranks is not None:
                 on_ranks(out.ranks)
     if not losses:
         raise InputError(evaluation.NO_BATCH)
-    loss, hit, count, *shares = (
+    loss, hit, count, *sums = (
         data_ranks.sum(torch.stack(x).sum(0).double()).cpu() for x in (losses, hits, counts, accepted) if x
     )
     at_least_one = count.clamp(min=1)
-    named = zip(("acceptance", "agreement"), shares[0] / at_least_one if shares else (), strict=False)
-    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count, dict(named))
+    named = dict(zip(ACCEPTED, sums[0], strict=True)) if sums else {}
+    means = {name: total / number.clamp(min=1e-9) for name, (total, number) in named.items()}
+    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count, means)
 
 
 def __getattr__(name: str) -> Any:

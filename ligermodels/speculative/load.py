@@ -1,4 +1,4 @@
-"""Loading Medusa, MTP or EAGLE-3 heads, whichever a checkpoint holds."""
+"""Loading draft heads of the kind that a checkpoint holds: Medusa, MTP, EAGLE-3, DFlash or DSpark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, HubError
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import is_eagle3, without_heads
+from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, draft_type, without_heads
+from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.files import NoHeadsError
 from ligermodels.speculative.medusa import MedusaModel
@@ -18,11 +19,14 @@ from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE, holds_head
 from ligermodels.speculative.multi_head import MultiHeadModel
 
+DRAFT_HEADS: dict[str, Any] = {EAGLE_TYPE: Eagle3Model, DFLASH_TYPE: DFlashModel, DSPARK_TYPE: DSparkModel}
+"""Type of a head with a network beside the model -> its class."""
+
 
 def load_multi_head(
     base: CausalLM, heads: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> MultiHeadModel:
-    """Load Medusa heads, an MTP head or an EAGLE-3 head, and freeze the base model's parameters.
+    """Load Medusa heads, or an MTP, EAGLE-3, DFlash or DSpark head, and freeze the base model's parameters.
 
     Args:
         base: the base model.
@@ -30,7 +34,7 @@ def load_multi_head(
         progress: called with (bytes loaded, bytes in total) of the heads.
 
     Returns:
-        A `MedusaModel`, an `MTPModel` or an `Eagle3Model`.
+        A `MedusaModel`, `MTPModel`, `Eagle3Model`, `DFlashModel` or `DSparkModel`.
 
     Raises:
         CheckpointError: there are no heads; or files or tensors are missing, damaged, or made for another base model.
@@ -41,8 +45,8 @@ def load_multi_head(
         >>> model = load_multi_head(base, "heads/")
         >>> model.generate([[1, 5, 9]], max_new_tokens=64)
     """
-    if _is_eagle(heads):
-        return Eagle3Model.from_pretrained(base, heads, progress=progress)
+    if (kind := draft_type(_config_of(heads))) is not None:
+        return DRAFT_HEADS[kind].from_pretrained(base, heads, progress=progress)
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
     try:
@@ -54,10 +58,6 @@ def load_multi_head(
 def _config_of(heads: str | os.PathLike[str]) -> dict[str, Any]:
     path = hub.resolve(heads, weights=False) / CONFIG
     return read_json(path) if path.is_file() else {}
-
-
-def _is_eagle(heads: str | os.PathLike[str]) -> bool:
-    return is_eagle3(_config_of(heads))
 
 
 def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:

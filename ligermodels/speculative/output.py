@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from ligermodels.models.output import ModelOutput
 
+ACCEPTED = ("acceptance", "agreement")
+"""How often tokens are accepted by sampling, and greedily: fields of `MultiHeadOutput`."""
 TOP_K = (1, 5)
 """Ranks at which accuracy is reported."""
 
@@ -28,6 +30,8 @@ class MultiHeadOutput(ModelOutput):
     acceptance: (K,), of heads that learn the model's distribution p: the mean of sum_v min(p, q), the probability that
         a proposed token is accepted by exact sampling.
     agreement: (K,), of the same heads: how often the likeliest token is the model's, the acceptance of greedy decoding.
+    trials: for "acceptance" and "agreement" the number (K,) that each is a mean over; None: `counts`, for both.
+    confidence_loss: scalar, the cross entropy of DSpark's confidence head.
     """
 
     loss: Any = None  # as in CausalLMOutput
@@ -39,6 +43,15 @@ class MultiHeadOutput(ModelOutput):
     base_loss: Tensor | None = None
     acceptance: Tensor | None = None
     agreement: Tensor | None = None
+    trials: dict[str, Tensor] | None = None
+    confidence_loss: Tensor | None = None
+
+    def accepted(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The sums (K,) whose means `acceptance` and `agreement` are, and their numbers (K,); empty for other heads."""
+        if self.acceptance is None:
+            return {}
+        numbers = {name: self.counts for name in ACCEPTED} if self.trials is None else self.trials
+        return {name: (getattr(self, name) * numbers[name], cast(Tensor, numbers[name])) for name in ACCEPTED}
 
     @classmethod
     def of_ranks(cls, ranks: Tensor, **fields: Any) -> MultiHeadOutput:

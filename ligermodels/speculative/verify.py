@@ -19,7 +19,7 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.layers import NormConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import MEDUSA_COUNTS, is_eagle3
+from ligermodels.models.extra_heads import EAGLE_TYPE, HEADS, MEDUSA_COUNTS, draft_type
 from ligermodels.pretrained import from_config
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
 from ligermodels.speculative.files import CONFIG, Heads, open_heads
@@ -61,8 +61,10 @@ def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | 
     base = from_config(model, device="meta")
     folder = hub.resolve(heads, weights=False)
     stored = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if is_eagle3(stored):
+    if (kind := draft_type(stored)) == EAGLE_TYPE:
         return verify_eagle3(base, hub.resolve(heads))
+    if kind is not None:
+        raise InputError(f"heads: verify does not know {HEADS[kind][0]}; it checks Medusa, MTP and EAGLE-3 heads")
     if (folder / CONFIG).is_file() and set(MEDUSA_COUNTS).isdisjoint(stored) and _has_mtp(base, heads):
         return report_of("MTP", _mtp_checks(base, hub.resolve(heads)))
     path = heads_folder(heads)

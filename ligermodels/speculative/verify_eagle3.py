@@ -18,9 +18,10 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
+from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, T2D, open_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3 import Eagle3Model
-from ligermodels.speculative.eagle3_files import LM_HEAD, open_head
+from ligermodels.speculative.eagle3_files import speculators_name
 from ligermodels.speculative.eagle3_head import Eagle3Config, Eagle3Head
 
 LENGTH, STEPS = 12, 3
@@ -34,7 +35,7 @@ def verify_eagle3(base: CausalLM, folder: Path) -> HeadsReport:
         base: the base model, on the meta device.
         folder: folder of the head.
     """
-    with reading(folder, partial(open_head, folder)) as (stored, reader):
+    with reading(folder, partial(open_head, folder, names=speculators_name)) as (stored, reader):
         return report_of("EAGLE-3", _Eagle3Files(base, folder, stored, dict(reader.headers)).checks())
 
 
@@ -102,7 +103,7 @@ class _Eagle3Files:
         return values + note
 
     def vocabulary(self) -> str:
-        d2t, t2d, size = self.tensors.get(formats.D2T), self.tensors.get(formats.T2D), self.base.config.vocab_size
+        d2t, t2d, size = self.tensors.get(D2T), self.tensors.get(T2D), self.base.config.vocab_size
         count = self.config.draft_vocab_size
         if d2t is None:
             require(count == size, f"d2t: is missing, where draft_vocab_size is {count} of {size} tokens")
@@ -118,7 +119,7 @@ class _Eagle3Files:
     def shapes(self) -> str:
         """Every tensor that the head needs, of its shape, and no other."""
         Eagle3Model.from_pretrained(self.base, self.folder)
-        if (embedding := self.tensors.get(formats.EMBEDDING)) is not None:
+        if (embedding := self.tensors.get(EMBEDDING)) is not None:
             wanted = (self.base.config.vocab_size, self.config.decoder.hidden_size)
             require(embedding.shape == wanted, f"embed_tokens.weight: {list(embedding.shape)}, not {list(wanted)}")
         return f"{len(self.tensors)} tensors"
@@ -142,7 +143,7 @@ class _Eagle3Files:
         size, rows = config.decoder.hidden_size, min(ROWS, config.draft_vocab_size)
         lm_head = tensors.get(LM_HEAD, random(count + 1, rows, size))[:rows].float()
         ids = torch.randint(config.decoder.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0))
-        own = tensors.get(formats.EMBEDDING)
+        own = tensors.get(EMBEDDING)
         embeds = random(count + 2, LENGTH, size) if own is None else own[ids].float()
 
         with torch.device("meta"), skip_init():

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
     from ligermodels.training.cuda_graph import GraphStep, graph_step
+    from ligermodels.training.dspark import train_dflash, train_dspark
+    from ligermodels.training.dspark_recipe import DFlashRecipe, DSparkRecipe
     from ligermodels.training.eagle import train_eagle
     from ligermodels.training.eagle_recipe import EagleRecipe
     from ligermodels.training.early_stopping import EarlyStopping
@@ -38,6 +40,8 @@ _get, __dir__ = lazy_names(
         "callback": ("Callback", "Event"),
         "clipping": ("clip_gradients",),
         "console": ("Console", "Outcome"),
+        "dspark": ("train_dflash", "train_dspark"),
+        "dspark_recipe": ("DFlashRecipe", "DSparkRecipe"),
         "eagle": ("train_eagle",),
         "eagle_recipe": ("EagleRecipe",),
         "early_stopping": ("EarlyStopping",),
@@ -76,6 +80,8 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Callback",
     "Console",
+    "DFlashRecipe",
+    "DSparkRecipe",
     "DryRun",
     "EagleRecipe",
     "EarlyStopping",
@@ -105,6 +111,8 @@ __all__ = [
     "run_job",
     "schedule_factor",
     "train",
+    "train_dflash",
+    "train_dspark",
     "train_eagle",
     "train_heads",
     "train_mtp",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import ConfigError
-from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.draft_recipe import DraftRecipe, draft_conditions
+from ligermodels.training.recipe import Condition
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the names of published heads' fields; see `Eagle3Config`."""
 
 
-class EagleRecipe(TrainingRecipe):
+class EagleRecipe(DraftRecipe):
     """Settings of a run that trains an EAGLE-3 head. The defaults are SpecForge's.
 
     Examples:
@@ -22,27 +22,9 @@ class EagleRecipe(TrainingRecipe):
     """
 
     kind: ClassVar[str] = "eagle"
-    trains_heads: ClassVar[bool] = True
-    conditions: ClassVar[tuple[Condition, ...]] = (
-        (
-            ("layer", "boundaries", "draft_vocab_size", "lm_head", *FLAGS),
-            lambda settings: settings["start_from"] is None,
-            "is for a new head; the head in start_from has its own",
-        ),
-        (
-            ("quantize_exclude",),
-            lambda settings: settings["quantize"] is not None,
-            "is for quantised weights; give quantize too",
-        ),
-        (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
-        (
-            ("activation_checkpointing",),
-            lambda settings: False,
-            "is for the backward pass of the model, which is frozen",
-        ),
-        *CONDITIONS,
+    conditions: ClassVar[tuple[Condition, ...]] = draft_conditions(
+        "layer", "boundaries", "draft_vocab_size", "lm_head", *FLAGS
     )
-    kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
     num_steps: int = Field(
         7, ge=1, description="How often the head is applied: tokens predicted beyond the next one. The file names it."
@@ -51,8 +33,6 @@ class EagleRecipe(TrainingRecipe):
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"] = Field(
         "forward_kl", description="Loss: divergence of the head's distribution from the model's."
     )
-    start_from: str | None = Field(None, description="Head to start from: a folder or a hub id.  [default: a new head]")
-
     draft_vocab_size: int = Field(
         32000,
         ge=1,
@@ -72,23 +52,11 @@ class EagleRecipe(TrainingRecipe):
     fc_norm: bool = Field(False, description="A norm over each state that the head reads (EAGLE-3.1).")
     norm_output: bool = Field(False, description="The next step reads the result after the final norm (EAGLE-3.1).")
 
-    quantize: QuantizedFormat | None = Field(
-        None, description="Keep the frozen weights of the model's blocks in 4 or 8 bits.  [default: in `dtype`]"
-    )
-    quantize_exclude: tuple[str, ...] = Field(
-        (), description="Patterns of layers that are not quantised, such as mlp.experts or mlp.down."
-    )
-
     learning_rate: float = Field(1e-4, ge=0, description="Peak learning rate.")
 
     if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
 
         def __init__(self, **settings: Any) -> None: ...
-
-    @field_validator("boundaries", mode="before")
-    @classmethod
-    def _several_numbers(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
     def check(self) -> None:
         if self.seq_len < self.num_steps + 2:

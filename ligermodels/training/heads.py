@@ -75,7 +75,7 @@ def head_metrics(out: Any) -> OutputMetrics:
 
 def draft_metrics(out: Any) -> OutputMetrics:
     """Losses of the steps, their acceptance and agreement, and the tokens per step that follow from these."""
-    shares = {name: (getattr(out, name) * out.counts, out.counts) for name in CHAINS}
-    return OutputMetrics(
-        {"head_losses": out.head_losses}, shares, chains={chain: name for name, chain in CHAINS.items()}
-    )
+    losses = {"head_losses": out.head_losses}
+    if out.confidence_loss is not None:
+        losses["confidence_loss"] = out.confidence_loss
+    return OutputMetrics(losses, out.accepted(), chains={chain: name for name, chain in CHAINS.items()})

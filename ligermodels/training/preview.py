@@ -28,6 +28,7 @@ from ligermodels.parallel.ranks import data_share, planned_ranks
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
+from ligermodels.training.dspark import block_job
 from ligermodels.training.eagle import eagle_job
 from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -49,6 +50,8 @@ JOBS: dict[str, tuple[Any, Any]] = {
     "medusa": (medusa_job, None),
     "mtp": (mtp_job, None),
     "eagle": (eagle_job, quantize_base),
+    "dflash": (block_job, quantize_base),
+    "dspark": (block_job, quantize_base),
 }
 """Kind of recipe -> its job, and how it changes the base model."""
 REFERENCE = {"distill", "kl_to_reference"}
@@ -125,7 +128,7 @@ def dry_run(
     Only caches of the tokenizer and the tokens are written.
 
     Args:
-        recipe: the settings: a `FineTuningRecipe`, `MedusaRecipe`, `MTPRecipe` or `EagleRecipe`.
+        recipe: the settings: such as a `FineTuningRecipe` or an `EagleRecipe`.
         out: folder that the run would write to; None if it is not known yet.
         device: device of the model, such as "cpu" or "cuda".
         attention: attention backend, or "auto".

@@ -185,7 +185,7 @@ open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "medusa train", "mtp train", "eagle train"])
+@pytest.mark.parametrize("command", ["train", "medusa train", "mtp train", "eagle train", "dspark train"])
 def test_wrong_usage_is_named(
     base: Path,
     data: Path,

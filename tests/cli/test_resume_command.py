@@ -10,7 +10,15 @@ from runs import equal_heads, losses, recipe_for
 from typer.testing import CliRunner, Result
 
 from ligermodels.cli import app
-from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe
+from ligermodels.training import (
+    DFlashRecipe,
+    DSparkRecipe,
+    EagleRecipe,
+    FineTuningRecipe,
+    MedusaRecipe,
+    MTPRecipe,
+    TrainingRecipe,
+)
 from ligermodels.training.folder import RECIPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,6 +28,8 @@ COMMANDS: dict[str, type[TrainingRecipe]] = {
     "medusa train": MedusaRecipe,
     "mtp train": MTPRecipe,
     "eagle train": EagleRecipe,
+    "dflash train": DFlashRecipe,
+    "dspark train": DSparkRecipe,
 }
 
 

@@ -19,7 +19,15 @@ from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
-from ligermodels.training import EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe, TrainingRecipe, fine_tune
+from ligermodels.training import (
+    DSparkRecipe,
+    EagleRecipe,
+    FineTuningRecipe,
+    MedusaRecipe,
+    MTPRecipe,
+    TrainingRecipe,
+    fine_tune,
+)
 from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.run_state import optimizer_of
@@ -100,6 +108,8 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
     run = dry_run(EagleRecipe(**common, draft_vocab_size=50))
     head = sum(p.numel() for p in lm.Eagle3Model.from_base(meta(), lm_head="shared").head_parameters())
     assert run.trained == head + 50 * 32 and isinstance(run.memory, StepMemory)
+    run = dry_run(DSparkRecipe(**common))
+    assert run.trained == sum(p.numel() for p in lm.DSparkModel.from_base(meta()).head_parameters())
     run = dry_run(MTPRecipe(**common))
     assert 0 < run.trained < run.parameters and isinstance(run.memory, StepMemory)
 
@@ -172,7 +182,7 @@ def test_no_weights_are_fetched_or_copied(
     if place == "hub":
         assert dry_run(named.changed({"chat_template": "alpaca"})).trained < run.trained
         common = {name: named.settings()[name] for name in ("base", "data", "validation_fraction", "seq_len")}
-        for kind in (MedusaRecipe, MTPRecipe, EagleRecipe):
+        for kind in (MedusaRecipe, MTPRecipe, EagleRecipe, DSparkRecipe):
             assert dry_run(kind().changed({**common, "chat_template": "alpaca"})).trained
 
 
@@ -195,7 +205,7 @@ def test_the_weights_of_a_teacher_on_the_hub_are_not_fetched(
         dry_run(few.changed({"objective": "distill", "teacher": fetched}))
 
 
-@pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe])
+@pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe, DSparkRecipe])
 def test_the_command_prints_it(base: Path, data: Path, tmp_path: Path, kind: type[TrainingRecipe]) -> None:
     settings = recipe_for(base, data, seq_len=128, batch_tokens=256, micro_batch_tokens=128).settings()
     changed = [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name in kind.model_fields]

@@ -1,0 +1,100 @@
+"""Drafting a block of tokens in one pass of the head, with a cache of the context's keys and values: DFlash, DSpark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.errors import InputError
+from ligermodels.speculative.block_head import BlockHead
+from ligermodels.speculative.tree import Tree
+
+
+class BlockDrafter:
+    """A `Drafter` with a `BlockHead`.
+
+    The caches hold the keys and values of all verified tokens before the root. `draft` writes those of the block after
+    them, and `follow` overwrites these by the keys and values of the tokens that were accepted.
+
+    With a Markov head, the candidates of a level follow the best token of the level before.
+
+    Args:
+        head: the head's network.
+        embed: token ids (B, T) -> embeddings (B, T, H).
+        project: hidden states (..., H) -> logits (..., V_d), without the Markov head's.
+        token_ids: ids of the draft vocabulary -> ids of the model's tokens.
+    """
+
+    reads_states = True
+
+    def __init__(
+        self,
+        head: BlockHead,
+        embed: Callable[[Tensor], Tensor],
+        project: Callable[[Tensor], Tensor],
+        token_ids: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.head, self.embed, self.project, self.token_ids = head, embed, project, token_ids
+        self.boundaries = head.config.boundaries
+
+    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
+        config, device = self.head.config, self.head.fc.weight.device
+        if tree.max_depth > config.num_drafts:
+            raise InputError(f"tree: is {tree.max_depth} tokens deep, but a block proposes {config.num_drafts}")
+        if tree.width > config.draft_vocab_size:
+            raise InputError(f"tree: has {tree.width} candidates per token, of {config.draft_vocab_size} tokens")
+        self.tree, size = tree, config.block_size
+        self._caches: Any = self.head.new_state(batch_size, max_length + size + tree.max_depth, device).layers
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+        self._slots = torch.arange(size, device=device)
+        self._all = torch.ones(size, size, dtype=torch.bool, device=device)
+        self._masks = torch.full((batch_size, size - 1), config.mask_token_id, device=device)
+
+    def start(self, sequences: ops.Sequences, states: Tensor) -> None:
+        self._append(states, torch.zeros_like(sequences.start))
+
+    def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:
+        nodes = (slots - slots[:, :1])[..., None].expand(-1, -1, states.shape[2])
+        self._append(states.gather(1, nodes), slots[:, 0])
+
+    def draft(self, sequences: ops.Sequences) -> Tensor:
+        depth, width = self.tree.max_depth, self.tree.width
+        if not depth:
+            return sequences.root.new_zeros(len(sequences.root), 0, 0)
+        hidden = self._block(sequences)[:, :depth]
+        logits, markov = self.project(hidden), self.head.markov
+        if markov is None:
+            return self.token_ids(ops.topk_indices(logits, width))
+        found, previous, state = list[Tensor](), sequences.root, None
+        for slot in range(depth):
+            code, state = markov.step(markov.w1(previous), hidden[:, slot], state)
+            found.append(self.token_ids(ops.topk_indices((logits[:, slot] + markov.w2(code))[:, None], width)))
+            previous = found[-1][:, 0, 0]
+        return torch.cat(found, dim=1)
+
+    def _block(self, sequences: ops.Sequences) -> Tensor:
+        """The hidden states (B, K, H) of the slots of a block from each root."""
+        start = sequences.cache_seqlens
+        positions = start[:, None] + self._slots
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._write(layer, positions, k, v)
+            return ops.decode_attention(q, keys, values, start, tree_mask=self._all)
+
+        tokens = torch.cat([sequences.root[:, None], self._masks], dim=1)
+        return self.head(self.embed(tokens), positions, attend)
+
+    def _append(self, states: Tensor, start: Tensor) -> None:
+        """Write the context of states (B, T, n H) from the positions `start` (B,) on into the caches."""
+        positions = start[:, None] + torch.arange(states.shape[1], device=start.device)
+        for layer, (k, v) in enumerate(self.head.context(states, positions)):
+            self._write(layer, positions, k, v)
+
+    def _write(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._caches[layer].keys, self._caches[layer].values
+        keys[self._rows, positions], values[self._rows, positions] = k.to(keys.dtype), v.to(values.dtype)
+        return keys, values

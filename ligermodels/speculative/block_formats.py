@@ -1,0 +1,242 @@
+"""File formats of DFlash and DSpark heads: speculators', which vLLM reads, z-lab's (DFlash) and DeepSpec's (DSpark).
+
+All hold the same tensors. config.json names the layers whose states the head reads: speculators by boundaries, the
+others by ids of layers (`models.capture`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ligermodels.convert.json_values import object_field
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.models.capture import boundaries_of, layer_ids_of
+from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, draft_type
+from ligermodels.speculative.block_head import BlockAttention, BlockDraftConfig
+from ligermodels.speculative.draft_files import (
+    LAYER_FIELDS,
+    LM_HEAD,
+    Target,
+    other_tensors,
+    read_ids,
+    stored_base,
+    stored_tokens,
+)
+
+BOUNDARIES, LAYER_IDS, NESTED = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
+MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_KNOWN = {"mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping"}
+"""Fields of `dflash_config` that are read, or change no greedy draft."""
+
+
+def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
+    kind = DSPARK_TYPE if config.sample_from_anchor else DFLASH_TYPE
+    further = {name: getattr(config, name) for name in MARKOV} if kind == DSPARK_TYPE else {}
+    return {
+        "architectures": ["DSparkDraftModel" if kind == DSPARK_TYPE else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": dict(config.layers),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        BOUNDARIES: list(config.boundaries),
+        **further,
+        "speculators_config": target.speculators_config(kind, config.num_drafts),
+    }
+
+
+def _flat(config: BlockDraftConfig, target: Target) -> dict[str, Any]:
+    return {
+        **config.layers,
+        "block_size": config.block_size,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * len(config.decoder.blocks),
+        "tie_word_embeddings": False,
+    }
+
+
+def _z_lab(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
+    nested = {"mask_token_id": config.mask_token_id, LAYER_IDS: list(layer_ids_of(config.boundaries))}
+    return {**_flat(config, target), "architectures": ["DFlashDraftModel"], NESTED: nested}
+
+
+def _deepspec(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
+    return {
+        **_flat(config, target),
+        "architectures": ["Qwen3DSparkModel"],
+        "mask_token_id": config.mask_token_id,
+        LAYER_IDS: list(layer_ids_of(config.boundaries)),
+        "num_anchors": num_anchors,
+        **{name: getattr(config, name) for name in MARKOV},
+    }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file format.
+
+    config: (config, target, num_anchors) -> config.json.
+    heads: whether the embedding and the lm_head are in the file. Servers take the model's own where they are not.
+    reduced: whether it can hold a reduced vocabulary.
+    """
+
+    config: Callable[[BlockDraftConfig, Target, int], dict[str, Any]]
+    heads: bool
+    reduced: bool
+
+
+_SPECULATORS = Profile(_speculators, heads=True, reduced=True)
+PROFILES = {
+    DFLASH_TYPE: {"speculators": _SPECULATORS, "z-lab": Profile(_z_lab, heads=False, reduced=False)},
+    DSPARK_TYPE: {"speculators": _SPECULATORS, "deepspec": Profile(_deepspec, heads=True, reduced=False)},
+}
+"""Type of the head -> its file formats by name."""
+
+
+def profile_named(name: str, config: BlockDraftConfig) -> Profile:
+    """The profile of this name for a head; InputError if there is none, or it cannot hold the head."""
+    profiles = PROFILES[DSPARK_TYPE if config.sample_from_anchor else DFLASH_TYPE]
+    if name not in profiles:
+        kind = "DSpark" if config.sample_from_anchor else "DFlash"
+        raise InputError(f"profile: must be one of {', '.join(profiles)} for {kind}, got {short(name)}")
+    if not profiles[name].reduced and config.draft_vocab_size < config.decoder.vocab_size:
+        raise InputError(f"profile {name!r}: holds no reduced draft vocabulary; export profile='speculators'")
+    return profiles[name]
+
+
+def tensor_name(stored: str) -> str:
+    """The name in speculators' form of a tensor in transformers' form."""
+    return stored.replace("encoder.fc.", "fc.").replace("encoder.output_norm_enc.", "hidden_norm.")
+
+
+def weight_map(config: BlockDraftConfig, *, lm_head: bool) -> WeightMap:
+    """The head's tensors: native names `head.*` of `BlockHead` and `lm_head.weight`, and their names in files.
+
+    Args:
+        config: the head's config.
+        lm_head: whether there is an lm_head; else one in a file is ignored.
+    """
+    size = config.decoder.hidden_size
+    entries = [rename(f"head.{name}.weight", f"{name}.weight") for name in ("fc", "hidden_norm", "norm")]
+    for i, block in enumerate(config.decoder.blocks):
+        native, prefix = f"head.layers.{i}", f"layers.{i}"
+        entries.append(rename(f"{native}.mixer_norm.weight", f"{prefix}.input_layernorm.weight"))
+        entries.append(rename(f"{native}.mlp_norm.weight", f"{prefix}.post_attention_layernorm.weight"))
+        entries += BlockAttention.weight_mappings(block.mixer, f"{native}.mixer", f"{prefix}.self_attn")
+        entries += block.mlp.weight_mappings(size, f"{native}.mlp", prefix, {})
+    entries += _markov(config)
+    if lm_head:
+        entries.append(rename(LM_HEAD, LM_HEAD))
+    return WeightMap(entries, ignored=other_tensors(() if lm_head else (LM_HEAD,)))
+
+
+def _markov(config: BlockDraftConfig) -> list[WeightMapping]:
+    found = list[WeightMapping]()
+    if config.markov_rank:
+        found += [rename(f"head.markov.w{i}.weight", f"markov_head.markov_w{i}.weight") for i in (1, 2)]
+        if part := {"gated": "gate", "rnn": "joint"}.get(config.markov_head_type):
+            names = (f"head.markov.{part}", f"markov_head.{part}_proj")
+            found += [rename(*(f"{name}.{kind}" for name in names)) for kind in ("weight", "bias")]
+    if config.enable_confidence_head:
+        names = "head.confidence.proj", "confidence_head.proj"
+        found += [rename(*(f"{name}.{kind}" for name in names)) for kind in ("weight", "bias")]
+    return found
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> BlockDraftConfig:
+    """The config of a head from config.json, in any of the forms.
+
+    Args:
+        stored: config.json.
+        kind: DFLASH_TYPE or DSPARK_TYPE, the expected type.
+        hidden_size: channels of the model's states, where config.json does not name them.
+
+    Raises:
+        ConfigError: it is the config of another head; it has a bad value, or a field that is not implemented.
+    """
+    if draft_type(stored) != kind:
+        raise ConfigError(f"architectures: names no {kind} head; loads {short(draft_type(stored))} with another class")
+    flat = "speculators_model_type" not in stored
+    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    fields = {**stored, **nested}
+    _refuse_others(stored, nested, fields)
+    if flat:
+        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
+        if set(layers.get("layer_types") or ()) == {"full_attention"}:
+            del layers["layer_types"]  # the default
+    else:
+        layers = {name: x for name, x in object_field(stored, "transformer_layer_config").items()}
+    layers.pop("architectures", None)
+    if not flat and kind == DSPARK_TYPE and "sample_from_anchor" not in stored:
+        warnings.warn(
+            "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
+            "into the file",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
+    if missing or not (BOUNDARIES in fields or LAYER_IDS in fields):
+        raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
+    markov = {name: stored[name] for name in MARKOV if stored.get(name) is not None} if kind == DSPARK_TYPE else {}
+    if not markov.get("markov_rank"):
+        markov["confidence_head_with_markov"] = False
+    return BlockDraftConfig(
+        layers=layers,
+        boundaries=_boundaries(fields),
+        target_hidden_size=stored.get("target_hidden_size") or hidden_size,
+        draft_vocab_size=stored.get("draft_vocab_size") or layers.get("vocab_size") or 0,
+        block_size=fields["block_size"],
+        mask_token_id=fields["mask_token_id"],
+        sample_from_anchor=kind == DSPARK_TYPE,
+        **markov,
+    )
+
+
+def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """ConfigError for a field that changes the computation and is not implemented."""
+    kind, names = draft_type(stored), str(stored.get("architectures"))
+    if "DFlash2" in names:
+        raise ConfigError("architectures: DFlash2 is not implemented")
+    anchor = fields.get("sample_from_anchor")
+    if anchor is not None and bool(anchor) != (kind == DSPARK_TYPE):
+        raise ConfigError(f"sample_from_anchor: {anchor} is not implemented for {kind} heads")
+    for name, value in nested.items():
+        if name not in _KNOWN | {"sample_from_anchor"} and (value is True or value not in (None, False, 1.0)):
+            raise ConfigError(f"{NESTED}.{name}: {short(value)} is not implemented")
+    for name, plain in (("projector_type", "dflash"), ("shift_label", False)):
+        if fields.get(name) not in (None, plain):
+            raise ConfigError(f"{name}: {short(fields[name])} is not implemented")
+
+
+def _boundaries(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    if BOUNDARIES in fields:
+        return read_ids(BOUNDARIES, fields[BOUNDARIES])
+    return boundaries_of(read_ids(LAYER_IDS, fields[LAYER_IDS]))
+
+
+def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says about a head: its model, its layers, and sizes."""
+    whole = stored.get("transformer_layer_config", stored)
+    fields = {**stored, **(stored.get(NESTED) or {})}
+    return {
+        "base_model": stored_base(stored),
+        "layers": whole.get("num_hidden_layers"),
+        "boundaries": _boundaries(fields) if fields.keys() & {BOUNDARIES, LAYER_IDS} else None,
+        "block_size": fields.get("block_size"),
+        "mask_token_id": fields.get("mask_token_id"),
+        "markov_rank": stored.get("markov_rank"),
+        "draft_vocab_size": stored.get("draft_vocab_size"),
+        "num_tokens": stored_tokens(stored),
+        **{name: whole.get(name) for name in ("hidden_size", "vocab_size")},
+    }

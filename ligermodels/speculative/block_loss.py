@@ -1,0 +1,192 @@
+"""The loss of a block's slots from their hidden states, a chunk of blocks at a time, so that logits never exist whole.
+
+For the logits d of a slot and q = softmax(d), the token x and the model's distribution p of that token:
+
+    loss = ce_weight * -log q[x] + divergence_weight * D(p, q)
+
+The forward pass also computes the gradients; the backward pass only scales them, as in `ops.linear_distillation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.ops.loss.divergences import DIVERGENCES, acceptance
+from ligermodels.ops.runtime.library import once_differentiable
+
+BUFFERS = 7
+"""(rows, V) buffers in fp32 that a chunk takes."""
+
+
+class SlotLoss(NamedTuple):
+    """What the loss of a slot is made of.
+
+    ce_weight: weight of the cross entropy.
+    divergence: name of a divergence of `ops.linear_distillation`.
+    divergence_weight: weight of the divergence.
+    dpace: the constant a of D-PACE, in [0, 1]; None for weights that are given. With u_j = (1 - a) q_j[x_j] + a, slot j
+        then has the weight sum over slots i >= j with a target of prod_{l <= i} u_l, without a gradient.
+    memory_budget: bytes of a chunk; it has at least one block.
+    """
+
+    ce_weight: float
+    divergence: str
+    divergence_weight: float
+    dpace: float | None = None
+    memory_budget: int = 2**30
+
+
+class BlockLosses(NamedTuple):
+    """Results for N blocks of K slots; zeros for slots without a target. Only `total` has gradients.
+
+    total: scalar, the sum of weights * losses.
+    losses: (N, K), the losses of the slots.
+    weights: (N, K), their weights.
+    acceptance: (N, K), sum_v min(p, q).
+    agreement: bool (N, K), whether p and q have the same likeliest token.
+    ranks: long (N, K), number of tokens that are likelier than the target, -1 without one.
+    """
+
+    total: Tensor
+    losses: Tensor
+    weights: Tensor
+    acceptance: Tensor
+    agreement: Tensor
+    ranks: Tensor
+
+
+class Teacher(NamedTuple):
+    """The model's side: states (N, K, H) after its final norm, and its head for the draft vocabulary."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
+
+
+def block_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    codes: Tensor | None,
+    code_weight: Tensor | None,
+    teacher: Teacher,
+    targets: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    options: SlotLoss,
+) -> BlockLosses:
+    """The losses of N blocks of K slots.
+
+    Args:
+        hidden: (N, K, H), the draft's states after its final norm.
+        weight: (V, H), the draft's head; it gets no gradient.
+        codes: (N, K, r), added to the logits as codes @ code_weight.T; None for none.
+        code_weight: (V, r), or None.
+        teacher: the model's side.
+        targets: long (N, K), ids of the draft vocabulary, -100 where the text's token is not in it.
+        mask: bool (N, K), the slots that count.
+        weights: (N, K), the weights of the slots; with D-PACE factors of its weights.
+        options: how the losses are made.
+    """
+    if codes is None or code_weight is None:
+        codes, code_weight = hidden.new_empty(*hidden.shape[:2], 0), weight.new_empty(len(weight), 0)
+    return BlockLosses(
+        *_BlockLosses.apply(hidden, codes, code_weight, weight, teacher, targets, mask, weights, options)
+    )
+
+
+class _BlockLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, codes: Tensor, code_weight: Tensor, weight: Tensor, teacher: Teacher,
+        targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        needed = any(ctx.needs_input_grad[:3])
+        dh, dc = (torch.empty_like(x) if needed else None for x in (hidden, codes))
+        dw = torch.zeros(code_weight.shape, dtype=wide, device=weight.device) if needed else None
+        results = list[tuple[Tensor, ...]]()
+        slots, size = targets.shape[1], max(1, options.memory_budget // (BUFFERS * 4 * len(weight) * targets.shape[1]))
+        for start in range(0, len(targets), size):
+            chunk = slice(start, start + size)
+            h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
+            logits = (h @ weight.T).to(wide)
+            logits = torch.addmm(logits, c.to(wide), code_weight.T.to(wide)) if c.shape[1] else logits
+            truth = _teacher_logits(teacher, chunk, wide)
+            valid = mask[chunk]
+            *values, gradient = _slot_losses(logits, truth, targets[chunk], valid, weights[chunk], options, needed)
+            results.append(tuple(values))
+            if needed:
+                d = gradient.to(hidden.dtype)
+                dh[chunk] = (d @ weight).unflatten(0, (-1, slots))
+                dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
+                dw += (d.T @ c).to(wide)
+        losses, final, *others = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.mark_non_differentiable(losses, final, *others)
+        if needed:
+            ctx.save_for_backward(dh, dc, dw.to(code_weight.dtype))
+        return (losses * final).sum(), losses, final, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
+
+
+def _teacher_logits(teacher: Teacher, chunk: slice, dtype: torch.dtype) -> Tensor:
+    x = teacher.hidden[chunk].flatten(0, 1) @ teacher.weight.T
+    x = (x if teacher.bias is None else x + teacher.bias).to(dtype)
+    x = x if teacher.logit_scale == 1.0 else x * teacher.logit_scale
+    return x if teacher.softcap is None else teacher.softcap * torch.tanh(x / teacher.softcap)
+
+
+def _slot_losses(
+    logits: Tensor, truth: Tensor, targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss, needed: bool
+) -> tuple[Tensor, ...]:
+    """The fields of `BlockLosses` after `total`, of a chunk, and the gradient of the sum of weights * losses.
+
+    logits, truth: (rows, V), overwritten. targets, mask, weights: (blocks, K).
+    """
+    agreed = (logits.argmax(1) == truth.argmax(1)).view_as(mask) & mask
+    log_q, log_p = logits.log_softmax(1), truth.log_softmax(1)
+    known = mask & (targets != IGNORE_INDEX)
+    index = targets.clamp(min=0).flatten()[:, None]
+    log_x = log_q.gather(1, index)
+    ranks = (log_q > log_x).sum(1).view_as(mask)
+    # A token outside of the draft vocabulary is less likely than all tokens in it.
+    ranks = ranks.masked_fill(~known, logits.shape[1]).masked_fill(~mask, -1)
+    accepted = acceptance(log_q, log_p).view_as(mask) * mask
+    cross_entropy = -log_x.view_as(mask).masked_fill(~known, 0)
+    if options.dpace is not None:
+        weights = weights * dpace_weights((-cross_entropy).exp() * known, mask, options.dpace)
+    weights = weights * mask
+    gradient = log_q.exp() if needed else logits
+    if needed:
+        gradient.scatter_add_(1, index, -torch.ones_like(log_x)).mul_(options.ce_weight * known.flatten()[:, None])
+    divergence = torch.zeros_like(cross_entropy)
+    if options.divergence_weight:
+        rows, of_divergence = DIVERGENCES[options.divergence].compute(log_q, log_p, 0.5)
+        divergence = rows.view_as(mask).masked_fill(~mask, 0)
+        if needed:
+            gradient.add_(of_divergence, alpha=options.divergence_weight)
+    losses = options.ce_weight * cross_entropy + options.divergence_weight * divergence
+    if needed:
+        gradient.mul_(weights.flatten()[:, None])
+    return losses, weights, accepted, agreed, ranks, gradient
+
+
+def dpace_weights(probabilities: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """The weights of D-PACE (see `SlotLoss.dpace`), (N, K), from the draft's probabilities (N, K) of the right tokens.
+
+    Args:
+        probabilities: (N, K), the draft's probabilities of the text's tokens.
+        mask: bool (N, K), the slots with a target, the first ones of each block.
+        alpha: the constant a.
+    """
+    products = ((1 - alpha) * probabilities + alpha).cumprod(1) * mask
+    return products.flip(1).cumsum(1).flip(1)

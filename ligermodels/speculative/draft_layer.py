@@ -1,0 +1,54 @@
+"""The layers of draft heads, as Hugging Face configs with the sizes of the model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers import AttentionConfig, MLPConfig
+from ligermodels.models.decoder import DecoderConfig
+
+
+def layer_like(config: DecoderConfig, kind: str, num_layers: int = 1) -> dict[str, Any]:
+    """The config of a head's layers, with the sizes of a model's layers.
+
+    Args:
+        config: the model's config.
+        kind: `model_type` of the layers, "llama" or "qwen3".
+        num_layers: number of layers.
+
+    Returns:
+        A Hugging Face config. Where the model has no ordinary attention or gated feed-forward layer, the heads have 128
+        channels (or all), and the feed-forward layer 3 times the hidden size.
+    """
+    size = config.hidden_size
+    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
+    sizes = [block.mlp.size for block in config.blocks if isinstance(block.mlp, MLPConfig)]
+    mixer = next((mixer for mixer in reversed(mixers) if mixer.window is None), mixers[-1] if mixers else None)
+    head_dim = (128 if size % 128 == 0 else size) if mixer is None else mixer.head_dim
+    heads = size // head_dim if mixer is None else mixer.num_heads
+    theta = 10_000.0 if mixer is None or mixer.rope is None else mixer.rope.theta
+    return {
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": size,
+        "intermediate_size": sizes[-1] if sizes else 3 * size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if mixer is None else mixer.num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings or 4096,
+        "rms_norm_eps": config.norm.eps,
+        "initializer_range": config.initializer_range,
+        "rope_theta": theta,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def check_ascending(name: str, boundaries: Sequence[int]) -> None:
+    """ConfigError, with the `name` of the field, unless `boundaries` are different layers in ascending order."""
+    if not boundaries or list(boundaries) != sorted(set(boundaries)) or min(boundaries) < 0:
+        raise ConfigError(f"{name}: must be different layers in ascending order, got {tuple(boundaries)}")

@@ -1,0 +1,579 @@
+"""DFlash and DSpark against a float64 reference over the tensors of an exported head; drafting; files."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from zoo import CONFIGS, EACH_FAMILY, MIXTURES
+
+import ligermodels as lm
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
+from ligermodels.speculative.block_anchors import sample_blocks
+from ligermodels.speculative.block_draft import BlockDraftModel, default_layer_ids
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.tree import Tree
+
+ALL = {**CONFIGS, **MIXTURES}
+TARGET: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+SOFTCAPPED = {**TARGET, "model_type": "gemma2", "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 6,
+              "sliding_window": 32, "attn_logit_softcapping": 50.0}  # fmt: skip
+EVERY_THIRD = torch.arange(1, 61, 3)
+BLOCK = 4
+VARIANTS: dict[str, tuple[type[BlockDraftModel], dict[str, Any]]] = {
+    "dflash": (lm.DFlashModel, {}),
+    "dflash-dpace": (lm.DFlashModel, {"dpace_alpha": 0.3}),
+    "bare": (lm.DSparkModel, {"markov_rank": 0, "confidence": False, "gamma": None}),
+    "vanilla": (lm.DSparkModel, {"markov_rank": 5}),
+    "gated": (lm.DSparkModel, {"markov_rank": 5, "markov_head_type": "gated", "confidence_with_markov": False}),
+    "rnn": (lm.DSparkModel, {"markov_rank": 5, "markov_head_type": "rnn", "divergence": "forward_kl"}),
+}
+
+
+def target(config: dict[str, Any] = TARGET, dtype: str = "float64") -> lm.CausalLM:
+    torch.manual_seed(0)
+    model = lm.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3 if parameter.ndim == 1 else 0.2)
+    return model
+
+
+def stirred(kind: str, base: lm.CausalLM, **options: Any) -> Any:
+    """A head with random norms too, so that no factor of 1 hides an error."""
+    model_class, own = VARIANTS[kind]
+    size = BLOCK + (model_class is lm.DFlashModel)
+    boundaries = (0, 3) if len(base.config.blocks) == 4 else None
+    model = model_class.from_base(base, size, **{"num_layers": 2, "boundaries": boundaries, **own, **options})
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.head_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter) * 0.2)
+    return model
+
+
+def tensors_of(model: Any, folder: Path) -> dict[str, Tensor]:
+    model.export(folder, base_model="some/target", overwrite=True)
+    return load_file(folder / "model.safetensors")
+
+
+def ids_of(length: int, batch: int = 1) -> Tensor:
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * 10_000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def reference_hidden(w: dict[str, Tensor], states: Tensor, token: int, anchor: int, size: int, mask: int) -> Tensor:
+    """(size, H): the slots of one block after a document's states (T, n H), of which it sees those before the anchor.
+    Facts: arXiv 2602.06036."""
+    c = norm(states[:anchor] @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = w["embed_tokens.weight"][[token] + [mask] * (size - 1)]
+    where = torch.arange(anchor + size)
+    for layer in itertools.takewhile(lambda p: f"{p}.input_layernorm.weight" in w, (f"layers.{i}" for i in range(9))):
+        h = norm(x, w[f"{layer}.input_layernorm.weight"])
+        source = torch.cat([c, h])
+        q, k, v = (
+            (inputs @ w[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, 6))
+            for part, inputs in (("q", h), ("k", source), ("v", source))
+        )
+        q = rotate(norm(q, w[f"{layer}.self_attn.q_norm.weight"]), where[anchor:])
+        k = rotate(norm(k, w[f"{layer}.self_attn.k_norm.weight"]), where)
+        k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+        weights = (torch.einsum("thd,shd->hts", q, k) * 6**-0.5).softmax(-1)
+        x = x + torch.einsum("hts,shd->thd", weights, v).flatten(1) @ w[f"{layer}.self_attn.o_proj.weight"].T
+        y = norm(x, w[f"{layer}.post_attention_layernorm.weight"])
+        gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    return norm(x, w["norm.weight"])
+
+
+def reference(w: dict[str, Tensor], hidden: Tensor, before: Tensor | list[int]) -> tuple[Tensor, Tensor | None]:
+    """Logits (K, V_d) and confidence logits (K,) of slots with hidden states (K, H) after the tokens `before` (K,)."""
+    logits, confidence = hidden @ w["lm_head.weight"].T, None
+    state = torch.zeros(5, dtype=hidden.dtype)
+    found = []
+    for slot, token in enumerate(before):
+        if "markov_head.markov_w1.weight" not in w:
+            break
+        e = code = w["markov_head.markov_w1.weight"][token]
+        if "markov_head.gate_proj.weight" in w:
+            z = torch.cat([hidden[slot], e])
+            code = (w["markov_head.gate_proj.weight"] @ z + w["markov_head.gate_proj.bias"]).sigmoid() * e
+        if "markov_head.joint_proj.weight" in w:
+            z = torch.cat([state, e, hidden[slot]])
+            f, u, o = (w["markov_head.joint_proj.weight"] @ z + w["markov_head.joint_proj.bias"]).chunk(3)
+            state, code = f.sigmoid() * state + (1 - f.sigmoid()) * u.tanh(), o.tanh()
+        found.append(logits[slot] + w["markov_head.markov_w2.weight"] @ code)
+    if "confidence_head.proj.weight" in w:
+        features = hidden
+        if w["confidence_head.proj.weight"].shape[1] > hidden.shape[1]:
+            features = torch.cat([hidden, w["markov_head.markov_w1.weight"][torch.as_tensor(before)]], dim=-1)
+        confidence = features @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    return (torch.stack(found) if found else logits), confidence
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_blocks_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Path) -> None:
+    """Logits, with and without neighbours in a packed row; and the loss, its gradients, acceptance and agreement."""
+    base = target(SOFTCAPPED)
+    vocabulary = DraftVocabulary(EVERY_THIRD, 61) if reduced else None
+    model = stirred(kind, base, vocabulary=vocabulary)
+    options, tokens = model.training_options, torch.arange(61) if vocabulary is None else EVERY_THIRD
+    dflash, mask = isinstance(model, lm.DFlashModel), 60
+    w, lengths = tensors_of(model, tmp_path), [9, 1, 2, 12]
+    for tensor in w.values():
+        if tensor.is_floating_point():
+            tensor.requires_grad_()
+    texts = [ids_of(length)[0] + i for i, length in enumerate(lengths)]
+    texts = [text % 61 for text in texts]
+    labels = [text.clone() for text in texts]
+    labels[3][[2, 8]] = -100
+    terms, found, kept = [], [], []
+    for text, label in zip(texts, labels, strict=True):
+        states, _ = lm.capture(base, text[None], model.config.boundaries)
+        truth = base(text[None]).logits[0][:, tokens].log_softmax(-1)
+        for a in range(len(text)):
+            hidden = reference_hidden(w, states[0], int(text[a]), a, BLOCK + dflash, mask)[int(dflash) :]
+            before = text[[min(a + k, len(text) - 1) for k in range(BLOCK)]]
+            logits, confidence = reference(w, hidden, before)
+            found.append(logits)
+            kept.append(torch.arange(BLOCK) + a < len(text) - 1)
+            ahead = label[a + 1 : a + 1 + BLOCK].tolist()
+            supervised = range(next((k for k, token in enumerate(ahead) if token < 0), len(ahead)))
+            if label[a] < 0 or not supervised:
+                continue
+            log_q, q_right, rows = logits.log_softmax(-1), [], []
+            for k in supervised:
+                p, place = truth[a + k], (tokens == text[a + 1 + k]).nonzero()
+                ce = -log_q[k, place[0, 0]] if len(place) else torch.zeros((), dtype=torch.float64)
+                q_right.append(ce.detach().neg().exp() if len(place) else torch.zeros(()))
+                l1 = (log_q[k].exp() - p.exp()).abs().sum()
+                alpha = 1 - (log_q[k].detach().exp() - p.exp()).abs().sum() / 2
+                distance = (p.exp() * (p - log_q[k])).sum() if options.divergence == "forward_kl" else l1
+                value = options.ce_weight * ce + options.divergence_weight * distance
+                extra = torch.zeros(())
+                if confidence is not None:
+                    extra = F.binary_cross_entropy_with_logits(confidence[k], alpha)
+                agrees = float(log_q[k].argmax() == p.argmax())
+                rows.append((value, extra, alpha, agrees))
+            weights = [math.exp(-k / options.gamma) if options.gamma else 1.0 for k in supervised]
+            if options.dpace_alpha is not None:
+                u = [0.7 * float(q) + 0.3 for q in q_right]
+                weights = [sum(math.prod(u[: i + 1]) for i in range(j, len(u))) for j in range(len(u))]
+            terms.append([(weight, *row) for weight, row in zip(weights, rows, strict=True)])
+
+    packed, bounds = torch.cat(texts)[None], torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    together = model(packed, cu_seqlens=bounds).logits[:, 0].transpose(0, 1)
+    for a, (logits, inside) in enumerate(zip(found, kept, strict=True)):
+        torch.testing.assert_close(together[a][inside], logits[inside])
+    torch.testing.assert_close(model(texts[0][None]).logits[:, 0, 3], found[3])
+
+    flat = [term for block in terms for term in block]
+    whole = len(flat) if options.dpace_alpha is not None else sum(term[0] for term in flat)
+    loss = sum(weight * (value + options.confidence_weight * extra) for weight, value, extra, *_ in flat) / whole
+    out = model(packed, labels=torch.cat(labels)[None], cu_seqlens=bounds)
+    torch.testing.assert_close(out.loss, loss)
+    slots = [[block[k] for block in terms if len(block) > k] for k in range(BLOCK)]
+    assert out.counts.tolist() == [len(slot) for slot in slots]
+    means = torch.stack([torch.stack([row[1] for row in slot]).mean() for slot in slots])
+    torch.testing.assert_close(out.head_losses.detach(), means.detach())
+    for name, place in (("acceptance", 3), ("agreement", 4)):  # given that the slots before are accepted
+        reached = [[math.prod(float(row[place]) for row in block[:k]) for block in terms if len(block) > k]
+                   for k in range(BLOCK)]  # fmt: skip
+        shares = [sum(r * float(row[place]) for r, row in zip(reach, slot, strict=True)) / max(sum(reach), 1e-9)
+                  for reach, slot in zip(reached, slots, strict=True)]  # fmt: skip
+        torch.testing.assert_close(getattr(out, name).double(), torch.tensor(shares, dtype=torch.float64))
+    native = {name: p for name, p in model.head.named_parameters()}
+    pairs = {"fc.weight": "fc.weight", "norm.weight": "norm.weight", "layers.1.mlp.down_proj.weight":
+             "layers.1.mlp.down.weight", "layers.0.self_attn.k_norm.weight": "layers.0.mixer.k_norm.weight",
+             "layers.0.self_attn.q_proj.weight": "layers.0.mixer.q.weight", "hidden_norm.weight": "hidden_norm.weight",
+             "markov_head.markov_w1.weight": "markov.w1.weight", "markov_head.markov_w2.weight": "markov.w2.weight",
+             "markov_head.joint_proj.bias": "markov.joint.bias", "markov_head.gate_proj.weight": "markov.gate.weight",
+             "confidence_head.proj.weight": "confidence.proj.weight"}  # fmt: skip
+    names = [name for name in pairs if name in w]
+    wanted = torch.autograd.grad(loss, [w[name] for name in names])
+    out.loss.backward()
+    for name, gradient in zip(names, wanted, strict=True):
+        torch.testing.assert_close(native[pairs[name]].grad, gradient, msg=name)
+    assert all(parameter.grad is None for parameter in base.parameters())
+    assert all(parameter.grad is not None for parameter in model.head_parameters())
+    small = model(packed, labels=torch.cat(labels)[None], cu_seqlens=bounds, memory_budget=1)
+    torch.testing.assert_close(small.loss, out.loss)
+
+
+def test_the_network_is_that_of_transformers(tmp_path: Path) -> None:
+    """Our slots, from the cache and in training, against transformers' DFlash assistant with the same weights."""
+    assistant = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    config_class = pytest.importorskip("transformers").MuseGlimmerAssistantConfig
+    base = target()
+    model = stirred("dflash", base)
+    w = tensors_of(model, tmp_path)
+    shape = {name: TARGET[name] for name in TARGET if name not in ("model_type", "num_hidden_layers", "rms_norm_eps")}
+    config = config_class(
+        **shape, num_hidden_layers=2, rms_norm_eps=1e-5, block_size=BLOCK + 1, mask_token_id=60,
+        target_layer_ids=[boundary - 1 for boundary in model.config.boundaries],
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, layer_types=["full_attention"] * 2,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = assistant.MuseGlimmerAssistantModel(config).double().eval()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    missing = theirs.load_state_dict({names.get(name, name): x for name, x in w.items()}, strict=False)
+    assert not missing.missing_keys and set(missing.unexpected_keys) == {"embed_tokens.weight", "lm_head.weight"}
+    text, anchor = ids_of(12)[0], 7
+    states, _ = lm.capture(base, text[None], model.config.boundaries)
+    slots = w["embed_tokens.weight"][[int(text[anchor])] + [60] * BLOCK]
+    out = theirs(
+        noise_embeds=slots[None],
+        context_hidden_states=states[:, :anchor],
+        position_ids=torch.arange(anchor + BLOCK + 1)[None],
+        use_cache=False,
+    )
+    wanted = out.last_hidden_state[0, 1:] @ w["lm_head.weight"].T
+    torch.testing.assert_close(model(text[None]).logits[:, 0, anchor], wanted, rtol=1e-5, atol=1e-6)  # fp32 rotations
+
+
+def test_anchors() -> None:
+    """Without replacement, ascending, among tokens that are supervised together with the next one; the same each time;
+    other ones with another seed or text."""
+    labels = ids_of(40)[0]
+    labels[[3, 4, 20]] = -100
+    following = torch.stack([F.pad(labels[k:], (0, k), value=-100) for k in (1, 2, 3)])
+    allowed = {t for t in range(39) if labels[t] >= 0 and labels[t + 1] >= 0}
+    blocks = sample_blocks(labels, following, 10, seed=0)
+    chosen = blocks.anchors.tolist()
+    assert len(set(chosen)) == 10 and chosen == sorted(chosen) and set(chosen) <= allowed
+    for anchor, row in zip(chosen, blocks.targets.tolist(), strict=True):
+        ahead = [*labels[anchor + 1 : anchor + 4].tolist(), -100, -100, -100][:3]
+        end = ahead.index(-100) if -100 in ahead else 3
+        assert row == ahead[:end] + [-100] * (3 - end)
+    assert torch.equal(sample_blocks(labels, following, 10, seed=0).anchors, blocks.anchors)
+    assert not torch.equal(sample_blocks(labels, following, 10, seed=1).anchors, blocks.anchors)
+    every = sample_blocks(labels, following, 99, seed=0)
+    found = (every.targets[:, 0] >= 0).sum()
+    assert len(every.anchors) == 40 and set(every.anchors[:found].tolist()) == allowed and found == len(allowed)
+    often = torch.bincount(torch.cat([sample_blocks(labels, following, 10, seed).anchors for seed in range(700)]))
+    assert (often[list(allowed)] / 700 - 10 / len(allowed)).abs().max() < 0.08
+
+
+@pytest.mark.parametrize("kind", ["dflash", "vanilla"])
+def test_padding_masked_labels_and_normalisers(kind: str) -> None:
+    """A padded batch is its rows alone; micro-batches add up; sums are sums; the options of the loss."""
+    model = stirred(kind, target())
+    short, long = ids_of(7), ids_of(11)
+    labels_short, labels_long = short.clone(), long.clone()
+    labels_long[:, :4] = -100
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0
+    padded = torch.cat([F.pad(short, (4, 0)), long]), torch.cat([F.pad(labels_short, (4, 0), value=-100), labels_long])
+    out = model(padded[0], labels=padded[1], attention_mask=mask)
+    alone = [model(short, labels=labels_short, reduction="sum"), model(long, labels=labels_long, reduction="sum")]
+    items = model.num_targets(padded[1], attention_mask=mask)
+    assert items.tolist() == [6 + 6, 5 + 5, 4 + 4, 3 + 3] == out.counts.tolist()
+    torch.testing.assert_close(out.head_losses, (alone[0].head_losses + alone[1].head_losses) / items)
+    parts = [model(x, labels=y, num_items_in_batch=items).loss for x, y in ((short, labels_short), (long, labels_long))]
+    torch.testing.assert_close(out.loss, sum(parts))
+    weights = sum(items * torch.tensor(model.loss_weights()))
+    torch.testing.assert_close(out.loss, (alone[0].loss + alone[1].loss) / weights)
+    none = model(short, labels=torch.full_like(short, -100))
+    assert none.loss == 0 and none.counts.tolist() == [0] * BLOCK
+    none.loss.backward()
+    torch.testing.assert_close(model(short, labels=short, position_ids=torch.arange(7)[None]).loss,
+                               model(short, labels=short).loss)  # fmt: skip
+    by_rows = model(torch.cat([short, short]), labels=torch.cat([short, short]))
+    torch.testing.assert_close(by_rows.loss, model(short, labels=short).loss)
+    embeds = model.base.decoder.embed(short)
+    torch.testing.assert_close(model(inputs_embeds=embeds, labels=short).loss, model(short, labels=short).loss)
+    with torch.no_grad():
+        scored, logits = model(long, labels=labels_long), model(long).logits[:, 0]
+        rows = model.num_targets(labels_long)
+    assert scored.ranks.shape == (BLOCK, 1, 11) and (scored.ranks >= 0).sum((1, 2)).tolist() == rows.tolist()
+    better = (logits[1, 5] > logits[1, 5, long[0, 7]]).sum()
+    assert scored.ranks[1, 0, 1] == better  # the second anchor is token 5
+    token_weights = torch.rand(1, 11, dtype=torch.float64)
+    weighted = model(long, labels=labels_long, token_weights=token_weights)
+    assert not torch.equal(weighted.head_losses, scored.head_losses)
+    same = model(long, labels=labels_long, token_weights=torch.full_like(token_weights, 3.0))
+    torch.testing.assert_close(same.loss, model(long, labels=labels_long).loss)
+    for options, message in (
+        ({"reduction": "none"}, "reduction"), ({"label_smoothing": 0.1}, "label_smoothing: is no option"),
+        ({"num_items_in_batch": torch.ones(2)}, "must be 1 or 4 numbers"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            model(short, labels=short, **options)
+
+
+# -- drafting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EACH_FAMILY)
+def test_greedy_tokens_are_those_of_plain_decoding(name: str) -> None:
+    """For every family, batches of unequal prompts, chains and trees."""
+    base = target(ALL[name], "float32")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
+    options: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0, "repetition_penalty": 1.0}
+    plain = base.generate(prompts, do_sample=False, **options)
+    for kind, tree in (("rnn", None), ("dflash", Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)]))):
+        assert torch.equal(stirred(kind, base).generate(prompts, tree=tree, **options), plain), kind
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Every draft, from a cache of the true states before the last verified token."""
+    base = target()
+    model = stirred(kind, base, vocabulary=DraftVocabulary(EVERY_THIRD, 61) if reduced else None)
+    w, drafted = tensors_of(model, tmp_path), []
+    drafter_class = type(model.drafter(model.default_tree()))
+    draft = drafter_class.draft
+
+    def recorded(self: Any, sequences: Any) -> Tensor:
+        found = draft(self, sequences)
+        for b, text in enumerate(sequences.text):
+            if not sequences.done[b]:
+                drafted.append((text[: int(sequences.cache_seqlens[b]) + 1].clone(), found[b, :, 0].clone()))
+        return found
+
+    monkeypatch.setattr(drafter_class, "draft", recorded)
+    model.generate([[3, 1, 4, 1, 5], [8, 2]], max_new_tokens=9, pad_token_id=0)
+    assert len(drafted) > 6
+    tokens, first = EVERY_THIRD if reduced else torch.arange(61), int(kind == "dflash")
+    for text, found in drafted:
+        states, _ = lm.capture(base, text[None], model.config.boundaries)
+        anchor = len(text) - 1
+        hidden = reference_hidden(w, states[0], int(text[-1]), anchor, BLOCK + first, 60)[first:]
+        wanted = list[int]()
+        for slot in range(BLOCK):
+            before = [int(text[-1]), *wanted]
+            logits, _ = reference({k: x for k, x in w.items() if "confidence" not in k}, hidden[: slot + 1], before)
+            wanted.append(int(tokens[logits[slot].argmax()]))
+        assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["dflash", "vanilla"])
+def test_a_trained_head_proposes_more_than_two_tokens_a_step(kind: str) -> None:
+    """On a target that knows a text: a few steps of training, and acceptance in `generate` as in the metrics."""
+    torch.manual_seed(0)
+    base = lm.from_config({**TARGET, "hidden_size": 48, "head_dim": 12, "num_hidden_layers": 3}, dtype="float32")
+    text = torch.randint(0, 60, (1, 48), generator=torch.Generator().manual_seed(3)).repeat(1, 2)[:, :60]
+    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        base(text, labels=text).loss.backward()
+        optimizer.step()
+    model_class, _ = VARIANTS[kind]
+    model = model_class.from_base(base.eval(), BLOCK + (kind == "dflash"), num_layers=1)
+    optimizer = torch.optim.AdamW(model.head_parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(text, labels=text).loss.backward()
+        optimizer.step()
+    out = model(text, labels=text)
+    decoded = model.generate(text[:, :8], max_new_tokens=40, return_stats=True)
+    assert torch.equal(decoded.sequences, base.generate(text[:, :8], max_new_tokens=40, do_sample=False))
+    expected = 1 + out.agreement.cumprod(0).sum()
+    assert decoded.tokens_per_step > 2 and abs(decoded.tokens_per_step - expected) < 0.15 * expected
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_config_json_of_all_forms(tmp_path: Path) -> None:
+    """The fields that servers read, written out by hand; and the names of the tensors."""
+    base = target(dtype="float32")
+    dflash = stirred("dflash", base, boundaries=(0, 2, 4), num_layers=1, mask_token_id=9)
+    dspark = stirred("gated", base, boundaries=(0, 2, 4), num_layers=1, num_anchors=33)
+    for name, model in (("speculators", dflash), ("z-lab", dflash), ("speculators", dspark), ("deepspec", dspark)):
+        model.export(tmp_path / f"{model.kind}-{name}", name, base_model="some/target")
+    stored = {path.name: json.loads((path / "config.json").read_text()) for path in tmp_path.iterdir()}
+    tensors = {path.name: load_file(path / "model.safetensors") for path in tmp_path.iterdir()}
+
+    a = stored["DFlash-speculators"]
+    assert a["speculators_model_type"] == "dflash" and a["architectures"] == ["DFlashDraftModel"]
+    assert a["aux_hidden_state_layer_ids"] == [0, 2, 4] and a["mask_token_id"] == 9 and a["block_size"] == 5
+    assert a["sample_from_anchor"] is False and a["draft_vocab_size"] == 61 and a["target_hidden_size"] == 24
+    assert a["transformer_layer_config"]["model_type"] == "qwen3" and "markov_rank" not in a
+    assert a["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert a["speculators_config"]["algorithm"] == "dflash"
+    assert a["speculators_config"]["verifier"] == {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    b = stored["DFlash-z-lab"]
+    assert b["architectures"] == ["DFlashDraftModel"] and b["model_type"] == "qwen3" and b["block_size"] == 5
+    assert b["dflash_config"] == {"mask_token_id": 9, "target_layer_ids": [-1, 1, 3]} and b["num_target_layers"] == 4
+    c = stored["DSpark-speculators"]
+    assert c["speculators_model_type"] == "dspark" and c["architectures"] == ["DSparkDraftModel"]
+    assert c["sample_from_anchor"] is True and c["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    d = stored["DSpark-deepspec"]
+    assert d["architectures"] == ["Qwen3DSparkModel"] and d["target_layer_ids"] == [-1, 1, 3]
+    assert d["mask_token_id"] == 60 and d["num_anchors"] == 33 and d["num_target_layers"] == 4 and d["block_size"] == 4
+    assert d["layer_types"] == ["full_attention"] and d["tie_word_embeddings"] is False and d["num_hidden_layers"] == 1
+    for each in (c, d):
+        assert (each["markov_rank"], each["markov_head_type"]) == (5, "gated")
+        assert each["enable_confidence_head"] is True and each["confidence_head_with_markov"] is False
+    layer = {f"self_attn.{part}_proj" for part in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm"}
+    layer |= {"post_attention_layernorm"} | {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    names = {f"{name}.weight" for name in ("fc", "hidden_norm", "norm", *(f"layers.0.{part}" for part in layer))}
+    assert tensors["DFlash-z-lab"].keys() == names
+    assert tensors["DFlash-speculators"].keys() == names | {"embed_tokens.weight", "lm_head.weight"}
+    names |= {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"}
+    names |= {f"markov_head.{part}" for part in ("markov_w1.weight", "markov_w2.weight", "gate_proj.weight",
+                                                 "gate_proj.bias")}  # fmt: skip
+    assert tensors["DSpark-speculators"].keys() == tensors["DSpark-deepspec"].keys() == names
+    w = tensors["DSpark-deepspec"]
+    assert w["markov_head.markov_w1.weight"].shape == (61, 5) == w["markov_head.markov_w2.weight"].shape
+    assert w["markov_head.gate_proj.weight"].shape == (5, 29) and w["fc.weight"].shape == (24, 72)
+    assert w["confidence_head.proj.weight"].shape == (1, 24) and w["layers.0.self_attn.k_proj.weight"].shape == (12, 24)
+
+
+PROFILES = [("dflash", "speculators"), ("dflash", "z-lab"),
+            *itertools.product(["bare", "vanilla", "gated", "rnn"], ["speculators", "deepspec"])]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, profile", PROFILES)
+def test_a_head_comes_back(kind: str, profile: Any, tmp_path: Path) -> None:
+    base = target(SOFTCAPPED, "bfloat16")  # with scaled embeddings
+    vocabulary = DraftVocabulary(EVERY_THIRD, 61) if kind == "rnn" and profile == "speculators" else None
+    model = stirred(kind, base, vocabulary=vocabulary)
+    model.export(tmp_path, profile, base_model="x")
+    again = type(model).from_pretrained(base, tmp_path, num_anchors=3)
+    assert again.config == model.config and again.embed is None and again.lm_head is None
+    assert again.training_options.num_anchors == 3 and not any(p.requires_grad for p in base.parameters())
+    assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    again.export(tmp_path / "again", profile, base_model="x")
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    meta = lm.from_config(SOFTCAPPED, dtype="bfloat16", device="meta")
+    assert type(model).from_pretrained(meta, tmp_path).config == model.config
+
+
+def test_other_forms_of_published_heads(tmp_path: Path) -> None:
+    """transformers' names of tensors, a file of torch's, block_size within dflash_config, and tensors of its own."""
+    base = target(dtype="float32")
+    model = stirred("dflash", base)
+    model.export(tmp_path, "z-lab", base_model="x")
+    path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(path)
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    own = {"lm_head.weight": torch.randn(61, 24), "embed_tokens.weight": torch.randn(61, 24)}
+    torch.save({f"model.{name}": x for name, x in (tensors | own).items()}, tmp_path / "pytorch_model.bin")
+    path.unlink()
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = lm.DFlashModel.from_pretrained(base, tmp_path)
+    assert torch.equal(again.lm_head.weight, own["lm_head.weight"]) and not again.lm_head.weight.requires_grad
+    assert torch.equal(again.embed.weight, own["embed_tokens.weight"])
+    assert {id(p) for p in again.head_parameters()} == {id(p) for p in again.parameters() if p.requires_grad}
+    assert not torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    with pytest.raises(InputError, match="lm_head of the head's own"):
+        again.export(tmp_path / "c", "z-lab", base_model="x")
+    again.export(tmp_path / "whole", base_model="x")
+    assert torch.equal(load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"])
+    again.embed = again.lm_head = None
+    torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    base = target(dtype="float32")
+    stirred("vanilla", base).export(tmp_path / "speculators", base_model="x")
+    stirred("dflash", base).export(tmp_path / "z-lab", "z-lab", base_model="x")
+    files = {}
+    for form in ("speculators", "z-lab"):
+        folder = tmp_path / form
+        config = json.loads((folder / "config.json").read_text())
+        files[form] = config, load_file(folder / "model.safetensors")
+
+    def load(form: str, changes: dict[str, Any] | None = None, **replaced: Any) -> Any:
+        config, tensors = files[form]
+        changed = {name: value for name, value in (config | (changes or {})).items() if value is not ...}
+        (tmp_path / form / "config.json").write_text(json.dumps(changed))
+        kept = {name: x for name, x in (tensors | replaced).items() if x is not None}
+        save_file(kept, tmp_path / form / "model.safetensors")
+        model_class = lm.DSparkModel if form == "speculators" else lm.DFlashModel
+        return model_class.from_pretrained(base, tmp_path / form)
+
+    layers, nested = files["speculators"][0]["transformer_layer_config"], files["z-lab"][0]["dflash_config"]
+    sliding = {**layers, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    for error, form, changes, message in (
+        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "names no dspark head"),
+        (ConfigError, "speculators", {"transformer_layer_config": {**layers, "model_type": "gemma"}}, "be 'qwen3'"),
+        (ConfigError, "speculators", {"transformer_layer_config": sliding}, "sliding_window"),
+        (ConfigError, "speculators", {"mask_token_id": ...}, "mask_token_id: config.json of the head does not"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": ...}, "aux_hidden_state_layer_ids"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": [3, 1]}, "ascending"),
+        (ConfigError, "speculators", {"aux_hidden_state_layer_ids": "2"}, "list of whole numbers"),
+        (ConfigError, "speculators", {"sample_from_anchor": False}, "sample_from_anchor: False is not implemented"),
+        (ConfigError, "speculators", {"markov_head_type": "lstm"}, "markov_head_type"),
+        (CheckpointError, "speculators", {"aux_hidden_state_layer_ids": [1, 9]}, "the model has 4 layers"),
+        (CheckpointError, "speculators", {"target_hidden_size": 32}, "target_hidden_size: of the head is 32"),
+        (CheckpointError, "speculators", {"markov_head_type": "rnn"}, "joint_proj"),
+        (ConfigError, "z-lab", {"dflash_config": nested | {"causal": True}}, "dflash_config.causal: True"),
+        (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "dflash_config.use_swa"),
+        (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not implemented"),
+        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "names no dflash head"),
+        (ConfigError, "z-lab", {"projector_type": "domino"}, "projector_type: 'domino'"),
+        (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window"),
+    ):
+        with pytest.raises(error, match=message):
+            load(form, changes)
+    for replaced, message in (
+        ({"norm.weight": None}, "norm.weight"),
+        ({"fc.weight": torch.zeros(24, 24)}, "fc.weight"),
+        ({"markov_head.markov_w1.weight": None}, "markov_w1"),
+        ({"confidence_head.proj.weight": None}, "confidence_head"),
+        ({"attention_conv.weight": torch.zeros(2)}, "attention_conv"),
+        ({"embed_tokens.weight": torch.zeros(60, 24)}, "embed_tokens.weight has the shape"),
+        ({"lm_head.weight": torch.zeros(60, 24)}, "lm_head.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load("speculators", **replaced)
+    with pytest.warns(ConfigWarning, match="sample_from_anchor is missing"):
+        load("speculators", {"sample_from_anchor": ...})
+
+    for options, message in (
+        ({"block_size": 1}, "block_size"), ({"boundaries": [3, 9]}, "4 layers"), ({"mask_token_id": 61}, "mask_token"),
+        ({"vocabulary": DraftVocabulary.whole(60)}, "vocab_size"), ({"gamma": 0}, "gamma"), ({"steps": 1}, "steps: no"),
+        ({"divergence": "js"}, "divergence"), ({"dpace_alpha": 2.0}, "dpace_alpha"), ({"num_anchors": 0}, "num_anchor"),
+        ({"dpace_alpha": 0.5, "divergence_weight": 1.0}, "D-PACE weighs the cross entropy"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            lm.DFlashModel.from_base(base, **options)
+    model = stirred("vanilla", base, vocabulary=DraftVocabulary(EVERY_THIRD, 61))
+    for profile, message in (("deepspec", "no reduced draft vocabulary"), ("z-lab", "one of speculators, deepspec")):
+        with pytest.raises(InputError, match=message):
+            model.export(tmp_path / "c", profile, base_model="x")
+    with pytest.raises(InputError, match="give its folder or hub id"):
+        model.export(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(InputError, match="is 5 tokens deep, but a block proposes 4"):
+        model.generate([[1, 2]], tree=Tree.from_paths([(0,) * depth for depth in range(1, 6)]))
+
+
+@pytest.mark.parametrize("layers, target_layers, ids", [
+    (5, 36, (1, 9, 17, 25, 33)), (5, 28, (1, 7, 13, 19, 25)), (1, 36, (18,)), (2, 4, (1,)), (5, 2, (0, 1)),
+])  # fmt: skip
+def test_default_layer_ids(layers: int, target_layers: int, ids: tuple[int, ...]) -> None:
+    """Those of published heads: 36 layers of Qwen3-8B, 28 of Qwen3-1.7B; and models that are too small."""
+    assert default_layer_ids(layers, target_layers) == ids
