@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
+from ligermodels.errors import InputError
 from ligermodels.layers import NormConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.models.causal_lm import CausalLM

@@ -19,8 +19,7 @@ from ligermodels.ops.attention.block_context_kernels import (
     block_context_query_gradient_kernel,
 )
 from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
-from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.host_checks import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, heads_and_strides
 
