@@ -115,7 +115,7 @@ def tensor(name: str, value: Tensor) -> Callable[..., None]:
     (tensor("midlayer.mlp.up_proj.weight", torch.ones(41, 24)), "shapes", "mlp.up_proj.weight [41, 24] instead of"),
     (one_plus, "values", "norm.weight: its mean is 0.010; this head multiplies by the weight, not by 1 + weight"),
     (tensor("fc.weight", torch.full((24, 72), torch.nan)), "values", "fc.weight: has values that are infinite or not"),
-], ids=str)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "changed")  # fmt: skip
 def test_a_mistake_is_the_first_mismatch(change: Any, check: str, message: str, tmp_path: Path) -> None:
     folder = eagle(tmp_path, "specforge", vocabulary=FEW, boundaries=(2, 4, 5))
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
