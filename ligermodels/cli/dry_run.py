@@ -13,8 +13,9 @@ from ligermodels.console import is_first_rank, readable_bytes, show_table
 from ligermodels.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
+    from ligermodels.data.survey import Span
     from ligermodels.parallel.memory import StepMemory
-    from ligermodels.training.preview import DryRun, Span
+    from ligermodels.training.preview import DryRun
 
 TRAINED = ("⟦", "⟧")
 """Around trained text where there are no colours."""

@@ -112,6 +112,11 @@ def stored_layers(base: CausalLM, folder: Path) -> int:
     return num_layers
 
 
+def configured_layers(base: CausalLM, config: Mapping[str, Any]) -> int:
+    """Number of layers of the MTP head that a config.json names; 0 if it names none."""
+    return _format_of(base)[0].count(config) or 0
+
+
 def _open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], Checkpoint]:
     return read_json(folder / CONFIG), opened.enter_context(Checkpoint(folder))
 

@@ -22,14 +22,15 @@ from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.ops.runtime.devices import as_recorded
-from ligermodels.training.recording import RecordableOptimizer, Recording
+from ligermodels.training.example_padding import ExamplePadding
+from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
 
 CudaGraph = Literal["auto", "on", "off"]
 
 MAX_GRAPHS = 8
-"""Graphs that are kept; each is for batches of other shapes."""
+"""Graphs that are kept; each is for batches of other shapes. Preference data has one."""
 FLOPS_PER_BLOCK = 1e12
 """With "auto", a step is recorded if a block has fewer operations. A block takes some 2.5 ms to launch, forward and
 backward, in which an H100 has some 1e12 operations."""
@@ -80,9 +81,8 @@ class GraphStep:
 
     def __init__(self, step: EagerStep) -> None:
         self._step = step
-        modules = step.model.modules() if isinstance(step.model, nn.Module) else ()
-        # A mixture's load-balancing loss would count padding.
-        self._pads_tokens = not any(isinstance(module, Router) for module in modules)
+        sequences = getattr(step.model, "sequences_per_item", None)
+        self._pad = _RowPadding(step.model) if sequences is None else ExamplePadding(sequences)
         self._graphs: dict[Any, _RecordedStep] = {}
         self._state: Any = None
         self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
@@ -105,12 +105,14 @@ class GraphStep:
             raise _CannotRecord("there are gradients of an earlier backward pass")
         if not parts or any("labels" not in part for part in parts):
             raise _CannotRecord("there are no micro-batches, or one has no labels")
-        inputs = _Inputs.of(parts, options, self._pads_tokens)
+        inputs = _Inputs.of(self._pad(parts), options)
         if self._graphs and self._state != _state_of(self._step):
             self._graphs.clear()
         recorded = self._graphs.get(inputs.key)
         if recorded is None:
             reason = refusal(self._step, parts)
+            if isinstance(self._pad, ExamplePadding):
+                self._graphs.clear()  # its sizes only grow
             if not reason and len(self._graphs) == MAX_GRAPHS:
                 reason = f"the batches have more than {MAX_GRAPHS} sets of shapes"
             if reason:
@@ -155,8 +157,8 @@ class _Inputs(NamedTuple):
     rebuild: Callable[[Sequence[Tensor]], tuple[list[dict[str, Tensor]], dict[str, Any]]]
 
     @classmethod
-    def of(cls, parts: Parts, options: Options, pads_tokens: bool) -> _Inputs:
-        groups = [_padded(part, pads_tokens) for part in parts]
+    def of(cls, parts: Sequence[dict[str, Tensor]], options: Options) -> _Inputs:
+        groups = [*parts]
         numbers = {
             name: torch.tensor(value)
             for name, value in options.items()
@@ -227,6 +229,18 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     return numbers
 
 
+class _RowPadding:
+    """Pads packed rows."""
+
+    def __init__(self, model: Trainable) -> None:
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        # A mixture's load-balancing loss would count padding.
+        self._pads_tokens = not any(isinstance(module, Router) for module in modules)
+
+    def __call__(self, parts: Parts) -> list[dict[str, Tensor]]:
+        return [_padded(part, self._pads_tokens) for part in parts]
+
+
 def _padded(part: Mapping[str, Tensor], pads_tokens: bool) -> dict[str, Tensor]:
     """A packed micro-batch with one of few shapes.
 
@@ -271,7 +285,7 @@ def refusal(step: EagerStep, parts: Parts) -> str:
 
 def _refusal_of_model(model: Trainable) -> str:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    reasons = [str(reason) for module in modules if (reason := getattr(module, "unrecordable", None))]
+    reasons = list(unrecordable_reasons(model)) if isinstance(model, nn.Module) else []
     checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
     if checkpoints and any(drops(module) for module in modules):
         reasons.append("dropout with activation checkpointing draws its random numbers twice")

@@ -16,6 +16,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.import_path import imported
 from ligermodels.training.objective_evaluation import ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores
+from ligermodels.training.preference import CUSTOM
 
 CustomLoss = Callable[[Mapping[str, Any]], Any]
 """Fields by name -> the result of the loss."""
@@ -33,7 +34,7 @@ class TokenLossModel(nn.Module):
         path: MODULE:FUNCTION.
     """
 
-    unrecordable: ClassVar[str] = "a loss of your own may do what a graph cannot record"
+    unrecordable: ClassVar[str] = CUSTOM
 
     def __init__(self, model: CausalLM, path: str) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def with_loss(objective: PreferenceObjective, path: str, settings: Collection[st
         found, metrics = item_losses(path, function({**scores._asdict(), **given}), torch.Size((count,)))
         return ItemLosses(found, metrics=metrics)
 
-    return objective._replace(losses=losses)
+    return objective._replace(losses=losses, is_custom=True)
 
 
 def load_loss(path: str, fields: Collection[str]) -> CustomLoss:

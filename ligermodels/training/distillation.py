@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ligermodels.models.inputs import ModelInputs
 from ligermodels.models.passes import Decoded, decode
 from ligermodels.pretrained import from_config, from_pretrained
 from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.recording import unrecordable_reasons
 
 
 class DistillationModel(nn.Module):
@@ -34,8 +35,6 @@ class DistillationModel(nn.Module):
         InputError: a head has no weight of its own that a fused loss could read: it is quantised, or a user's class.
     """
 
-    unrecordable: ClassVar[str] = "steps with a teacher are not verified in CUDA graphs"
-
     def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
         super().__init__()
         for name, each in (("student", model), ("teacher", teacher)):
@@ -44,6 +43,11 @@ class DistillationModel(nn.Module):
         self.model, self.options = model, options
         self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple: not registered as a submodule
         self._vocab_size = min(model.config.vocab_size, teacher.config.vocab_size)
+
+    @property
+    def unrecordable(self) -> str:
+        """Why passes of the teacher are not recorded in CUDA graphs; "" if they are."""
+        return next(unrecordable_reasons(self.teacher), "")
 
     @property
     def teacher(self) -> CausalLM:

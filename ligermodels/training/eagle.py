@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,11 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_counts
 from ligermodels.speculative.eagle3 import Eagle3Model
+from ligermodels.speculative.eagle3_formats import read_config
 from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.eagle_recipe import FLAGS, EagleRecipe
-from ligermodels.training.heads import draft_metrics, frozen_base_job
+from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job
 from ligermodels.training.inputs import packed
 from ligermodels.training.job import Job
 from ligermodels.training.preparation import quantize_base
@@ -79,7 +80,11 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     """
     options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay, "divergence": recipe.divergence}
     if recipe.start_from is not None:
-        eagle = Eagle3Model.from_pretrained(model, recipe.start_from, **options)
+        stored = config_without_weights(recipe.start_from, model)
+        if stored is None:
+            eagle = Eagle3Model.from_pretrained(model, recipe.start_from, **options)
+        else:
+            eagle = _planned(model.requires_grad_(False), stored, options)
         return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
     size, whole = recipe.draft_vocab_size, model.config.vocab_size
     unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
@@ -93,6 +98,13 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
             raise ConfigError(str(error)) from None
 
     return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
+
+
+def _planned(model: CausalLM, stored: Mapping[str, Any], options: dict[str, Any]) -> Eagle3Model:
+    """The head that a config.json describes, with placeholders for its draft tokens."""
+    config = read_config(stored, len(model.config.blocks), model.config.hidden_size)
+    tokens = DraftVocabulary(torch.arange(config.draft_vocab_size), model.config.vocab_size)
+    return Eagle3Model(model, config, tokens, **options)
 
 
 def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> None:

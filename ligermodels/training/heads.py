@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
 from ligermodels.evaluation import KLToReference, perplexity
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
 from ligermodels.speculative.multi_head import MultiHeadModel
 from ligermodels.training.job import Job
 from ligermodels.training.reports import OutputMetrics, Value
 
+CONFIG = "config.json"
 CHAINS = {"acceptance": "tau", "agreement": "greedy_tau"}
 """How often the tokens of a head are accepted, by sampling and greedily -> the tokens per step that follow from it."""
 
@@ -36,6 +41,19 @@ class HeadsEvaluation:
             values |= {"kl_to_reference": self.kl.kl, "perplexity": perplexity(self.kl.loss)}
             values["perplexity_change"] = self.kl.perplexity_change
         return values
+
+
+def config_without_weights(name: str, model: CausalLM) -> dict[str, Any] | None:
+    """config.json of a head on the hub, for a plan on the meta device: its weights are not fetched. None if the head's
+    tensors are to be read: it is in a folder, or the model is on another device.
+
+    Args:
+        name: folder or hub id of the head.
+        model: the base model.
+    """
+    if model.device.type != "meta" or Path(name).expanduser().is_dir():
+        return None
+    return read_json(hub.resolve(name, weights=False) / CONFIG)
 
 
 def frozen_base_job(

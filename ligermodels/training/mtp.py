@@ -12,10 +12,10 @@ from ligermodels.convert import hub
 from ligermodels.errors import ConfigError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.mtp import MTPModel
-from ligermodels.speculative.mtp_files import holds_head, stored_layers
+from ligermodels.speculative.mtp_files import configured_layers, holds_head, stored_layers
 from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.heads import frozen_base_job
+from ligermodels.training.heads import config_without_weights, frozen_base_job
 from ligermodels.training.job import Job
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
 from ligermodels.training.run import run_job
@@ -89,7 +89,10 @@ def _head_on(model: CausalLM, recipe: MTPRecipe, *, resuming: bool) -> MTPModel:
     if start is None:
         source = None if model.export_spec is None else model.export_spec.source
         start = NEW if source is None or not holds_head(model, source.folder) else str(source.folder)
-    num_layers = 0 if start == NEW else stored_layers(model, hub.resolve(start))
+    num_layers = 0
+    if start != NEW:
+        stored = config_without_weights(start, model)
+        num_layers = stored_layers(model, hub.resolve(start)) if stored is None else configured_layers(model, stored)
     if num_layers and recipe.num_layers not in (None, num_layers):
         raise ConfigError(f"num_layers: is {recipe.num_layers}, but the head to start from, {start}, has {num_layers}")
     options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay}

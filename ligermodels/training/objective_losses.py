@@ -55,11 +55,13 @@ class PreferenceObjective(NamedTuple):
     losses: (scores, settings) -> the losses and rewards.
     uses_reference: whether it needs the reference's log-probabilities.
     averages: whether its log-probabilities are means over a completion's tokens, not sums; of the metrics, as TRL's.
+    is_custom: whether `losses` is a user's function.
     """
 
     losses: Callable[[Scores, Mapping[str, Any]], ItemLosses]
     uses_reference: bool = False
     averages: bool = False
+    is_custom: bool = False
 
 
 def _of_pairs(result: PreferenceLoss) -> ItemLosses:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import IGNORE_INDEX
+from ligermodels.layers import IGNORE_INDEX, Router
 from ligermodels.layers.packing import document_of
 from ligermodels.layers.targets import shift_labels
 from ligermodels.losses.sequences import sequence_log_probs
@@ -16,6 +16,10 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.objective_evaluation import ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores, metrics_of
+
+CUSTOM = "a loss of your own may do what a graph cannot record"
+SORTED = frozenset({"aot", "aot_unpaired"})
+"""Loss types that sort the pairs of a batch."""
 
 
 class PreferenceModel(nn.Module):
@@ -32,15 +36,24 @@ class PreferenceModel(nn.Module):
         pairs: whether an item has two sequences.
     """
 
-    unrecordable: ClassVar[str] = "batches of preference data have other shapes in each step"
-    """Why steps are not recorded in CUDA graphs."""
-
     def __init__(
         self, model: CausalLM, objective: PreferenceObjective, settings: Mapping[str, Any], *, pairs: bool
     ) -> None:
         super().__init__()
         self.model, self.objective, self.settings = model, objective, dict(settings)
-        self.sequences = 2 if pairs else 1
+        self.sequences_per_item = 2 if pairs else 1
+
+    @property
+    def unrecordable(self) -> str:
+        """Why steps are not recorded in CUDA graphs, where batches are padded; "" if they are."""
+        if self.objective.is_custom:
+            return CUSTOM
+        if sorted_types := SORTED.intersection(self.settings.get("loss_type", ())):
+            return f"loss_type {min(sorted_types)} sorts the pairs of a batch, which padding would change"
+        has_router = any(isinstance(module, Router) for module in self.model.modules())
+        if has_router and self.model.config.router_aux_loss_coef:
+            return "the load-balancing loss would count the padding of batches; router_aux_loss_coef 0 leaves it out"
+        return ""
 
     def forward(
         self,
@@ -83,7 +96,7 @@ class PreferenceModel(nn.Module):
         out = self.model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens)
         log_probs, nll_mask = _by_sequence(out.log_probs, labels, targets)
         counted = nll_mask.any(1)
-        items = counted[: len(counted) // self.sequences]
+        items = counted[: len(counted) // self.sequences_per_item]
         kl = None
         if kl_input_ids is not None:
             with torch.no_grad():
@@ -119,7 +132,7 @@ class PreferenceModel(nn.Module):
             attention_mask: not used.
         """
         counts = _num_labels(labels, cu_seqlens)
-        first = counts[: len(counts) // self.sequences]
+        first = counts[: len(counts) // self.sequences_per_item]
         return torch.stack([(first > 0).sum(), first.sum()])
 
     def _kl(self, log_ratios: Tensor, items: Tensor) -> Tensor:

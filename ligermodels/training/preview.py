@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
+from ligermodels.data.encoding import Tokens
+from ligermodels.data.survey import Span, spans
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
@@ -71,13 +73,6 @@ class Epoch(NamedTuple):
     sequences: int
     tokens: int
     targets: int
-
-
-class Span(NamedTuple):
-    """Consecutive tokens of a document as text, and whether they are trained on."""
-
-    text: str
-    is_trained: bool
 
 
 @dataclass(frozen=True)
@@ -220,11 +215,10 @@ def _trained(batch: Batch) -> torch.Tensor:
 
 
 def _documents(batch: Batch, tokenizer: Tokenizer) -> Iterator[list[Span]]:
-    ids, trained = batch["input_ids"][0].tolist(), _trained(batch).tolist()
-    for start, end in zip(batch["cu_seqlens"].tolist(), batch["cu_seqlens"][1:].tolist(), strict=False):
-        tokens = zip(trained[start:end], ids[start:end], strict=True)
-        runs = [(is_trained, [id for _, id in run]) for is_trained, run in groupby(tokens, key=lambda token: token[0])]
-        yield [Span(tokenizer.decode(run, skip_special_tokens=False), is_trained) for is_trained, run in runs]
+    labels = torch.where(_trained(batch), batch["labels"][0], IGNORE_INDEX).tolist()
+    ids = batch["input_ids"][0].tolist()
+    for start, end in pairwise(batch["cu_seqlens"].tolist()):
+        yield spans(Tokens(ids[start:end], labels[start:end]), tokenizer)
 
 
 class _WithHeads(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from ligermodels.training import monitoring_settings as monitoring
 from ligermodels.training.data_form import DataForm
 from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
-from ligermodels.training.recipe_file import parse_setting, recipe_settings
+from ligermodels.training.recipe_file import recipe_settings
 from ligermodels.training.tokenising_settings import STREAMING, TOKENISING, TokenisingSettings
 
 R = TypeVar("R", bound="TrainingRecipe")
@@ -371,13 +371,6 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
             return type(self)(**{name: value for name, value in new.items() if name in given})
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
-
-    def changed_by(self: R, assignments: Sequence[str], source: str) -> R:
-        """A copy with settings written as KEY=VALUE; of a repeated key the last value counts.
-
-        Raises ConfigError for text in another form, an unknown setting or a wrong value; the message names `source`.
-        """
-        return self.changed(dict(parse_setting(text, source) for text in assignments), source)
 
     def settings(self) -> dict[str, Any]:
         """Name -> value of each field, as JSON types."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
+
+from torch import nn
 
 
 class Recording(Protocol):
@@ -20,6 +23,11 @@ class Recording(Protocol):
     def __enter__(self) -> object: ...
 
     def __exit__(self, *exception: object) -> object: ...
+
+
+def unrecordable_reasons(model: nn.Module) -> Iterator[str]:
+    """Reasons of modules why their passes cannot be recorded in a CUDA graph: their attribute `unrecordable`."""
+    return (str(reason) for module in model.modules() if (reason := getattr(module, "unrecordable", None)))
 
 
 @runtime_checkable

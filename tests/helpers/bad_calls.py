@@ -18,6 +18,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.speculative.files import TorchFile, open_heads
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.medusa_recipe import MedusaRecipe
+from ligermodels.training.recipe_file import parse_setting
 
 
 class Place(NamedTuple):
@@ -338,11 +339,11 @@ def yamls() -> Any:
             return FineTuningRecipe.read(place.tmp / "recipe.yaml")
 
         yield name, read, "recipe.yaml"
-    yield "surrogate", lambda place: FineTuningRecipe().changed_by(["seed=\udcff"], "--set"), "--set"
+    yield "surrogate", lambda place: parse_setting("seed=\udcff", "--set"), "--set"
     for decay in ("nan", ".nan", ".inf", "-0.5"):
         yield (
             f"decay {decay}",
-            lambda place, decay=decay: MedusaRecipe().changed_by([f"decay={decay}"], "--set"),
+            lambda place, decay=decay: MedusaRecipe().changed(dict([parse_setting(f"decay={decay}", "--set")])),
             "decay",
         )
 

@@ -56,6 +56,7 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
         "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
         "muon": tuning(base, data, **EXACT, optimizer="muon", learning_rate_patterns={"mlp": 1e-3}),
+        "in the backward pass": tuning(base, data, **EXACT, **share, optimizer_in_bwd=True, max_grad_norm=None),
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),

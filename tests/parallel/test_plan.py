@@ -117,6 +117,32 @@ def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     assert step_memory(model, 1, 256).optimizer_states < whole.optimizer_states / 100
 
 
+@pytest.mark.parametrize("shard", [1, 4])
+def test_updates_in_the_backward_pass_free_the_gradients(shard: int) -> None:
+    """A block more then costs its weights, its states and (unless the peak is late) its input, but no gradient."""
+    tokens, found = 64, {}
+    for layers in (8, 9):
+        model = on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": layers})
+        model.activation_checkpointing = "full"
+        for inside in (False, True):
+            found[layers, inside] = step_memory(model, 1, tokens, shard=shard, optimizer_in_bwd=inside)
+    block = sum(p.nbytes for p in model.decoder.blocks[0].parameters())
+    after, inside = (found[9, each].total - found[8, each].total for each in (False, True))
+    hidden = tokens * model.config.hidden_size * 2
+    assert inside == pytest.approx(3 * block / shard, abs=hidden)
+    assert after == pytest.approx(4 * block / shard, abs=hidden)
+    assert found[9, True].optimizer_states == found[9, False].optimizer_states
+
+
+def test_a_plan_with_updates_in_the_backward_pass_has_one_micro_batch() -> None:
+    model = on_meta(MODELS["llama-3.2-1b"])
+    found = candidates(model, 2, int(24e9), 16384, 2048, optimizer_in_bwd=True)
+    sequences = {(each.degrees.replicate * each.degrees.shard) * each.micro_batch for each in found}
+    assert sequences == {8} and min(each.memory.total for each in found) < 12e9
+    with pytest.raises(ConfigError, match=r"muon has no updates of sharded parameters .*optimizer_in_bwd"):
+        candidates(model, 2, int(24e9), 16384, 2048, optimizer="muon", optimizer_in_bwd=True)
+
+
 @pytest.mark.parametrize("kind", ["llama-3", "qwen3_moe", "lora"])
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 def test_states_are_those_of_the_optimizer(kind: str, optimizer: OptimizerName) -> None:
@@ -288,8 +314,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"ligermodels train {tmp_path} --gpus 2 " in result.output
     assert "--shard 2" in result.output
-    eight = CliRunner().invoke(app, [*command, "--optimizer", "muon8bit"])
-    assert eight.exit_code == 0 and " --optimizer muon8bit" in eight.output, eight.output
+    eight = CliRunner().invoke(app, [*command, "--optimizer", "adamw8bit", "--optimizer-in-bwd"])
+    assert eight.exit_code == 0 and " --optimizer adamw8bit --optimizer-in-bwd" in eight.output, eight.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert rows[0]["memory_bytes"] < 24e9
     assert rows[0]["tokens_per_s"] == pytest.approx(16384 / rows[0]["step_s"])

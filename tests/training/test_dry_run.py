@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert import hub
+from ligermodels.data.survey import Span
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.training import (
     DSparkRecipe,
     EagleRecipe,
@@ -28,7 +30,7 @@ from ligermodels.training import (
     TrainingRecipe,
     fine_tune,
 )
-from ligermodels.training.preview import Epoch, Span, _eager_reason, _on_meta, dry_run
+from ligermodels.training.preview import Epoch, _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.run_state import optimizer_of
 
@@ -203,6 +205,38 @@ def test_the_weights_of_a_teacher_on_the_hub_are_not_fetched(
     assert asked == [{"weights": False}] and run.trained == run.parameters == dry_run(few).parameters
     with pytest.raises(CheckpointError, match="fetched"):  # a folder without weights is an error, as in a run
         dry_run(few.changed({"objective": "distill", "teacher": fetched}))
+
+
+@pytest.mark.parametrize("kind", [MedusaRecipe, MTPRecipe, EagleRecipe])
+def test_the_weights_of_heads_on_the_hub_are_not_fetched(
+    few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[TrainingRecipe]
+) -> None:
+    """The plan is that of heads in a folder, whose weights are read."""
+    model = lm.from_pretrained(few.base)
+    heads: Any = {
+        MedusaRecipe: lambda: lm.MedusaModel.from_base(model, num_heads=2),
+        MTPRecipe: lambda: lm.MTPModel.from_base(model, num_layers=2, num_steps=3),
+        EagleRecipe: lambda: lm.Eagle3Model.from_base(
+            model, vocabulary=DraftVocabulary(torch.arange(50), model.config.vocab_size), num_steps=3
+        ),
+    }[kind]()
+    heads.save_head(tmp_path / "heads") if kind is MTPRecipe else heads.save_pretrained(tmp_path / "heads")
+    recipe = kind().changed({"base": few.base, "data": few.data, "validation_fraction": 0.0, "seq_len": 128})
+    recipe = recipe.changed({"num_heads": 2} if kind is MedusaRecipe else {"num_steps": 3})
+    wanted = dry_run(recipe.changed({"start_from": tmp_path / "heads"}))
+    fetched = shutil.copytree(tmp_path / "heads", tmp_path / "fetched", ignore=shutil.ignore_patterns("*.safetensors"))
+    resolve, asked = hub.resolve, list[dict[str, Any]]()
+
+    def spied(name: Any, **how: Any) -> Path:
+        if name != "owner/name":
+            return resolve(name, **how)
+        asked.append(how)
+        return fetched
+
+    monkeypatch.setattr(hub, "resolve", spied)
+    found = dry_run(recipe.changed({"start_from": "owner/name"}))
+    assert all(how == {"weights": False} for how in asked)
+    assert (found.trained, found.memory) == (wanted.trained, wanted.memory)
 
 
 @pytest.mark.parametrize("kind", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe, DSparkRecipe])

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
-from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, fine_tune, reference
+from ligermodels.ops.runtime.devices import as_recorded
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, fine_tune, reference
 from ligermodels.training import step as training_step
-from ligermodels.training.cuda_graph import refusal
+from ligermodels.training.cuda_graph import GraphStep, refusal
+from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.folder import REFERENCE
 from ligermodels.training.objectives import objective_of
+from ligermodels.training.step import EagerStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -312,10 +316,89 @@ def test_the_learning_rate_of_preference_data() -> None:
     assert FineTuningRecipe(**recipe.settings()).learning_rate == 1e-6
 
 
-def test_steps_are_not_recorded(base: Path, pairs: Path, tmp_path: Path) -> None:
-    """A CUDA graph needs equal shapes, and preference data has others in each step: "on" says so once."""
-    model = objective_of(recipe_for(base, pairs, objective="orpo"), lm.from_pretrained(base)).trainable
-    step = training_step.EagerStep(model, FusedAdamW(model.parameters()))
-    assert refusal(step, []) == "batches of preference data have other shapes in each step"
-    with pytest.warns(GraphWarning, match="without a CUDA graph"):
-        fine_tune(recipe_for(base, pairs, objective="orpo", cuda_graph="on", steps=2), tmp_path / "out")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, pytest.mark.kernels))])
+@pytest.mark.parametrize("objective", [*PREFERENCES, "distill"])
+def test_steps_in_cuda_graphs(
+    objective: str, device: str, base: Path, pairs: Path, data: Path, teacher: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Bit for bit those of the same padded batches without a graph; and, but for the order of sums, of batches without
+    padding. On a CPU the recorded function runs itself."""
+    graphs: list[GraphStep] = []
+
+    def graphed(step: EagerStep, *_: Any) -> GraphStep:
+        graphs.append(GraphStep(step))
+        return graphs[-1]
+
+    def padded(step: EagerStep, *_: Any) -> Any:
+        pad = GraphStep(step)._pad
+
+        def take(parts: Any, **options: Any) -> Any:
+            with as_recorded():  # all tokens go through the head, as in a graph
+                return step(pad(parts), options)
+
+        return take
+
+    make_step: dict[str, Any] = {"plain": cuda_graph.make_step, "padded": padded, "graph": graphed}
+    source = {"teacher": str(teacher), "max_bad_lines": 1} if objective == "distill" else {}
+    options: dict[str, Any] = {"objective": objective, "learning_rate": 5e-3, "steps": 3, "validation_fraction": 0.0}
+    options |= {"batch_tokens": 384, "micro_batch_tokens": 192, **source}
+
+    def run(way: str, dtype: str) -> Any:
+        monkeypatch.setattr("ligermodels.training.loop.make_step", make_step[way])
+        recipe = recipe_for(base, data if source else pairs, dtype=dtype, cuda_graph="off", **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GraphWarning)
+            fine_tune(recipe, tmp_path / dtype / way, device=device)
+        return losses(tmp_path / dtype / way)
+
+    found = run("graph", "bfloat16")
+    assert len(found) == 3 and found[0] != found[-1] and found == run("padded", "bfloat16")
+    assert equal_heads(tmp_path / "bfloat16/graph", tmp_path / "bfloat16/padded")
+    if device == "cpu":
+        plain, graph = (np.asarray([each[1:3] for each in run(way, "float64")]) for way in ("plain", "graph"))
+        assert graph == pytest.approx(plain, rel=1e-7)
+    assert all(len(each._graphs) >= 1 for each in graphs)
+    if objective != "distill":
+        assert all(len(each._graphs) == 1 for each in graphs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"objective": "dpo", "loss_type": ("sigmoid", "aot")}, "loss_type aot sorts the pairs of a batch"),
+        ({"objective": "orpo", "loss": "own:margin"}, "a loss of your own may do what a graph cannot record"),
+    ],
+)
+def test_objectives_without_cuda_graphs_are_named(
+    settings: dict[str, Any], reason: str, own: str, base: Path, pairs: Path
+) -> None:
+    settings = {name: f"{own}:margin" if name == "loss" else value for name, value in settings.items()}
+    model = objective_of(recipe_for(base, pairs, **settings), lm.from_pretrained(base)).trainable
+    assert refusal(EagerStep(model, FusedAdamW(model.parameters())), []).startswith(reason)
+
+
+def test_padding_of_preference_data() -> None:
+    """By hand: two pairs of 2, 3, 1 and 2 tokens; sizes grow and never shrink."""
+    pad = ExamplePadding(2)
+    part = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]),
+        "labels": torch.tensor([[-100, 2, -100, 4, 5, -100, -100, 8]]),
+        "cu_seqlens": torch.tensor([0, 2, 5, 6, 8], dtype=torch.int32),
+        "targets": torch.tensor([[0, -1], [2, 3], [-1, -1], [6, -1]]),
+        "completion_mask": torch.tensor([[True, False], [True, True], [False, False], [True, False]]),
+        "examples": torch.tensor([[0, 0], [1, 0]]),
+        "ref_log_probs": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    }
+    longer = {**part, "input_ids": torch.zeros(1, 17, dtype=torch.long), "labels": torch.full((1, 17), -100)}
+    longer["cu_seqlens"] = torch.tensor([0, 2, 5, 6, 17], dtype=torch.int32)
+    assert pad([part])[0]["input_ids"].tolist() == part["input_ids"].tolist()
+    found = pad([longer, part])[1]
+    assert found["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8] + 10 * [0]]
+    assert found["labels"].tolist() == [[-100, 2, -100, 4, 5, -100, -100, 8] + 10 * [-100]]
+    assert found["cu_seqlens"].tolist() == [0, 2, 5, 5, 5, 6, 8, 8, 18] and found["cu_seqlens"].dtype == torch.int32
+    no, none = [False, False], [-1, -1]
+    assert found["targets"].tolist() == [[0, -1], [2, 3], none, none, none, [6, -1], none, none]
+    assert found["completion_mask"].tolist() == [[True, False], [True, True], no, no, no, [True, False], no, no]
+    assert found["ref_log_probs"].tolist() == pytest.approx([0.1, 0.2, 0, 0, 0.3, 0.4, 0, 0])
+    assert found["examples"].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]

@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 import torch
 from runs import losses, recipe_for
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.arguments import OptimizerName
-from ligermodels.errors import GraphWarning, InputError
-from ligermodels.training import FineTuningRecipe, FusedAdamW, Muon, adamw, fine_tune, graph_step, hidden_matrices
+from ligermodels.errors import ConfigError, GraphWarning, InputError
+from ligermodels.training import (
+    Console,
+    FineTuningRecipe,
+    FusedAdamW,
+    Muon,
+    adamw,
+    dry_run,
+    fine_tune,
+    graph_step,
+    hidden_matrices,
+)
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
 from ligermodels.training.step import EagerStep
@@ -211,15 +222,55 @@ def test_an_optimizer_that_fulfils_the_contract_is_recorded() -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
-def test_runs_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path, name: str) -> None:
+def recipe_of(base: Path, data: Path, name: str, **changes: Any) -> FineTuningRecipe:
     settings = recipe_for(base, data, optimizer=name, dtype="bfloat16", evaluate_every=None, steps=4).settings()
+    del settings["max_grad_norm"]
     recipe = FineTuningRecipe(**{key: value for key, value in settings.items() if key in FineTuningRecipe.model_fields})
-    recipe = recipe.changed({"schedule": "constant", "checkpoint_every": 2})
-    fine_tune(recipe, tmp_path / "whole")
+    return recipe.changed({"schedule": "constant", "checkpoint_every": 2, **changes})
+
+
+IN_BACKWARD = {"optimizer_in_bwd": True, "micro_batch_tokens": None}
+
+
+@pytest.mark.parametrize("changes", [{}, IN_BACKWARD], ids=["after", "in the backward pass"])
+@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
+def test_runs_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    recipe = recipe_of(base, data, name, **changes)
+    said: list[str] = []
+    fine_tune(recipe, tmp_path / "whole", console=Console(said.append))
     fine_tune(recipe.changed({"steps": 2}), tmp_path / "out")
     fine_tune(recipe, tmp_path / "out", resume=True)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole") and len(losses(tmp_path / "out")) == 4
+    if changes:
+        assert f"{name}, in the backward pass without clipping: learning rate 0.005, schedule constant" in said
+        plain = recipe.changed({"optimizer_in_bwd": False, "max_grad_norm": None})
+        fine_tune(plain.changed({"steps": 2}), tmp_path / "plain")
+        fine_tune(recipe, tmp_path / "plain", resume=True)  # the setting may change
+        assert losses(tmp_path / "plain") == losses(tmp_path / "whole")
+        weights = [load_file(tmp_path / out / "model.safetensors") for out in ("whole", "out", "plain")]
+        assert all(torch.equal(each[key], tensor) for key, tensor in weights[0].items() for each in weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "message"),
+    [
+        ({"max_grad_norm": 0.5}, 1, "max_grad_norm: is 0.5, and optimizer_in_bwd .*max_grad_norm: null"),
+        ({"micro_batch_tokens": 32}, 1, "micro_batch_tokens: makes 2 micro-batches per step, and optimizer_in_bwd"),
+        ({"optimizer": "adafactor"}, 1, r"optimizer: adafactor has no updates in the backward pass \(optimizer_in_bwd"),
+        ({"optimizer": "muon"}, 2, r"optimizer: muon has no updates of sharded parameters .*\(optimizer_in_bwd"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_is_refused(
+    base: Path, data: Path, changes: dict[str, Any], gpus: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run(recipe_of(base, data, "adamw", **{**IN_BACKWARD, **changes}), gpus=gpus)
+
+
+def test_clipping_is_the_default_where_it_can_be() -> None:
+    recipe = FineTuningRecipe(optimizer_in_bwd=True)
+    assert recipe.max_grad_norm is None and recipe.changed({"steps": 3}).max_grad_norm is None
+    assert recipe.changed({"optimizer_in_bwd": False}).max_grad_norm == 1.0
 
 
 def test_bad_arguments() -> None:
