@@ -42,7 +42,7 @@ def block_context_attention(tokens: int, blocks: int, length: int, heads: int, k
     anchors = anchors.to(measure.DEVICE)
 
     def sees(batch: Tensor, head: Tensor, slot: Tensor, key: Tensor) -> Tensor:
-        """Whether a slot sees a key: those of the context come first."""
+        """Whether a slot sees a key. Keys of the context come first, then keys of the blocks."""
         return (key < anchors[slot // length]) | ((key >= tokens) & ((key - tokens) // length == slot // length))
 
     @cache

@@ -15,17 +15,15 @@ from ligermodels.errors import InputError
 from ligermodels.ops.attention import triton_attention
 from ligermodels.ops.attention.triton_attention_tiles import Tiles
 
-SPREAD = [0, 1, 17, 30, 41, 42, 64, 70]  # 0: no context; 70: after the last token
+SPREAD = [0, 17, 41, 42, 70]  # 0: no context; 70: after the last token
 BOUNDS = [0, 3, 3, 40, 41, 70]
 CASES: dict[str, dict[str, Any]] = {
     "no documents": {},
-    "two rows": {"anchors": [SPREAD[2:5], [5] * 3], "kv_heads": 2},
+    "two rows": {"anchors": [SPREAD[1:4], [5] * 3], "kv_heads": 2},
     "documents": {"bounds": BOUNDS, "anchors": [[0, 2, 3, 4, 39, 40, 41, 55, 70]]},
     "more tokens than bounds tell": {"bounds": BOUNDS[:-1], "anchors": [[40, 41, 60]]},
-    "anchors in any order": {"anchors": [[64, 3, 70, 1, 0, 42, 3, 69]], "bounds": [0, 41, 70]},
-    "causal": {"causal": True},
-    "window": {"window": 20},
-    "window in documents": {"window": 30, "bounds": BOUNDS, "anchors": [[0, 2, 3, 4, 39, 40, 41, 55, 70]]},
+    "anchors in any order": {"anchors": [[64, 3, 70, 0, 42, 3]], "bounds": [0, 41, 70]},
+    "window in documents": {"window": 30, "bounds": BOUNDS, "anchors": [[2, 3, 39, 41, 55, 70]]},
     "window below a block": {"window": 3, "block": 9},
     "window of one key": {"window": 1},
     "causal in a window": {"window": 5, "causal": True},
@@ -36,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 80": {"dim": 80},
 }
 DEFAULTS = {"anchors": [SPREAD], "tokens": 70, "block": 7, "kv_heads": 1, "dim": 16, "bounds": None}
-# slack: the backward pass starts from rounded results, whose errors show in slots that see few keys.
+# slack: the backward pass starts from rounded results; the rounding shows in slots that see few keys.
 
 
 def by_mask(
@@ -107,7 +105,8 @@ def test_one_softmax_over_all_keys(where: Where, small_tiles: None, case: str) -
 
 @pytest.mark.parametrize("layout", [op_harness.strided_rows, op_harness.transposed, op_harness.middle_transposed])
 def test_layouts(where: Where, layout: Any) -> None:
-    check(where, operands(where, [[2, 9], [0, 13]], 14, 5, 2, 24, layout), None)
+    *inputs, anchors = operands(where, [[2, 9, 11], [0, 13, 14]], 14, 5, 2, 24, layout)
+    check(where, [*inputs, anchors.t().contiguous().t()], None)
 
 
 def test_frozen_operands(where: Where) -> None:

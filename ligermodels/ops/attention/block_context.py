@@ -87,7 +87,7 @@ def block_context_attention_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `block_context_attention`: one softmax over all scores, in fp32 (fp64 for fp64).
 
-    starts: (B, A), the first token of the document of each anchor.
+    `starts` (B, A) has the first token of the document of each anchor, see `context_starts`.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(compute).unflatten(3, (k_block.shape[3], -1))
@@ -126,6 +126,7 @@ def context_starts(anchors: Tensor, cu_seqlens: Tensor | None, num_tokens: int) 
     """
     if is_fake(anchors):
         return anchors.new_empty(anchors.shape, dtype=torch.int32)
+    anchors = anchors.contiguous()
     valid = (anchors >= 0) & (anchors <= num_tokens)
     if not checked_on_host(anchors):
         torch._assert_async(valid.all(), f"{OP}: an anchor is not in [0, {num_tokens}], the indices of the context")
@@ -151,9 +152,7 @@ class _BlockContextAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, ...]:
         needs = ctx.needs_input_grad
-        return _block_context_backward(
-            dout, *ctx.saved_tensors, any(needs[1:3]), any(needs[3:5]), *ctx.options
-        )  # fmt: skip
+        return _block_context_backward(dout, *ctx.saved_tensors, any(needs[1:3]), any(needs[3:5]), *ctx.options)
 
 
 def _arguments(*tensors: Tensor) -> list[Any]:
@@ -200,7 +199,9 @@ def _block_context_backward(
     if is_fake(q):
         return gradients
     if not q.numel():
-        return tuple(x.zero_() for x in gradients)
+        for x in gradients:
+            x.zero_()
+        return gradients
     T, S, *blocks, heads = _sizes(q, k_context)
     delta, anchors, batch = torch.empty_like(lse), anchors.contiguous(), q.shape[0]
     constants = {**kernel_constants(q, k_context, v_context), "CAUSAL": causal}

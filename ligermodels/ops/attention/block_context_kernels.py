@@ -1,9 +1,10 @@
 """The Triton kernels of `block_context_attention`: the forward pass, and the gradients of queries and of keys.
 
-The queries of all blocks of a row are one sequence of T = A * L slots. Each slot sees an interval of the context, keys
-[start or window, anchor), and an interval of the slots of its own block. Both are flash attention over tiles, by the
-functions of `triton_attention_kernels`. A tile of slots holds several blocks; with ascending anchors these see nearly
-the same context, so that few tiles need a mask. No atomics: each result is written by one program.
+The A blocks of a row are one sequence of T = A * L slots, the context one of S keys. Each slot sees an interval of the
+context, from the start of the document or of the window to the anchor, and an interval of its own block. Both are flash
+attention over tiles, by the functions of `triton_attention_kernels`. A tile of slots holds several blocks. With
+ascending anchors they see nearly the same context, so that few tiles need a mask. No atomics: each result is written by
+one program, in a fixed order of summation.
 """
 
 from functools import partial
@@ -155,8 +156,10 @@ def block_context_query_gradient_kernel(
 
 @triton.jit
 def _blocks_that_see(key, last_key, anchors, starts, A, L, window):
-    """The blocks that see a tile of the context, keys [key, last_key]: of the blocks [begin, end) some slots see some
-    keys; of the blocks [full, rest), which are all blocks with this property or none, every slot sees every key."""
+    """The blocks that see a tile of the context, keys [key, last_key].
+
+    Blocks outside [begin, end) see no key of the tile. In blocks [full, rest) every slot sees every key of the tile.
+    The second interval is empty if other blocks stand between the blocks with this property."""
     begin, end, full, rest, count = A, 0, A, 0, 0
     for start in range(0, A, SCAN):
         block = start + tl.arange(0, SCAN)
@@ -174,7 +177,7 @@ def _blocks_that_see(key, last_key, anchors, starts, A, L, window):
         rest = tl.maximum(rest, tl.max(tl.where(whole, block + 1, 0)))
         count += tl.sum(whole.to(tl.int32))
     end = tl.maximum(begin, end)
-    is_run = rest - full == count  # in a row, as ascending anchors are
+    is_run = rest - full == count
     return begin, tl.where(is_run, full, begin), tl.where(is_run, rest, begin), end
 
 
@@ -187,7 +190,7 @@ def block_context_key_gradient_kernel(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Each program writes dk and dv (B, S, heads // GROUP, DIM) for one tile of keys of one head, summed over the query
-    heads that share it. Keys are those of the context or, if OWN, of the blocks (S = T)."""
+    heads that share it: keys of the context or, if OWN, keys of the blocks (S = T)."""
     kv_heads = heads // GROUP
     head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
     start_s = tl.program_id(1) * BLOCK_S
@@ -198,7 +201,7 @@ def block_context_key_gradient_kernel(
     anchors += batch * A
     starts += batch * A
 
-    # Slots, not blocks. Tiles in [begin, full) and [rest, end) are to be masked, in [full, rest) they see every key.
+    # From blocks to slots. Tiles of slots in [begin, full) and after the whole ones are masked, up to `end`.
     if OWN:
         begin, end = start_s // L * L, last_key // L * L + L
         full, rest = begin, begin
