@@ -113,8 +113,10 @@ def _check(
     if cu_seqlens is not None and (earlier is not None or tree is not None):
         raise InputError(f"{name}: cu_seqlens: packed documents go without earlier inputs or a tree; give one of them")
     for part, nodes in zip(("parent", "depth"), tree or (None, None), strict=True):
-        shape = (tokens,) if nodes is None or nodes.dim() == 1 else (batch, tokens)
-        check_tensor(name, f"tree's {part}", nodes, shape, x.device, torch.long, optional=True)
+        own = nodes is not None and nodes.dim() == 2
+        check_tensor(
+            name, f"tree's {part}", nodes, (batch, tokens) if own else (tokens,), x.device, torch.long, optional=True
+        )
     check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")
