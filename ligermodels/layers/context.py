@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.tokens import SelectedTokens, SequenceShard, Tokens
 
 
 class TreeTokens(NamedTuple):
-    """New tokens of a decoding pass that form a tree, the same for every sequence; node 0 is its root.
+    """New tokens of a decoding pass that form a tree; node 0 is its root. The tree is the same for every sequence, or
+    each has its own: then all tensors begin with a dimension B.
 
     mask: bool (N, N), True at [i, j] where node j is node i or one of its ancestors.
     parent: long (N,), each node's parent; the root's is itself.
@@ -98,8 +100,13 @@ class ForwardContext:
         Returns:
             Long (T,), each token's distance from the first token; and bool (T, T), True at [t, s] where token s is
             token t or comes before it, in its document of a packed row or on its path in a tree.
+
+        Raises:
+            InputError: each sequence has a tree of its own.
         """
         if self.tree is not None:
+            if self.tree.depth.dim() > 1:
+                raise InputError("tree: a mixer of this model needs the same tree for all sequences: give a Tree")
             return self.tree.depth, self.tree.mask
         index = torch.arange(tokens, device=device)
         before = index[:, None] >= index

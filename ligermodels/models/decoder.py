@@ -361,7 +361,7 @@ def _positions(
         return packed_positions(cu_seqlens, length)
     if cache_seqlens is not None and length == 1:  # a step of plain decoding; the root of a tree alone has depth 0
         return cache_seqlens[:, None]
-    index = torch.arange(length, device=device)[None] if tree is None else tree.depth[None]
+    index = torch.arange(length, device=device)[None] if tree is None else tree.depth.view(-1, length)
     if cache_seqlens is not None:
         return index + cache_seqlens[:, None]
     # Some rotary scalings depend on the highest position of a row: the position of its last token, not of padding.

@@ -38,7 +38,8 @@ class Accept(Protocol):
         Args:
             logits: (B, N, V), the model's logits after each node.
             tokens: long (B, N), the token of each node.
-            parent: long (N,), the parent of each node; the root's parent is the root.
+            parent: long (N,), or (B, N) where each sequence has a tree of its own, the parent of each node; the root's
+                parent is the root.
         """
 
 
@@ -84,7 +85,7 @@ class Typical:
         Args:
             logits: (B, N, V), the model's logits after each node.
             tokens: long (B, N), the token of each node.
-            parent: long (N,), the parent of each node; the root's parent is the root.
+            parent: long (N,) or (B, N), the parent of each node; the root's parent is the root.
 
         Returns:
             Bool (B, N), True for accepted tokens; and fp32 (B, N), the log-probability of each token.
@@ -94,7 +95,7 @@ class Typical:
         threshold = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         row = torch.arange(len(tokens), device=tokens.device)[:, None]
         log_token = log_p[row, parent, tokens]
-        return log_token.exp() > threshold[:, parent], log_token
+        return log_token.exp() > threshold[row, parent], log_token
 
 
 def chain_length(shares: Iterable[float]) -> float:

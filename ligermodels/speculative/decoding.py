@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
-from ligermodels.layers import TreeTokens
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
 from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose, TopDrafts
+from ligermodels.speculative.layout import Layout
 from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
+from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def speculative_generate(
     drafter: Drafter,
     input_ids: TokenIds,
     *,
-    tree: Tree,
+    tree: Tree | DynamicTree,
     max_new_tokens: int | None = None,
     max_length: int | None = None,
     do_sample: bool = False,
@@ -101,7 +102,7 @@ def speculative_generate(
         model: the model.
         drafter: proposes the tokens of the tree.
         input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths.
-        tree: the candidates to check in each step.
+        tree: the candidates to check in each step; a `DynamicTree` needs a `TreeDrafter`.
         max_new_tokens: largest number of new tokens per sequence, at least 1; by default the number that `max_length`
             allows, or 64.
         max_length: number of tokens of the longest prompt and of the new tokens together; ignored if `max_new_tokens`
@@ -224,7 +225,7 @@ class TreeStep(Step):
         model: DecodingModel,
         drafter: Drafter,
         state: DecodingState,
-        tree: Tree,
+        tree: Tree | DynamicTree,
         max_new_tokens: int,
         eos_ids: Sequence[int],
         rule: Rule = GREEDY,
@@ -232,9 +233,7 @@ class TreeStep(Step):
         super().__init__(model, state, max_new_tokens, eos_ids, rule.choose, places=tree.max_depth + 1)
         drafter.begin(state.batch_size, state.max_length, tree, rule.drafts or TopDrafts(tree.width))
         self.drafter, self.tree, self.rule = drafter, tree, rule
-        self.paths = ops.Paths(*(tensor.to(state.device) for tensor in (tree.parent, tree.depth, tree.route)))
-        self.rank = tree.rank.to(state.device)
-        self.tokens = TreeTokens(tree.mask.to(state.device), self.paths.parent, self.paths.depth)
+        self.layout = None if isinstance(tree, DynamicTree) else Layout.of(tree, state.device)
         switches, moving = self.thresholds
         stops = [*switches, *(() if moving is None else (moving,))]
         self.stops = torch.tensor(stops, dtype=torch.long, device=state.device)
@@ -267,12 +266,14 @@ class TreeStep(Step):
 
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step; changes `sequences` in place."""
+        candidates = self.drafter.draft(sequences)
+        layout = cast(TreeDrafter, self.drafter).layout if self.layout is None else self.layout
         tokens, positions = ops.tree_inputs(
-            self.drafter.draft(sequences),
+            candidates,
             sequences.root,
             sequences.cache_seqlens,
-            self.paths.depth,
-            self.rank,
+            layout.paths.depth,
+            layout.rank,
             self.stops,
             self.thresholds.moving,
         )
@@ -282,14 +283,14 @@ class TreeStep(Step):
             tokens,
             position_ids=positions,
             state=self.state,
-            tree=self.tokens,
+            tree=layout.tokens,
             return_logits=True,
             return_last_hidden_state=True,
             **reads,
         )
-        choices, *accepted = self.rule.accept(out.logits, tokens, self.paths.parent)
+        choices, *accepted = self.rule.accept(out.logits, tokens, layout.paths.parent)
         nodes = tokens, positions, choices, out.last_hidden_state
-        slots = ops.accept_path(sequences, self.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
+        slots = ops.accept_path(sequences, layout.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
         self.state.commit(slots)
         states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state
         self.drafter.follow(sequences, slots, states)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
 
 Propose = Callable[[Tensor], Tensor]
 """Hidden states (B, H) -> logits (B, K, V) of the K heads."""
@@ -64,7 +64,7 @@ class Drafter(Protocol):
     """The model's states that `start` and `follow` read, side by side: L is the residual stream after L layers. Empty:
     the hidden states after the final norm."""
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         """Prepare for a batch.
 
         Args:
@@ -109,7 +109,7 @@ class HeadsDrafter:
     def __init__(self, propose: Propose) -> None:
         self.propose = propose
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         self.tree, self.choose = tree, choose
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:

@@ -28,7 +28,8 @@ from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
-from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
 class Eagle3Model(DraftHeadModel):
@@ -251,7 +252,7 @@ class Eagle3Model(DraftHeadModel):
         """A chain of `num_steps` tokens."""
         return chain(self.num_heads)
 
-    def drafter(self, tree: Tree) -> StepDrafter:
+    def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
         head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
@@ -264,7 +265,7 @@ class Eagle3Model(DraftHeadModel):
         def step(embeds: Tensor, hidden: Tensor, *, layer: int, **options: Any) -> Tensor:
             return cast(DraftStates, head(embeds, hidden, **options)).next
 
-        return StepDrafter(
+        return (TreeDrafter if isinstance(tree, DynamicTree) else StepDrafter)(
             self.embeddings,
             step,
             lm_head,

@@ -15,7 +15,15 @@ from ligermodels import ops
 from ligermodels.arguments import check_count
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers import Attention, AttentionConfig, ForwardContext, KeysValues, NormConfig, RotaryEmbedding
+from ligermodels.layers import (
+    Attention,
+    AttentionConfig,
+    ForwardContext,
+    KeysValues,
+    NormConfig,
+    RotaryEmbedding,
+    TreeTokens,
+)
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.tokens import layout_without_padding
@@ -181,6 +189,7 @@ class Eagle3Head(nn.Module):
         seq_lens: Tensor | None = None,
         cache_seqlens: Tensor | None = None,
         state: Any = None,
+        tree: TreeTokens | None = None,
         steps: list[KeysValues] | None = None,
     ) -> DraftStates:
         """Apply the head once.
@@ -194,6 +203,7 @@ class Eagle3Head(nn.Module):
             seq_lens: in a prefill, with `state`: long (B,), number of tokens of each sequence, padded on the right.
             cache_seqlens: in a decoding pass, with `state`: long (B,), number of tokens in the cache.
             state: the decoding state of the layer.
+            tree: in a decoding pass, the tokens as a tree of drafts.
             steps: in training, the keys and values of the earlier steps: see `TwoStreamAttention`.
 
         Returns:
@@ -215,6 +225,7 @@ class Eagle3Head(nn.Module):
             cu_seqlens=cu_seqlens,
             seq_lens=seq_lens,
             cache_seqlens=cache_seqlens,
+            tree=tree,
             positions=positions,
         )
         normed = self.hidden_norm(z)

@@ -29,7 +29,7 @@ from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
-from ligermodels.speculative.tree import Tree, default_tree
+from ligermodels.speculative.tree import DynamicTree, Tree, default_tree
 
 
 class MedusaModel(MultiHeadModel):
@@ -141,8 +141,10 @@ class MedusaModel(MultiHeadModel):
         """A tree of 63 candidates, grown from published accuracies of Medusa heads."""
         return default_tree(self.num_heads, vocab_size=self.shape.vocab_size)
 
-    def drafter(self, tree: Tree) -> HeadsDrafter:
+    def drafter(self, tree: Tree | DynamicTree) -> HeadsDrafter:
         """A drafter that runs only the heads that `tree` uses."""
+        if isinstance(tree, DynamicTree):
+            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
         return HeadsDrafter(partial(self.propose, num_heads=max(1, tree.max_depth)))
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -28,7 +28,8 @@ from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.step_drafter import StepDrafter
-from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree_drafter import TreeDrafter
 
 DECAY = 0.6
 
@@ -210,9 +211,13 @@ class MTPModel(MultiHeadModel):
         """A chain of `num_steps` tokens."""
         return chain(self.num_heads)
 
-    def drafter(self, tree: Tree) -> StepDrafter:
+    def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
-        return StepDrafter(self._embed, self.head, self._through_base, self._new_state, self.head.num_layers)
+        layers, grows = self.head.num_layers, isinstance(tree, DynamicTree)
+        if grows and layers > 1:
+            raise InputError(f"tree: a DynamicTree needs a head of one layer, this head has {layers}; give a Tree")
+        drafter = TreeDrafter if grows else StepDrafter
+        return drafter(self._embed, self.head, self._through_base, self._new_state, layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
         mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size

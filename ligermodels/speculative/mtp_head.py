@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import Block, ForwardContext, RotaryEmbedding
+from ligermodels.layers import Block, ForwardContext, RotaryEmbedding, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
@@ -71,6 +71,7 @@ class MTPHead(nn.Module):
         seq_lens: Tensor | None = None,
         cache_seqlens: Tensor | None = None,
         state: Any = None,
+        tree: TreeTokens | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
     ) -> Tensor:
         """Apply one layer of the head.
@@ -84,6 +85,7 @@ class MTPHead(nn.Module):
             seq_lens: in a prefill, with `state`: long (B,), number of tokens of each sequence, padded on the right.
             cache_seqlens: in a decoding pass, with `state`: long (B,), number of tokens in the cache.
             state: the decoding state of the layer's block.
+            tree: in a decoding pass, the tokens as a tree of drafts.
             activation_checkpointing: "none", "selective" or "full": see `CausalLM.activation_checkpointing`.
 
         Returns:
@@ -92,7 +94,7 @@ class MTPHead(nn.Module):
         if layer and self.separate:
             return cast(Tensor, self.later[layer - 1](
                 embeds, hidden, position_ids=position_ids, cu_seqlens=cu_seqlens, seq_lens=seq_lens,
-                cache_seqlens=cache_seqlens, state=state, activation_checkpointing=activation_checkpointing,
+                cache_seqlens=cache_seqlens, state=state, tree=tree, activation_checkpointing=activation_checkpointing,
             ))  # fmt: skip
         block = self.later[layer - 1] if layer else self.block
         tokens = layout_without_padding((embeds.shape[0], embeds.shape[1]), cu_seqlens)
@@ -112,6 +114,7 @@ class MTPHead(nn.Module):
             cu_seqlens=cu_seqlens,
             seq_lens=seq_lens,
             cache_seqlens=cache_seqlens,
+            tree=tree,
             positions=positions,
         )
         output = run(activation_checkpointing, block, x, context, state)

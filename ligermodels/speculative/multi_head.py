@@ -25,7 +25,7 @@ from ligermodels.speculative.decoding import SpeculativeOutput, speculative_gene
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.rules import SHAPING
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
 
 
 class MultiHeadModel(RefusesDropout):
@@ -57,8 +57,15 @@ class MultiHeadModel(RefusesDropout):
         """The candidate tree that `generate` uses by default."""
         raise NotImplementedError
 
-    def drafter(self, tree: Tree) -> Drafter:
-        """A new drafter, which proposes candidate tokens during one call of `generate`."""
+    def drafter(self, tree: Tree | DynamicTree) -> Drafter:
+        """A new drafter, which proposes candidate tokens during one call of `generate`.
+
+        Args:
+            tree: the candidates to propose in each step.
+
+        Raises:
+            InputError: these heads cannot draft such a tree.
+        """
         raise NotImplementedError
 
     def save_whole(
@@ -302,7 +309,7 @@ class MultiHeadModel(RefusesDropout):
         input_ids: Tensor | Sequence[Sequence[int]],
         max_new_tokens: int | None = None,
         *,
-        tree: Tree | None = None,
+        tree: Tree | DynamicTree | None = None,
         return_stats: bool = False,
         **options: Any,
     ) -> Tensor | SpeculativeOutput:
@@ -317,7 +324,8 @@ class MultiHeadModel(RefusesDropout):
             input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths. Each sequence of a batch
                 accepts its own number of tokens per step.
             max_new_tokens: largest number of new tokens per sequence; by default the checkpoint's.
-            tree: candidates to check in each step; by default `default_tree()`.
+            tree: candidates to check in each step; by default `default_tree()`. A `DynamicTree` grows anew in each
+                step; EAGLE-3 and MTP heads of one layer can draft it.
             return_stats: return a `SpeculativeOutput`, with steps and tokens per step, instead of the token ids alone.
             options: other arguments of `speculative_generate`: max_length, do_sample, temperature, top_k, top_p, min_p,
                 num_return_sequences, generator, epsilon, delta, eos_token_id, pad_token_id, attention_mask, cuda_graph,
@@ -335,8 +343,8 @@ class MultiHeadModel(RefusesDropout):
         """
         check_values(return_stats=return_stats)
         tree = self.default_tree() if tree is None else tree
-        if not isinstance(tree, Tree):
-            raise InputError(f"tree: must be a Tree, got {type(tree).__name__}")
+        if not isinstance(tree, Tree | DynamicTree):
+            raise InputError(f"tree: must be a Tree or a DynamicTree, got {type(tree).__name__}")
         options = check_tree_options(renamed_options(options), speculative_generate)
         check_values(do_sample=options.get("do_sample"))
         do_sample = bool(options.get("do_sample"))

@@ -16,7 +16,7 @@ from ligermodels.layers.sharding import ModuleLike, chosen_together
 from ligermodels.speculative.acceptance import Accept, Typical, accept_greedy
 from ligermodels.speculative.drafting import ChooseDrafts
 from ligermodels.speculative.sampling import Sampling
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """Options that shape the distribution to sample from."""
@@ -69,7 +69,7 @@ def shaping_of(
 
 def rule_of(
     model: ModuleLike,
-    tree: Tree,
+    tree: Tree | DynamicTree,
     batch_size: int,
     device: torch.device,
     do_sample: bool,

@@ -21,7 +21,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.layers.packing import assert_async
 from ligermodels.speculative.acceptance import Accepted
 from ligermodels.speculative.drafting import unchanged
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
 
 
 class Sampling:
@@ -42,7 +42,7 @@ class Sampling:
         self,
         shaping: Mapping[str, Any],
         batch_size: int,
-        tree: Tree,
+        tree: Tree | DynamicTree,
         device: torch.device,
         fill: Callable[[Tensor], object],
     ) -> None:

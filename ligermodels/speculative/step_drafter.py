@@ -12,7 +12,7 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.speculative.drafting import ChooseDrafts, unchanged
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree
 
 
 class StepDrafter:
@@ -53,7 +53,7 @@ class StepDrafter:
         self.new_state, self.num_layers = new_state, num_layers
         self.read, self.token_ids, self.boundaries = read, token_ids, boundaries
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: ChooseDrafts) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         self.tree, self.choose = tree, choose
         # A path or a draft may extend beyond the end of the text.
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
 
 Path: TypeAlias = tuple[int, ...]
@@ -116,6 +117,51 @@ class Tree:
         for node, parent in enumerate(self.parent.tolist()):
             mask[node] |= mask[parent]
         return mask
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that grows anew in each step and for each sequence, from the head's probabilities (EAGLE-2, arXiv
+    2406.16858).
+
+    At each level the `top_k` most probable paths continue, each by its `top_k` most probable tokens. Of all candidates
+    the `nodes` with the most probable paths are checked. The probability of a path is the product of the head's
+    probabilities of its tokens.
+
+    Args:
+        max_depth: number of levels, largest number of drafted tokens per step.
+        top_k: candidates per token, and paths that continue.
+        nodes: number of candidates that the model checks in a step, without the root.
+
+    Raises:
+        InputError: a number is below 1.
+
+    Examples:
+        >>> eagle.generate([[1, 5, 9]], max_new_tokens=64, tree=DynamicTree(max_depth=6, top_k=8, nodes=48))
+    """
+
+    max_depth: int = 6
+    top_k: int = 8
+    nodes: int = 48
+    is_chain = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_depth", "top_k", "nodes"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def width(self) -> int:
+        """Number of candidates per token."""
+        return self.top_k
+
+    @property
+    def pool(self) -> int:
+        """Number of candidates of all levels, of which the nodes are chosen."""
+        return self.top_k + (self.max_depth - 1) * self.top_k**2
+
+    def __len__(self) -> int:
+        """Number of nodes N, with the root."""
+        return min(self.nodes, self.pool) + 1
 
 
 def chain(num_heads: int) -> Tree:

@@ -15,7 +15,8 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree_drafter import TreeDrafter
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {
@@ -232,7 +233,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(name: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0, "repetition_penalty": 1.0}
     plain = base.generate(prompts, do_sample=False, **options)
     model = stirred(base, 3, norm_before_residual=True)
-    for tree in (None, Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])):
+    for tree in (None, Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)]), DynamicTree(3, 2, 6)):
         assert torch.equal(model.generate(prompts, tree=tree, **options), plain), tree
 
 
@@ -268,6 +269,48 @@ def test_drafts_are_those_of_the_formulas(vocabulary: Any, lm_head: Any, tmp_pat
         assert found.tolist() == wanted
 
 
+@pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(EVERY_THIRD, 61)], ids=["whole", "reduced"])
+def test_a_tree_grows_by_the_formulas(vocabulary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch: at each level the 2 best paths continue, by 2 tokens each; the 5 best paths of all are the tree."""
+    base = target()
+    model = stirred(base, 3, vocabulary=vocabulary)
+    w, draft, drafted = tensors_of(model, tmp_path), TreeDrafter.draft, []
+
+    def recorded(self: Any, sequences: Any) -> Tensor:
+        best = draft(self, sequences)
+        layout, found = self.layout, list[set[tuple[int, ...]]]()
+        for row, end in enumerate(sequences.cache_seqlens.tolist()):
+            tokens, paths = best[row].flatten().tolist(), [()]
+            for node in range(1, len(layout.rank[row])):
+                depth, rank = int(layout.paths.depth[row, node]), int(layout.rank[row, node])
+                paths.append((*paths[layout.paths.parent[row, node]], tokens[(depth - 1) * 4 + rank]))
+                assert len(paths[-1]) == depth
+            found.append(set(paths[1:]))
+            if not sequences.done[row]:
+                drafted.append((sequences.text[row, : end + 1].clone(), found[-1]))
+        return best
+
+    monkeypatch.setattr(TreeDrafter, "draft", recorded)
+    model.generate([[3, 1, 4, 1, 5], [7]], max_new_tokens=6, tree=DynamicTree(3, 2, 5), pad_token_id=0)
+    assert len(drafted) > 5
+    tokens = torch.arange(61) if vocabulary is None else vocabulary.tokens
+    for text, found in drafted:
+        states, _ = lm.capture(base, text[None, :-1], model.config.boundaries)
+        paths: dict[tuple[int, ...], float] = {}
+        beam: dict[tuple[int, ...], float] = {(): 0.0}
+        for step in range(3):
+            level = dict[tuple[int, ...], float]()
+            for path, score in beam.items():
+                ids = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+                padded = F.pad(states[0], (0, 0, 0, len(ids) - len(states[0])))
+                log_q = reference(w, padded, ids, step + 1)[step][len(text) - 2].log_softmax(-1).topk(2)
+                for value, index in zip(log_q.values.tolist(), log_q.indices, strict=True):
+                    level[(*path, int(tokens[index]))] = score + value
+            beam = dict(sorted(level.items(), key=lambda item: -item[1])[:2])
+            paths |= level
+        assert found == set(sorted(paths, key=lambda path: -paths[path])[:5])
+
+
 def test_a_trained_head_proposes_more_than_two_tokens_a_step() -> None:
     """On a target that knows a text: a few steps of training, and acceptance in `generate` as in the metrics."""
     torch.manual_seed(0)
@@ -280,11 +323,15 @@ def test_a_trained_head_proposes_more_than_two_tokens_a_step() -> None:
         optimizer.step()
     model = lm.Eagle3Model.from_base(base.eval(), 4)
     optimizer = torch.optim.AdamW(model.head_parameters(), lr=3e-3)
-    for _ in range(80):
+    for step in range(80):
         optimizer.zero_grad()
         loss = model(text, labels=text).loss
         loss.backward()
         optimizer.step()
+        if step in (15, 25, 79):  # a tree is at least as good as its chain, and better while the head errs
+            trees = chain(4), DynamicTree(4, 4, 24)
+            counts = [model.generate(text[:, :8], 40, tree=tree, return_stats=True).tokens_per_step for tree in trees]
+            assert counts[1] >= counts[0] * (1.1 if step < 79 else 1.0), (step, counts)
     out = model(text, labels=text)
     decoded = model.generate(text[:, :8], max_new_tokens=40, return_stats=True)
     assert torch.equal(decoded.sequences, base.generate(text[:, :8], max_new_tokens=40, do_sample=False))

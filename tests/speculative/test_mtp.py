@@ -21,7 +21,7 @@ from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, Inpu
 from ligermodels.layers import AttentionConfig
 from ligermodels.speculative.decoding import TreeStep
 from ligermodels.speculative.step_drafter import StepDrafter
-from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES, **MULTIMODAL}
 DEEPSEEKS = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
@@ -216,9 +216,11 @@ LOSSLESS = [
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
-@pytest.mark.parametrize("tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])])
-def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | None) -> None:
-    model = made(name, 1 if tree is None else 2)
+@pytest.mark.parametrize(
+    "tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]), DynamicTree(3, 3, 9)]
+)
+def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | DynamicTree | None) -> None:
+    model = made(name, 2 if isinstance(tree, Tree) else 1)
     options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
     wanted = model.generate(PROMPTS, 40, draft=None, do_sample=False, **options)
     found = model.generate(PROMPTS, 40, draft="mtp", tree=tree, return_stats=True, **options)
@@ -270,10 +272,11 @@ def test_drafts_with_the_cache_are_those_without(name: str, num_layers: int, mon
 
 
 @torch.no_grad()
-def test_a_step_waits_for_nothing() -> None:
+@pytest.mark.parametrize(("tree", "num_layers"), [(chain(3), 3), (DynamicTree(3, 4, 9), 1)], ids=["chain", "dynamic"])
+def test_a_step_waits_for_nothing(tree: Tree | DynamicTree, num_layers: int) -> None:
     """On the meta device no value can be looked at: a graph can hold a step."""
-    model = lm.MTPModel.from_base(lm.from_config(CONFIGS["gemma2"], device="meta").eval(), num_layers=3)
-    step = TreeStep(model.base, model.drafter(chain(3)), model.base.new_state(3, 40), chain(3), 9, [2, 5])
+    model = lm.MTPModel.from_base(lm.from_config(CONFIGS["gemma2"], device="meta").eval(), num_layers=num_layers)
+    step = TreeStep(model.base, model.drafter(tree), model.base.new_state(3, 40), tree, 9, [2, 5])
     rows = step.start(torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=bool, device="meta"))
     places = [*map(id, vars(rows).values()), *map(id, step.drafter._hidden)]
     step(rows)

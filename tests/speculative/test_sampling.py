@@ -14,7 +14,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.speculative.decoding import speculative_generate
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.sampling import draw
-from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 VOCAB = 5
 CONFIG: dict[str, Any] = {
@@ -78,7 +78,8 @@ def chi_square(found: Tensor, p: Tensor) -> tuple[float, int]:
 @pytest.mark.parametrize(("name", "tree", "shaping"), [
     ("Medusa", chain(3), SHAPINGS[0]), ("Medusa", BUSHY, SHAPINGS[1]), ("MTP 1", chain(3), SHAPINGS[2]),
     ("MTP 2", chain(2), SHAPINGS[0]), ("EAGLE-3", chain(3), SHAPINGS[0]), ("EAGLE-3", chain(3), SHAPINGS[1]),
-    ("EAGLE-3", BUSHY, SHAPINGS[2]), ("EAGLE-3, reduced", chain(2), SHAPINGS[2]),
+    ("EAGLE-3", BUSHY, SHAPINGS[2]), ("EAGLE-3", DynamicTree(3, 2, 6), SHAPINGS[0]),
+    ("EAGLE-3, reduced", chain(2), SHAPINGS[2]),
 ], ids=lambda value: f"{len(value.paths)} nodes" if isinstance(value, Tree) else str(value))  # fmt: skip
 def test_samples_have_the_distribution_of_the_model(
     base: lm.CausalLM, name: str, tree: Tree, shaping: dict[str, Any]

@@ -8,10 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.speculative.tree import (
     REFERENCE_TOP1,
     REFERENCE_TOP5,
+    DynamicTree,
     Tree,
     chain,
     default_tree,
@@ -110,6 +112,24 @@ def test_default_tree_of_a_small_vocabulary(vocab_size: int) -> None:
     tree = default_tree(3, vocab_size=vocab_size)
     assert tree.width == min(vocab_size, 10) and len(tree) == min(64, sum(vocab_size**n for n in range(4)))
     assert vocab_size < 10 or tree == default_tree(3)
+
+
+def test_what_a_dynamic_tree_needs() -> None:
+    assert (len(DynamicTree(3, 2, 5)), DynamicTree(3, 2, 5).pool, len(DynamicTree(3, 2, 99))) == (6, 10, 11)
+    assert len(DynamicTree(1, 4, 99)) == 5
+    for wrong in ({"max_depth": 0}, {"top_k": 0}, {"nodes": 1.5}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            DynamicTree(**wrong)
+    base = lm.from_config(
+        {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 7, "num_attention_heads": 2}
+    )
+    for model, tree, message in (
+        (lm.MedusaModel.from_base(base, 2), DynamicTree(), "after each candidate; give a Tree"),
+        (lm.MTPModel.from_base(base, num_layers=2), DynamicTree(), "needs a head of one layer, this head has 2"),
+        (lm.Eagle3Model.from_base(base), DynamicTree(top_k=8), "8 candidates per token, but there are 7 tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model.generate([[1, 2]], 3, tree=tree)
 
 
 def test_chain() -> None:

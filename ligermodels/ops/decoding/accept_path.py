@@ -55,7 +55,8 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Paths:
-    """The paths of a tree of N nodes; node 0 is the root.
+    """The paths of a tree of N nodes; node 0 is the root. Where each of B sequences has a tree of its own, all tensors
+    begin with a dimension B.
 
     parent, depth: long (N,), each node's parent (the root's is the root), and its distance from the root.
     retrieve_indices: long (N, P), the nodes from the root to each node, the last one repeated to fill; P > depth.
@@ -68,9 +69,11 @@ class Paths:
     retrieve_indices: Tensor
 
     def __post_init__(self) -> None:
-        N, device = self.depth.numel(), self.depth.device
+        nodes, device = self.depth.shape, self.depth.device
+        if len(nodes) not in (1, 2):
+            raise InputError(f"Paths: depth must have the shape (N,) or (B, N), got {tuple(nodes)}")
         for name, x in vars(self).items():
-            check_tensor("Paths", name, x, (N, "P") if name == "retrieve_indices" else (N,), device, torch.long)
+            check_tensor("Paths", name, x, (*nodes, "P") if name == "retrieve_indices" else nodes, device, torch.long)
 
 
 def accept_path(
@@ -122,7 +125,7 @@ def accept_path(
 
 def _tile(tree: Paths) -> int:
     """Nodes times path positions that a program holds."""
-    nodes, length = map(power_of_2_above, tree.retrieve_indices.shape)
+    nodes, length = map(power_of_2_above, tree.retrieve_indices.shape[-2:])
     return nodes * length
 
 
@@ -131,7 +134,7 @@ def _check(
     eos: Tensor, accept_mask: Tensor | None, scores: Tensor | None,
 ) -> None:  # fmt: skip
     op, device = "accept_path", sequences.root.device
-    B, N, H = sequences.root.numel(), tree.depth.numel(), sequences.hidden.shape[-1]
+    B, N, H = sequences.root.numel(), tree.depth.shape[-1], sequences.hidden.shape[-1]
     reject_dtensors(op, tokens, states, sequences.hidden)
     if tree.depth.device != device:
         raise InputError(f"{op}: tree must be on {device}, the device of the sequences; it is on {tree.depth.device}")
@@ -139,6 +142,8 @@ def _check(
         check_tensor(op, name, x, (B, N), device, torch.long)
     check_tensor(op, "states", states, (B, N, H), device, states.dtype)
     check_tensor(op, "eos", eos, ("E",), device, torch.long)
+    if tree.depth.dim() == 2 and len(tree.depth) != B:
+        raise InputError(f"{op}: tree has paths of {len(tree.depth)} sequences, there are {B}")
     if accept_mask is not None and scores is not None:
         check_tensor(op, "accept_mask", accept_mask, (B, N), device, torch.bool)
         check_tensor(op, "scores", scores, (B, N), device, torch.float32)
@@ -152,11 +157,13 @@ def accept_path_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `accept_path`, in plain torch, with the same arguments: sequences, tree, tokens, positions,
     choices, states, eos, max_new_tokens, accept_mask and scores."""
-    if len(tree.depth) == 1 and sequences.root.device.type == "cpu":
+    if tree.depth.shape[-1] == 1 and sequences.root.device.type == "cpu":
         return _accept_root(sequences, choices[:, 0], states[:, 0], eos, max_new_tokens)
+    batch = len(sequences.root)
+    tree = Paths(*(x.expand(batch, *x.shape[tree.depth.dim() - 1 :]) for x in vars(tree).values()))
     last = _furthest(sequences.cache_seqlens, tree, tokens, positions, choices, accept_mask, scores)
-    row, offset = (torch.arange(size, device=last.device) for size in (len(last), tree.retrieve_indices.shape[1]))
-    path, level = tree.retrieve_indices[last], tree.depth[last]
+    row, offset = (torch.arange(size, device=last.device) for size in (batch, tree.retrieve_indices.shape[2]))
+    path, level = tree.retrieve_indices[row, last], tree.depth[row, last]
     choice, hidden, slots = choices[row, last], states[row, last], sequences.cache_seqlens[:, None] + path
 
     new = tokens.gather(1, path.roll(-1, dims=1)).scatter(1, level[:, None], choice[:, None])  # then padding
@@ -198,24 +205,25 @@ def _furthest(
     accept_mask: Tensor | None, scores: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Long (B,): the deepest node that is accepted with all its ancestors; among several, the highest path score
-    wins."""
-    if len(tree.depth) == 1:
+    wins. The paths of `tree` begin with a dimension B."""
+    if tree.depth.shape[1] == 1:
         return torch.zeros_like(cache_seqlens)
-    right = tokens == choices[:, tree.parent] if accept_mask is None else accept_mask
+    routes = tree.retrieve_indices
+    right = tokens == choices.gather(1, tree.parent) if accept_mask is None else accept_mask
     right = right & (positions == cache_seqlens[:, None] + tree.depth)
-    inside = (right | (tree.depth == 0))[:, tree.retrieve_indices].all(dim=-1)
+    inside = (right | (tree.depth == 0)).gather(1, routes.flatten(1)).view(routes.shape).all(dim=-1)
     reached = inside * (tree.depth + 1)
     if scores is None:
         return reached.argmax(dim=1)
     total = torch.zeros_like(scores)
-    for level in range(1, tree.retrieve_indices.shape[1]):  # from the root down, the order in which the kernel adds
-        total = total + torch.where(level <= tree.depth, scores[:, tree.retrieve_indices[:, level]], 0)
+    for level in range(1, routes.shape[2]):  # from the root down, the order in which the kernel adds
+        total = total + torch.where(level <= tree.depth, scores.gather(1, routes[:, :, level]), 0)
     return total.masked_fill(reached < reached.amax(dim=1, keepdim=True), -math.inf).argmax(dim=1)
 
 
 @kernel
 def _accept_path_kernel(
-    tokens, positions, choices, states, parent, depth, retrieve_indices, eos, accept_mask, scores,
+    tokens, positions, choices, states, parent, depth, retrieve_indices, tree_batch, eos, accept_mask, scores,
     text, start, count, cache_seqlens, root, hidden, done, steps, slots, N, P, H, W, eos_count, max_new_tokens,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -224,6 +232,9 @@ def _accept_path_kernel(
     n, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     length, old = tl.load(cache_seqlens + row), tl.load(count + row)
     first, was_done, step = tl.load(start + row) + old, tl.load(done + row), tl.load(steps + row)
+    parent += row * tree_batch
+    depth += row * tree_batch
+    retrieve_indices += row * tree_batch * P
 
     above = tl.load(  # the nodes on the way to each node
         retrieve_indices + n[:, None] * P + place[None, :], mask=(n < N)[:, None] & (place < P)[None, :], other=0
@@ -281,15 +292,15 @@ def _accept_path(
     start: Tensor, count: Tensor, cache_seqlens: Tensor, root: Tensor, hidden: Tensor, done: Tensor, steps: Tensor,
     max_new_tokens: int,
 ) -> Tensor:  # fmt: skip
-    (N, P), (B, H) = retrieve_indices.shape, hidden.shape
+    (*_, N, P), (B, H) = retrieve_indices.shape, hidden.shape
     slots = tokens.new_empty(B, P)
     if is_fake(slots):
         return slots
-    inputs = [x.contiguous() for x in (tokens, positions, choices, states, parent, depth, retrieve_indices, eos)]
+    inputs = [x.contiguous() for x in (tokens, positions, choices, states, parent, depth, retrieve_indices)]
     mask = None if accept_mask is None else accept_mask.contiguous().view(torch.uint8)
     if B:
         _accept_path_kernel[(B,)](
-            *inputs, mask, contiguous(scores),
+            *inputs, N if depth.dim() == 2 else 0, eos.contiguous(), mask, contiguous(scores),
             text, start, count, cache_seqlens, root, hidden, done.view(torch.uint8), steps, slots,
             N, P, H, text.shape[1], len(eos), max_new_tokens, MASKED=mask is not None,
             BLOCK_N=power_of_2_above(N), BLOCK_P=power_of_2_above(P), BLOCK=min(power_of_2_above(H), CHANNELS),

@@ -31,8 +31,9 @@ def causal_conv(
         earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T: each document
             has zeros before its first token. Excludes `earlier` and `tree`.
-        tree: for tokens that form a tree, two long (T,): each token's parent (the root is its own parent) and its
-            distance from the root; see `conv_sources`. `earlier` precedes the root.
+        tree: for tokens that form a tree, two long (T,), or (B, T) where each sequence has its own: each token's parent
+            (the root is its own parent) and its distance from the root; see `conv_sources`. `earlier` precedes the
+            root.
 
     Returns:
         Contiguous (B, T, C) of x's dtype.
@@ -62,11 +63,11 @@ def causal_conv_reference(
     inputs, taps = inputs.to(wide), weight.to(wide)
     first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
-    token = torch.arange(tokens, device=x.device)
+    token, row = torch.arange(tokens, device=x.device), torch.arange(len(x), device=x.device)[:, None]
     total = torch.zeros((), dtype=wide, device=x.device)
     for back in range(width):
         start = width - 1 - back
-        seen = inputs[:, start : start + tokens] if sources is None else inputs[:, sources[:, back]]
+        seen = inputs[:, start : start + tokens] if sources is None else inputs[row, sources[..., back]]
         if first is not None:
             seen = seen.masked_fill((token - back < first)[:, None], 0)
         total = total + seen * taps[:, start]
@@ -77,20 +78,20 @@ def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
     """Indices of the inputs that each node of a tree sees in a causal convolution.
 
     Args:
-        parent: long (N,), each node's parent; the root is its own parent.
-        depth: long (N,), each node's distance from the root.
+        parent: long (N,) or (B, N), each node's parent; the root is its own parent.
+        depth: long (N,) or (B, N), each node's distance from the root.
         width: inputs per output, W.
 
     Returns:
-        long (N, W): column s is the index of the input s tokens before the node. Index 0 is the first of the W - 1
-        inputs before the root, so node i has index W - 1 + i.
+        long (N, W) or (B, N, W): column s is the index of the input s tokens before the node. Index 0 is the first of
+        the W - 1 inputs before the root, so node i has index W - 1 + i.
     """
-    node = torch.arange(len(parent), device=parent.device)
+    node = torch.arange(parent.shape[-1], device=parent.device).expand_as(parent)
     columns = []
     for back in range(width):
         columns.append(torch.where(depth >= back, node, depth - back) + width - 1)
-        node = parent[node]
-    return torch.stack(columns, dim=1)
+        node = parent.gather(-1, node)
+    return torch.stack(columns, dim=-1)
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -112,7 +113,10 @@ def _check(
     if cu_seqlens is not None and (earlier is not None or tree is not None):
         raise InputError(f"{name}: cu_seqlens: packed documents go without earlier inputs or a tree; give one of them")
     for part, nodes in zip(("parent", "depth"), tree or (None, None), strict=True):
-        check_tensor(name, f"tree's {part}", nodes, (tokens,), x.device, torch.long, optional=True)
+        own = nodes is not None and nodes.dim() == 2
+        check_tensor(
+            name, f"tree's {part}", nodes, (batch, tokens) if own else (tokens,), x.device, torch.long, optional=True
+        )
     check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")

@@ -154,7 +154,7 @@ def _conv_backward_kernel(
 
 @kernel
 def _tree_conv_kernel(
-    x, x_batch, x_token, weight, earlier, parent, depth, out, N, C, blocks,
+    x, x_batch, x_token, weight, earlier, parent, depth, tree_batch, out, N, C, blocks,
     HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a node, and goes up from it; above the root are the earlier inputs."""
@@ -165,7 +165,8 @@ def _tree_conv_kernel(
     x += batch * x_batch
     if HAS_EARLIER:
         earlier += batch * (WIDTH - 1) * C
-    level = tl.load(depth + node)
+    parent += batch * tree_batch
+    level = tl.load(depth + batch * tree_batch + node)
     total = tl.zeros((BLOCK,), tl.float32)
     at = node
     for back in tl.static_range(WIDTH):
@@ -233,8 +234,9 @@ def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent:
     batch, nodes, channels = x.shape
     blocks = -(-channels // BLOCK)
     _tree_conv_kernel[(batch * nodes * blocks,)](
-        *_channels_last(x), weight.contiguous(), contiguous(earlier), parent.contiguous(), depth.contiguous(), out,
-        nodes, channels, blocks, HAS_EARLIER=earlier is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        *_channels_last(x), weight.contiguous(), contiguous(earlier), parent.contiguous(), depth.contiguous(),
+        nodes if parent.dim() == 2 else 0, out, nodes, channels, blocks,
+        HAS_EARLIER=earlier is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -246,7 +248,7 @@ def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor,
         x: (B, N, C), the inputs of the N nodes.
         weight: (C, W), W up to 4.
         earlier: (B, W - 1, C), the inputs before the root; zeros when None.
-        parent, depth: long (N,), each node's parent and its distance from the root.
+        parent, depth: long (N,) or (B, N), each node's parent and its distance from the root.
 
     Returns:
         Contiguous (B, N, C) of x's dtype.

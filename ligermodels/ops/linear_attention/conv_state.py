@@ -52,7 +52,8 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
         inputs: contiguous (B, W - 1, C), the inputs before the root; becomes the last W - 1 inputs at the node.
         x: (B, N, C) of the dtype of `inputs`, the inputs of the nodes.
         node: long (B,), the accepted node of each sequence.
-        tree: two long (N,), each node's parent (the root is its own parent) and its distance from the root.
+        tree: two long (N,), or (B, N) where each sequence has its own: each node's parent (the root is its own parent)
+            and its distance from the root.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, or `inputs` is not contiguous.
@@ -62,7 +63,8 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
     _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
     check_tensor(op, "node", node, (x.shape[0],), x.device, torch.long)
     for name, nodes in (("parent", parent), ("depth", depth)):
-        check_tensor(op, f"tree's {name}", nodes, (x.shape[1],), x.device, torch.long)
+        shape = (x.shape[1],) if nodes.dim() == 1 else tuple(x.shape[:2])
+        check_tensor(op, f"tree's {name}", nodes, shape, x.device, torch.long)
     if not use_kernels(inputs, x):
         commit_conv_inputs_reference(inputs, x, node, tree)
     else:
@@ -71,9 +73,10 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
 
 def commit_conv_inputs_reference(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tensor, Tensor]) -> None:
     """The specification of `commit_conv_inputs`, in plain torch, with the same arguments inputs, x, node and tree."""
-    sources = conv_sources(*tree, inputs.shape[1])[node].flip(1) + 1  # indices into the inputs followed by x
-    sequence = torch.arange(len(x), device=x.device)[:, None]
-    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence, sources])
+    sequence = torch.arange(len(x), device=x.device)
+    sources = conv_sources(*tree, inputs.shape[1]).expand(len(x), -1, -1)[sequence, node]
+    # indices into the inputs followed by x
+    inputs.copy_(torch.cat([inputs, x], dim=1)[sequence[:, None], sources.flip(1) + 1])
 
 
 def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, width: int) -> None:
@@ -110,7 +113,7 @@ def _conv_step_kernel(
 
 @kernel
 def _commit_conv_kernel(
-    inputs, x, x_batch, x_token, node, parent, depth, C, blocks,
+    inputs, x, x_batch, x_token, node, parent, depth, tree_batch, C, blocks,
     WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a sequence, and walks up from the node to find the last inputs."""
@@ -118,7 +121,8 @@ def _commit_conv_kernel(
     channel = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
     place = tl.arange(0, BEFORE)
     at = tl.load(node + batch)
-    level = tl.load(depth + at)
+    parent += batch * tree_batch
+    level = tl.load(depth + batch * tree_batch + at)
     source = tl.zeros((BEFORE,), tl.int64)  # a node or, below 0, an earlier input
     for back in tl.static_range(WIDTH - 1):
         source = tl.where(place == WIDTH - 2 - back, tl.where(level >= back, at, level - back), source)
@@ -158,5 +162,6 @@ def _commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, parent: Tensor,
     if batch and before and channels:
         _commit_conv_kernel[(batch * blocks,)](
             inputs, x, x.stride(0), x.stride(1), node.contiguous(), parent.contiguous(), depth.contiguous(),
-            channels, blocks, WIDTH=before + 1, BEFORE=power_of_2_above(before), BLOCK=BLOCK, num_warps=WARPS,
+            x.shape[1] if parent.dim() == 2 else 0, channels, blocks,
+            WIDTH=before + 1, BEFORE=power_of_2_above(before), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

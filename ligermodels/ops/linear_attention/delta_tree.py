@@ -34,7 +34,8 @@ def gated_delta_rule_tree(
         g: (B, N, R), floating, logarithm of the decay of the state before each node, finite and at most 0.
         beta: (B, N, R), floating, how far each node moves the state to its value, within [0, 1].
         state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the root; it is not changed.
-        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors; j <= i.
+        ancestors: bool (N, N), or (B, N, N) where each sequence has a tree of its own: True at [i, j] if node j is
+            node i or one of its ancestors; j <= i.
 
     Returns:
         o (B, N, R, V) of q's dtype, and the updates for `commit_tree`.
@@ -44,7 +45,7 @@ def gated_delta_rule_tree(
     """
     check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
     nodes = q.shape[1]
-    check_tensor("gated_delta_rule_tree", "ancestors", ancestors, (nodes, nodes), q.device, torch.bool)
+    _check_ancestors("gated_delta_rule_tree", ancestors, q.shape[0], nodes, q.device)
     if not use_kernels(q, state) or nodes > MAX_NODES:
         return gated_delta_rule_tree_reference(q, k, v, g, beta, state, ancestors)
     o, *updates = _gated_delta_rule_tree(q, k, v, g, beta, state, ancestors)
@@ -59,7 +60,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
         state: contiguous (B, R, K, V), the state before the root; updated in place.
         updates: the updates that `gated_delta_rule_tree` returned.
         node: long (B,), the accepted node of each sequence.
-        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors.
+        ancestors: bool (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit.
@@ -73,7 +74,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
     check_tensor(op, "updates.keys", keys, (batch, nodes, "G", key_dim), state.device)
     check_tensor(op, "updates.values", values, (batch, nodes, heads, width), state.device, keys.dtype)
     check_tensor(op, "node", node, (batch,), state.device, torch.long)
-    check_tensor(op, "ancestors", ancestors, (nodes, nodes), state.device, torch.bool)
+    _check_ancestors(op, ancestors, batch, nodes, state.device)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
         raise InputError(
             f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
@@ -85,10 +86,20 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
         _commit_tree(state, decay, keys, values, node, ancestors)
 
 
+def _check_ancestors(op: str, ancestors: Tensor, batch: int, nodes: int, device: torch.device) -> None:
+    shape = (nodes, nodes) if ancestors.dim() == 2 else (batch, nodes, nodes)
+    check_tensor(op, "ancestors", ancestors, shape, device, torch.bool)
+
+
+def _tree_and_stride(ancestors: Tensor) -> tuple[Tensor, int]:
+    """The ancestors as bytes, and their stride along the sequences, 0 for a tree that all share."""
+    return ancestors.contiguous().view(torch.uint8), 0 if ancestors.dim() == 2 else ancestors.shape[1] ** 2
+
+
 @kernel
 def _tree_kernel(
     q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, state, ancestors,
-    out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
+    tree_batch, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
     EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +144,7 @@ def _tree_kernel(
             tl.store(place, key * key_factor[:, None], mask=there)
 
     # Sums along paths are fp64: their differences are small compared to the sums.
-    is_above = tl.load(ancestors + node * N + other, mask=(node < N) & (other < N), other=0) != 0
+    is_above = tl.load(ancestors + batch * tree_batch + node * N + other, mask=(node < N) & (other < N), other=0) != 0
     gate = tl.load(g + ours, mask=n < N, other=0.0).to(tl.float64)
     path = tl.sum(tl.where(is_above, gate[None, :], 0.0), axis=1)
     if block == 0:
@@ -160,7 +171,7 @@ def _tree_kernel(
 
 @kernel
 def _commit_kernel(
-    state, decay, keys, values, node, ancestors, N, K, V, heads, repeats, blocks,
+    state, decay, keys, values, node, ancestors, tree_batch, N, K, V, heads, repeats, blocks,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, and adds the nodes of the path, the last node
@@ -170,7 +181,7 @@ def _commit_kernel(
     n, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     at = tl.load(node + batch).to(tl.int32)
-    path = tl.load(ancestors + at * N + n, mask=n < N, other=0) != 0
+    path = tl.load(ancestors + batch * tree_batch + at * N + n, mask=n < N, other=0) != 0
     last = tl.load(decay + (batch * N + at) * heads + head)
     place = state + row * K * V + i[:, None] * V + j[None, :]
     inside = (i < K)[:, None] & (j < V)[None, :]
@@ -201,7 +212,7 @@ def _gated_delta_rule_tree(
     if batch:
         _tree_kernel[(batch * heads * blocks,)](
             *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
-            state, ancestors.contiguous().view(torch.uint8), out, decay, keys, values,
+            state, *_tree_and_stride(ancestors), out, decay, keys, values,
             nodes, key_dim, width, heads, heads // q.shape[2], blocks, key_dim**-0.5,
             EPS=EPS, PRECISION=_precision(q),
             BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
@@ -225,6 +236,6 @@ def _commit_tree(state: Tensor, decay: Tensor, keys: Tensor, values: Tensor, nod
     if batch:
         _commit_kernel[(batch * heads * blocks,)](
             state, decay.contiguous(), keys.contiguous(), values.contiguous(), node.contiguous(),
-            ancestors.contiguous().view(torch.uint8), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
+            *_tree_and_stride(ancestors), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
             BLOCK_N=power_of_2_above(nodes), BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
         )  # fmt: skip

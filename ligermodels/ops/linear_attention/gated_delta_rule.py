@@ -183,7 +183,9 @@ def gated_delta_rule_tree_reference(
         chunked = partial(_chunked, dtype=wide, count=1, size=nodes)
         queries, keys = _normalised(chunked(q), chunked(k))
         follows = ancestors.new_ones(1, nodes)
-        chunk = _Chunk(queries, keys, chunked(v), chunked(g), chunked(beta), ancestors[None], follows)
+        chunk = _Chunk(
+            queries, keys, chunked(v), chunked(g), chunked(beta), ancestors.reshape(-1, 1, 1, 1, nodes, nodes), follows
+        )
         o, u = chunk.outputs(0, state)
     keys = chunk.k[:, :, 0, 0].transpose(1, 2)
     decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))
@@ -197,7 +199,7 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
         initial_state: (B, R, K, V), floating, the state before the root.
         updates: the updates that `gated_delta_rule_tree` returned.
         node: long (B,), a node of each tree.
-        ancestors: bool (N, N), True at [i, j] if node j is node i or one of its ancestors.
+        ancestors: bool (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
 
     Returns:
         (B, R, K, V), of the dtype of `initial_state`.
@@ -206,7 +208,8 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
     repeats = values.shape[2] // keys.shape[2]
     with without_autocast(values):
         reached = decay.gather(1, node[:, None, None].expand(-1, 1, decay.shape[2]))
-        kept = (reached - decay).masked_fill(~ancestors[node][:, :, None], -torch.inf).to(values.dtype).exp()
+        path = ancestors.expand(len(node), *ancestors.shape[-2:])[torch.arange(len(node), device=node.device), node]
+        kept = (reached - decay).masked_fill(~path[:, :, None], -torch.inf).to(values.dtype).exp()
         keys = keys.repeat_interleave(repeats, dim=2).permute(0, 2, 3, 1)
         added = keys @ (kept[..., None] * values).transpose(1, 2)
         return reached.to(values.dtype).exp().mT[..., None] * initial_state + added.to(initial_state.dtype)
