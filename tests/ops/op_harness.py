@@ -6,9 +6,10 @@ eager computation, whose error is the measure: ours may be 1.5 times that, for e
 root mean square, and 2 times in the greatest element, which is one sample of chance. It may be 3 times where the
 greatest of few numbers is compared: of up to 1,000 elements, or where a few great elements hold most of a tensor, so
 that its squares sum to less than 100 times the greatest one (those of 1,000 normal numbers to 95 times). Of 1,200
-gradients of a head computed row after row in exact float32, 25 are beyond 2 times, and 1 is beyond 3 times. Of up to
-8 numbers, which may be right by luck in the eager result, an eighth of the inputs' rounding error is allowed on top,
-and at least as many float32 units again.
+gradients of a head computed row after row in exact float32, 25 are beyond 2 times, and 1 is beyond 3 times.
+
+Of up to 8 numbers, which may be right by luck in the eager result, an eighth of the inputs' rounding error is allowed
+on top, and at least as many float32 units again.
 """
 
 from collections.abc import Callable, Sequence

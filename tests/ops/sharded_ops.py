@@ -1,4 +1,4 @@
-"""Ops on DTensors against the same ops on whole tensors, in each of two processes: sharded_ops.py RANK PORT BACKEND."""
+"""Ops on DTensors against the same ops on whole tensors, in each of two processes: sharded_ops.py RANK PORT."""
 
 import os
 import sys
@@ -228,23 +228,24 @@ def check_refusals(mesh: Any) -> None:
         raise AssertionError("a plain x took a sharded weight")
 
 
-def main(rank: int, port: str, backend: str) -> None:
+def main(rank: int, port: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (WORLD,))
-    with ops.set_backend(backend):  # type: ignore[arg-type]
-        check_cases(mesh, backend == "triton")
-        check_plain_weights(mesh)
-        check_vocabulary_shards(mesh, backend == "triton")
-        check_refusals(mesh)
+    for kernels in (False, True):
+        with ops.set_backend("triton" if kernels else "reference"):
+            check_cases(mesh, kernels)
+            check_plain_weights(mesh)
+            check_vocabulary_shards(mesh, kernels)
+            check_refusals(mesh)
     dist.barrier()
     os._exit(0)  # gloo's threads may crash a process that tears them down
 
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+        main(int(sys.argv[1]), sys.argv[2])
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # without waiting for the other rank
