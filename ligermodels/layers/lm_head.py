@@ -55,6 +55,7 @@ class HeadLoss(NamedTuple):
     predicted: long, of the targets' shape: the likeliest token, -1 without a target.
     log_probs: of the targets' shape, fp32 or wider; 0 without a target.
     entropy: of the targets' shape, fp32 or wider; 0 without a target.
+    log_kept_mass: of the targets' shape, fp32 or wider, without a gradient; 0 without a target.
     """
 
     loss: Tensor | None = None
@@ -63,6 +64,7 @@ class HeadLoss(NamedTuple):
     predicted: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    log_kept_mass: Tensor | None = None
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -102,7 +104,7 @@ def check_loss_options(
             check_number("num_items_in_batch", each)
 
 
-LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss")
+LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss", "temperature", "top_k", "top_p", "min_p")
 """What a caller of a model may choose of its log-probabilities: see `ops.linear_log_probs`."""
 
 
@@ -118,6 +120,12 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
     """
     if labels is None:
         raise InputError("return_log_probs: are of labels; give them")
+    temperature = options.get("temperature")
+    if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
+        raise InputError(
+            f"temperature: must be a number or of the shape of labels, {tuple(labels.shape)}; got "
+            f"{tuple(temperature.shape)}"
+        )
     for name, value in options.items():
         if name in LOG_PROB_OPTIONS or value is None:
             if name == "memory_budget" and value is not None:
@@ -157,7 +165,8 @@ def loss_or_log_probs(
         numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
         if isinstance(numbers, Tensor):
             return HeadLoss(log_probs=numbers)
-        return HeadLoss(log_probs=numbers.log_probs, entropy=numbers.entropy, predicted=numbers.predicted)
+        names = ("log_probs", "entropy", "predicted", "log_kept_mass")
+        return HeadLoss(**{name: getattr(numbers, name) for name in names})
     return as_head_loss(ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options), options)
 
 

@@ -210,12 +210,16 @@ class Targets:
             index: number of the loss, from 0.
             head: a head such as `LMHead`, which returns a `HeadLoss`.
             hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
-            options: options of `ops.linear_log_probs`, such as `return_entropy` and `return_predicted`.
+            options: options of `ops.linear_log_probs`, such as `return_entropy` and `return_predicted`. A tensor
+                `temperature` is (B, T), aligned with the labels.
 
         Returns:
-            `log_probs`, and `entropy` and `predicted` where the options ask for them, each (B, T): 0, and -1 for
-            predicted tokens, where there is no target.
+            `log_probs`, and `entropy`, `predicted` and `log_kept_mass` where the options ask for them, each (B, T): 0,
+            and -1 for predicted tokens, where there is no target.
         """
+        temperature = options.get("temperature")
+        if isinstance(temperature, Tensor):
+            options["temperature"] = self._selected(self._shifted(temperature, self.ahead[index], 1))
         counts = self.wait_for_counts()
         num_targets = None if counts is None else counts[index]
         targets = self._selected(self.values[index])
@@ -224,6 +228,7 @@ class Targets:
             log_probs=self._restored(result.log_probs, 0.0),
             entropy=self._restored(result.entropy, 0.0),
             predicted=self._restored(result.predicted, -1),
+            log_kept_mass=self._restored(result.log_kept_mass, 0.0),
         )
 
     def _weight_of_all(self, targets: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:

@@ -240,11 +240,14 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         return_last_hidden_state: bool = False,
         return_entropy: bool = False,
         return_predicted: bool = False,
+        return_log_kept_mass: bool = False,
         **options: Any,
     ) -> CausalLMOutput:
         """Log-probabilities of the labels, with any gradient: objectives such as DPO and GRPO are computed from them.
 
-        Logits are never materialised. See `ligermodels.losses` for objectives.
+        Logits are never materialised. See `ligermodels.losses` for objectives. With the temperature and filters of a
+        sampler they are the log-probabilities with which it draws tokens: over the tokens that it keeps, -inf for a
+        label that it does not keep.
 
         Args:
             input_ids: (B, T) long.
@@ -259,7 +262,9 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             return_last_hidden_state: also return the states after the final norm.
             return_entropy: also return the entropy of each prediction.
             return_predicted: also return the likeliest token at the place of each label.
-            options: memory_budget and entropy_in_loss: see `ops.linear_log_probs`.
+            return_log_kept_mass: also return the log of the probability of the kept tokens together.
+            options: temperature (a number, or a tensor (B, T) aligned with the labels), top_k, top_p, min_p,
+                memory_budget and entropy_in_loss: see `ops.linear_log_probs`.
 
         Returns:
             `log_probs` (B, T), and what was asked for beside them.
@@ -277,6 +282,8 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         check_log_prob_options(options, labels)
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens)
         asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
+        if return_log_kept_mass:
+            asked["return_log_kept_mass"] = True
         return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **asked, **options)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
@@ -348,7 +355,8 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         decoded = decode(self, inputs, with_logits or with_last_hidden_state)
         output = output_of(self, decoded, with_logits, with_last_hidden_state)
         result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
-        output.log_probs, output.entropy, output.predicted = result.log_probs, result.entropy, result.predicted
+        for name in ("log_probs", "entropy", "predicted", "log_kept_mass"):
+            setattr(output, name, getattr(result, name))
         return output
 
     def _head_alone(

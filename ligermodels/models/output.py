@@ -79,6 +79,8 @@ class CausalLMOutput(ModelOutput):
     log_probs: (B, T) fp32, at each token the log-probability of the label that follows it; 0 where that label is
         ignored or missing.
     entropy: (B, T) fp32, at each token the entropy of the prediction; 0 where the label is ignored or missing.
+    log_kept_mass: with `return_log_kept_mass`, (B, T) fp32, at each token the log of the probability of the tokens that
+        a sampler keeps; 0 where the label is ignored or missing.
     z_loss: with `return_z_loss`, the z-loss within the loss, reduced in the same way, without a gradient.
     predicted: with `return_predicted`, long (B, T), at each token the likeliest next one; -1 where the label that
         follows is ignored or missing.
@@ -93,6 +95,7 @@ class CausalLMOutput(ModelOutput):
     ranks: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    log_kept_mass: Tensor | None = None
     z_loss: Tensor | None = None
     predicted: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None

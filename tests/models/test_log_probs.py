@@ -7,6 +7,7 @@ import torch
 from test_nativize import make
 from torch import Tensor
 from torch.testing import assert_close
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import ligermodels as lm
 from ligermodels import losses
@@ -60,6 +61,33 @@ def test_log_probs_and_entropies_and_any_gradient_of_them(name: str, frozen: boo
             (out.log_probs * factor[0] + (out.entropy * factor[1] if use_entropy else 0)).sum(), ours, retain_graph=True
         )
         assert (gradient - wanted_gradient).norm() < 1e-4 * wanted_gradient.norm()
+
+
+def test_log_probs_of_a_sampler() -> None:
+    """With which transformers' warpers would draw the labels of a padded batch, a temperature for each label."""
+    hf, batch = make("gemma2"), inputs()
+    model = lm.from_transformers(hf)
+    temperature = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(2)) + 0.3
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    logits = hf(batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions).logits.double()
+    x = logits[:, :-1] / temperature[:, 1:, None]
+    kept = x.flatten(0, 1)
+    for warper in (TopKLogitsWarper(60), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)):
+        kept = warper(None, kept)
+    kept, labels = kept.view(x.shape), batch["labels"][:, 1:]
+    valid = labels != -100
+    wanted = kept.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    options = {"temperature": temperature, "top_k": 60, "top_p": 0.9, "min_p": 0.05}
+    out = model.log_probs(**batch, **options, return_log_kept_mass=True)
+    assert_close(out.log_probs[:, :-1].double(), wanted.where(valid, 0.0), rtol=1e-4, atol=1e-4)
+    mass = (kept.logsumexp(-1) - x.logsumexp(-1)).where(valid, 0.0)
+    assert_close(out.log_kept_mass[:, :-1].double(), mass, rtol=1e-4, atol=1e-4)
+    assert wanted[valid].isneginf().any() and wanted[valid].isfinite().any() and not out.log_kept_mass.requires_grad
+    ours, theirs = model.decoder.embed.weight, hf.get_input_embeddings().weight
+    for log_probs, weight in ((out.log_probs, ours), (wanted.where(valid, 0.0), theirs)):
+        log_probs.where(log_probs.isfinite(), 0.0).sum().backward()
+        assert weight.grad.isfinite().all()
+    assert (ours.grad - theirs.grad).norm() < 1e-4 * theirs.grad.norm()
 
 
 def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
@@ -124,7 +152,9 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
         ({"class_weights": torch.ones(9)}, "class_weights: is an option of the loss"),
         ({"label_smoothing": 0.1}, "label_smoothing: is an option of the loss"),
         ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of the loss"),
-        ({"temperature": 2.0}, "temperature: no such argument"),
+        ({"typical_p": 0.5}, "typical_p: no such argument; options of log-probabilities: .*top_p"),
+        ({"temperature": torch.ones(3)}, r"temperature: must be a number or of the shape of labels, \(3, 11\)"),
+        ({"return_log_probs": False, "top_p": 0.5}, "top_p: no such argument"),
         ({"entropy_in_loss": True}, "entropy_in_loss goes with return_entropy"),
         ({"return_log_probs": False, "entropy_in_loss": True}, "entropy_in_loss: no such argument"),
         ({"return_log_probs": False, "return_entropy": True}, "return_entropy: goes with return_log_probs"),

@@ -1,4 +1,6 @@
+import functools
 from typing import Any
+from unittest import mock
 
 import peak_memory
 import pytest
@@ -6,6 +8,7 @@ import torch
 from conftest import Where
 from loss_cases import gemms, targets, two_roundings
 from op_harness import check, contiguous, strided_rows, transposed, wide
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ligermodels.errors import InputError
 from ligermodels.ops import linear_cross_entropy, linear_log_probs, linear_log_probs_reference
@@ -67,6 +70,103 @@ def compare(
 
     inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
     check(ours, theirs, inputs, frozen=frozen, slack=two_roundings(hidden))
+
+
+def samplers(shape: tuple[int, ...], device: torch.device) -> dict[str, dict[str, Any]]:
+    """Options of a sampler."""
+    temperature = torch.linspace(0.4, 2.0, torch.Size(shape).numel()).view(shape).to(device)
+    return {
+        "temperature": {"temperature": 0.7},
+        "temperatures": {"temperature": temperature, "softcap": 3.0, "logit_scale": 1.3},
+        "top-k": {"top_k": 5},
+        "top-p": {"top_p": 0.8, "temperature": 0.5},
+        "min-p": {"min_p": 0.2},
+        "all": dict(temperature=temperature, top_k=40, top_p=0.9, min_p=0.03, softcap=6.0, logit_scale=1.7),
+    }
+
+
+def dropped(
+    logits: torch.Tensor, *, softcap: float | None = None, logit_scale: float = 1.0, temperature: Any = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The classes that transformers' warpers drop, of logits (..., V) as they are rounded."""
+    x = logits.detach().double() * logit_scale
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = x / (temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature)
+    x = x.reshape(-1, x.shape[-1]).cpu()
+    with mock.patch.object(torch, "sort", functools.partial(torch.sort, stable=True)):  # equal logits by their class
+        for warper, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p), (MinPLogitsWarper, min_p)):
+            x = x if value is None else warper(value)(None, x)
+    return x.isneginf().view(logits.shape).to(logits.device)
+
+
+def sampled(
+    hidden: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, drop: torch.Tensor,
+    *, softcap: float | None = None, logit_scale: float = 1.0, temperature: Any = 1.0, **_: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Log-probabilities, entropies, lse and log kept mass, by log_softmax over masked logits."""
+    x = wide(torch.nn.functional.linear(hidden, weight, bias)) * logit_scale
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = x / (temperature.to(x.dtype).unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature)
+    valid, kept = y != -100, x.masked_fill(drop, -torch.inf)
+    log_p, mass = kept.log_softmax(-1), (kept.logsumexp(-1) - x.logsumexp(-1)).detach()
+    at_y = log_p.gather(-1, y.where(valid, 0).unsqueeze(-1)).squeeze(-1)
+    found = [at_y, -(log_p.exp() * log_p.masked_fill(drop, 0.0)).sum(-1), kept.logsumexp(-1), mass]
+    return [each.where(valid, 0.0) for each in found]
+
+
+@pytest.mark.parametrize("name", samplers((1,), torch.device("cpu")))
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+def test_samplers(where: Where, name: str, memory_budget: int) -> None:
+    """A sampler's log-probabilities and all gradients, with the classes that transformers' warpers keep."""
+    hidden, weight, bias = head(where, (2, 5), 12, 300)
+    options = samplers((2, 5), where.device)[name]
+    drop = dropped(torch.nn.functional.linear(hidden, weight, bias), **options)
+    y = torch.multinomial((~drop).double().view(10, -1), 1).view(2, 5)
+    y[0, 3] = -100
+
+    def ours(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        asked = dict.fromkeys(("return_entropy", "return_lse", "return_log_kept_mass"), True)
+        found = linear_log_probs(h, w, y, b, memory_budget=memory_budget, **asked, **options)
+        assert not found.log_kept_mass.requires_grad
+        alone = linear_log_probs(h.detach(), w, y, b, memory_budget=memory_budget, **options)
+        assert torch.equal(alone, found.log_probs)
+        return [*found[:3], found.log_kept_mass]
+
+    frozen, slack = name in ("top-p", "temperatures"), 2 * two_roundings(hidden)
+    check(
+        ours, lambda h, w, b: sampled(h, w, y, b, drop, **options), [hidden, weight, bias], frozen=frozen, slack=slack
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.0}, {"top_k": 12, "top_p": 0.7}, {"min_p": 1.0}, {"top_p": 1}],
+    ids=str,
+)  # fmt: skip
+def test_samplers_and_equal_logits(where: Where, options: dict[str, Any]) -> None:
+    """Which of equal logits are kept, as by transformers; a target that is not kept; and the reference."""
+    V = 41
+    logits = torch.randint(-2, 3, (6, V), generator=torch.Generator().manual_seed(1)).to(where.dtype).to(where.device)
+    logits[5] = 0.0
+    drop, y = dropped(logits, **options), torch.arange(6, device=where.device)
+    gradients, outputs = [], []
+    for op in (linear_log_probs, linear_log_probs_reference, None):
+        h = torch.eye(6, dtype=where.dtype, device=where.device).requires_grad_()
+        w = logits.t().contiguous().requires_grad_()
+        if op is None:
+            found = sampled(h, w, y, None, drop, **options)
+        else:
+            every = op(h, w, y, return_lse=True, return_entropy=True, return_log_kept_mass=True, **options)
+            found = [*every[:3], every.log_kept_mass]
+        (torch.where(found[0].isfinite(), found[0] * 2, found[1]) + found[2]).sum().backward()
+        outputs.append(torch.stack([x.detach().float() for x in found]))
+        gradients.append(w.grad)
+        assert torch.equal((w.grad == 0)[:, 5], drop[5])
+    for one, gradient in zip(outputs[:2], gradients[:2], strict=True):
+        assert torch.equal(one[0].isneginf(), drop.gather(1, y[:, None])[:, 0])
+        torch.testing.assert_close(one, outputs[2], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(gradient, gradients[2], rtol=4e-3, atol=4e-3)
 
 
 def head(where: Where, T: tuple[int, ...], H: int, V: int) -> list[torch.Tensor]:
@@ -175,6 +275,38 @@ def test_number_of_gemms(needs: str, used: str, wanted: tuple[int, int]) -> None
     y[:12] = -100
     _, half = gemms(lambda: linear_log_probs(target=y, **options, **inputs, **ALL), T * H * V)
     assert half == forward / 2
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("rows_of_budget", "H", "needs", "kept"),
+    [(24, 4, (0, 1), 24), (9, 8, (0, 1), 8), (9, 4, (0, 1), 4), (19, 8, (0, 1), 16), (19, 8, (0,), 8), (9, 8, (0,), 0)],
+)
+def test_kept_logits_are_not_recomputed(
+    kernels_device: torch.device, rows_of_budget: int, H: int, needs: tuple[int, ...], kept: int
+) -> None:
+    """All rows in the budget; or H rows in the memory of the weight's gradient, and some beside a chunk of 128 classes;
+    the gradients are those of recomputed logits."""
+    T, V = 24, 300
+    inputs = head(Where(kernels_device, torch.float32), (T,), H, V)
+    for i, x in enumerate(inputs):
+        x.requires_grad_(i in needs)
+    y, budget = targets((T,), V, kernels_device), rows_of_budget * 304 * 4
+
+    def call() -> Any:
+        asked = {"return_entropy": True, "entropy_in_loss": True}
+        return linear_log_probs(*inputs[:2], y, inputs[2], memory_budget=budget, **asked)
+
+    y = y.clamp(min=0)
+    found, forward = gemms(call, T * H * V)
+    loss = (found.log_probs * torch.linspace(-1, 1, T, device=kernels_device) + found.entropy).sum()
+    of = [inputs[i] for i in needs]
+    first, backward = gemms(lambda: torch.autograd.grad(loss, of, retain_graph=True), T * H * V)
+    assert forward == 1 and backward == pytest.approx(len(needs) + 1 - kept / T)
+    again, backward = gemms(lambda: torch.autograd.grad(loss, of), T * H * V)
+    assert backward == len(needs) + 1
+    for one, two in zip(first, again, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
@@ -335,6 +467,14 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
         ({"softcap": 0.0}, InputError, "softcap must be positive"),
         ({"logit_scale": -1.0}, InputError, "logit_scale must be positive"),
         ({"memory_budget": 0}, InputError, "memory_budget must be a positive"),
+        ({"temperature": 0.0}, InputError, "temperature must be a positive number or a tensor"),
+        ({"temperature": torch.ones(3)}, InputError, r"temperature must be .*of shape \(2\)"),
+        ({"temperature": torch.ones(2, dtype=torch.int64)}, InputError, "temperature must be floating"),
+        ({"temperature": torch.ones(2, requires_grad=True)}, InputError, "temperature has no gradient"),
+        ({"top_k": 1.5}, InputError, "top_k must be a whole number"),
+        ({"top_k": torch.ones(2).long()}, InputError, "top_k must be a whole number, .* the same for all rows"),
+        ({"top_p": 1.1}, InputError, r"top_p must be a number in \[0, 1\]"),
+        ({"min_p": -0.1}, InputError, r"min_p must be a number in \[0, 1\]"),
         ({"num_targets": 1}, RuntimeError, "num_targets is not the number"),
     ],
     ids=str,

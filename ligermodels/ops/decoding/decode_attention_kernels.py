@@ -1,6 +1,6 @@
 """The Triton kernels of `decode_attention`: attention over a share of the cache slots, and the sum over shares."""
 
-from ligermodels.ops.loss.token_losses_kernels import effective
+from ligermodels.ops.loss.logit_functions import effective
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.linear_head import SKIP_BELOW as SKIP_BELOW  # for `layers.targets`
 from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, bytes_per_logit, rows_in_place
+from ligermodels.ops.loss.sampler import SamplerOptions, row_sampler
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -107,6 +109,7 @@ def linear_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
     class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
     logit_scale: float, outputs: Sequence[bool], memory_budget: int, needs: Sequence[bool],
+    inverse_temperatures: Tensor | None = None, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     """Losses and statistics of each row of a head, and the gradients of sum(loss_weights * losses).
 
@@ -125,28 +128,50 @@ def linear_loss(
         outputs: the requested statistics, see `RowOutputs`.
         memory_budget: bytes for a chunk.
         needs: whether the gradients of hidden, weight and bias are needed.
+        inverse_temperatures: (...), contiguous, the dtype of the statistics, or None.
+        top_k: as the following two, see `SamplerOptions`.
+        top_p: in [0, 1].
+        min_p: in [0, 1].
 
     Returns:
-        The packed `RowStatistics`, then the three gradients, without elements where not needed.
+        The packed `RowStatistics`; the three gradients, without elements where not needed; and if classes may be
+        dropped, the dropped bits and the log masses of `RowSampler`.
     """
     options, requested = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale), RowOutputs(*outputs)
     statistics = RowStatistics.empty(target, loss_weights.dtype, requested)
     gradients = empty_gradients(hidden, weight, bias, needs)
+    kept = SamplerOptions(top_k, top_p, min_p)
+    sampler = row_sampler(inverse_temperatures, target, len(weight), kept, loss_weights.dtype)
     if not is_fake(hidden):
-        beside = 0 if use_kernels(hidden) else len(weight) * bytes_per_logit(hidden.dtype, options, requested.ranks)
+        beside = len(weight) * bytes_beside(hidden, options, kept, requested.ranks)
         size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
         head = ChunkedHead(hidden, weight, bias, size, gradients)
         targets, weights = target.view(-1), loss_weights.view(-1)
         for chunk in head.chunks():
-            logits = head.logits(chunk)
+            logits, of_rows = head.logits(chunk), sampler.rows(chunk)
+            if kept.filters:
+                fill_dropped(logits, of_rows, options, kept)
             rows_in_place(
                 logits, targets[chunk], statistics.rows(chunk), options, weights[chunk] if any(needs) else None,
-                class_weights,
+                class_weights, of_rows,
             )  # fmt: skip
             head.add_gradients(chunk, logits)
         head.close()
         statistics.fill_lses()
-    return [*statistics.pack(), *gradients]
+    return [*statistics.pack(), *gradients, *([x for x in sampler[1:] if x is not None])]
+
+
+def bytes_beside(hidden: Tensor, options: LossOptions, kept: SamplerOptions, ranks: bool = False) -> int:
+    """Bytes that statistics need for each logit beside the logit itself.
+
+    Args:
+        hidden: (..., H).
+        options: `softcap` is used.
+        kept: whether cutoffs are searched for.
+        ranks: whether ranks are computed.
+    """
+    per_logit = 0 if use_kernels(hidden) else bytes_per_logit(hidden.dtype, options, ranks)
+    return max(per_logit, bytes_for_cutoffs(hidden.dtype) if kept.filters else 0)
 
 
 def padded(num_classes: int) -> int:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.token_losses_kernels import scale_
+from ligermodels.ops.runtime.dispatch import num_sms, tl, use_kernels
+from ligermodels.ops.runtime.launcher import kernel
 
 FIRST_ROWS = 1024  # rows that are rounded first, through a copy
+SCALE_BLOCK = 8192  # elements that a program scales at a time
 ALIGNED = 16  # the two parts of the sum meet at a multiple of this many rows, for the GEMMs
 
 
@@ -107,3 +109,26 @@ def kept_gradients(ctx: Any, grad: Tensor) -> list[Tensor] | None:
     for g in gradients:
         scale_(g, grad)
     return gradients
+
+
+@kernel
+def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
+    """x *= factor, without touching x if the factor is 1, as it usually is."""
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
+            tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor in place, for a contiguous x, without a wait for the device."""
+    if x.is_meta:
+        return
+    if use_kernels(x):
+        programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once
+        with torch.cuda.device_of(x):
+            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
+    elif x.is_cuda or factor != 1:
+        x.mul_(factor)

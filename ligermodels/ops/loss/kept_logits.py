@@ -13,16 +13,29 @@ A kept row saves a quarter of the work of a trained head, which is four GEMMs pe
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import ROW_MULTIPLE, ChunkedHead, chunk_rows, empty_logits, logits_into, padded
+from ligermodels.ops.loss.chunks import (
+    ROW_MULTIPLE,
+    ChunkedHead,
+    bytes_beside,
+    empty_logits,
+    logits_into,
+    padded,
+    rows_per_chunk,
+)
+from ligermodels.ops.loss.cutoffs import fill_dropped
 from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, rows_in_place
+from ligermodels.ops.loss.sampler import RowSampler, SamplerOptions, row_sampler
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import is_fake
+
+if TYPE_CHECKING:
+    from ligermodels.ops.runtime.class_shards import ClassShard
 
 CLASS_MULTIPLE = 128  # chunks of classes are whole GEMM tiles
 LEAST_KEPT = 0.1  # of the rows; below that the other gradients' chunks have better use of the memory
@@ -70,42 +83,46 @@ class KeptRows(NamedTuple):
     inside: int
     size: int
 
+    def __bool__(self) -> bool:
+        return self.apart + self.inside > 0
 
-def rows_to_keep(hidden: Tensor, weight: Tensor, memory_budget: int, needs: Sequence[bool]) -> KeptRows | None:
-    """How many rows keep their logits; None if keeping them is not worth it or not possible.
+
+def rows_to_keep(hidden: Tensor, num_classes: int, memory_budget: int, needs: Sequence[bool]) -> KeptRows:
+    """How many rows keep their logits: none if it is not worth it or not possible.
 
     In torch, without the kernels, statistics overwrite the logits. Compiled graphs and dispatch modes (selective
     activation checkpointing) see only registered ops, which cannot return logits and overwrite them later.
 
     Args:
         hidden: (..., H).
-        weight: (V, H).
-        memory_budget: bytes for kept logits, a chunk in the backward and the float32 sum of the gradient of hidden.
+        num_classes: V; with sharded classes the largest number of a rank.
+        memory_budget: bytes for kept logits, a chunk of the backward pass and the float32 sum of hidden's gradient.
         needs: whether the gradients of hidden, weight and bias are needed.
     """
+    none = KeptRows(0, 0, num_classes)
     if torch.compiler.is_compiling() or not any(needs) or is_fake(hidden) or torch._C._len_torch_dispatch_stack():
-        return None
+        return none
     if not use_kernels(hidden):
-        return None
-    (*rows, H), V, item = hidden.shape, len(weight), hidden.element_size()
-    T = math.prod(rows)
-    bytes_per_row = padded(V) * item
+        return none
+    (*shape, H), item = hidden.shape, hidden.element_size()
+    T, bytes_per_row = math.prod(shape), padded(num_classes) * item
     if T * bytes_per_row <= memory_budget:
-        return KeptRows(T, 0, V) if T else None
+        return KeptRows(T, 0, num_classes)
     of_sum = T * H * item if needs[0] and item < 4 else 0
     size = max(memory_budget // 4 // (T * item) // CLASS_MULTIPLE, 1) * CLASS_MULTIPLE
     apart = min(max(memory_budget - of_sum - size * T * item, 0) // bytes_per_row, T)
     if apart >= ROW_MULTIPLE:
         apart -= apart % ROW_MULTIPLE
     inside = min(H, T - apart) if needs[1] else 0
-    return KeptRows(apart, inside, min(size, V)) if apart + inside >= LEAST_KEPT * T else None
+    return KeptRows(apart, inside, min(size, num_classes)) if apart + inside >= LEAST_KEPT * T else none
 
 
-def statistics_keeping_logits(
+def statistics_and_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None,
     options: LossOptions, outputs: RowOutputs, memory_budget: int, rows: KeptRows,
-) -> tuple[RowStatistics, KeptLogits]:  # fmt: skip
-    """The statistics of each row of a head, by the kernels, and the logits of some rows.
+    inverse_temperatures: Tensor | None, sampled: SamplerOptions, shard: "ClassShard | None" = None,
+) -> tuple[RowStatistics, RowSampler, KeptLogits | None]:  # fmt: skip
+    """The statistics of each row of a head, and the logits of some rows. Not for compiled graphs.
 
     Args:
         hidden: (..., H).
@@ -117,24 +134,40 @@ def statistics_keeping_logits(
         outputs: the requested statistics.
         memory_budget: bytes for a chunk.
         rows: `rows_to_keep`.
+        inverse_temperatures: (...), or None.
+        sampled: the classes that a sampler keeps.
+        shard: the classes of `weight`, if those of a row are sharded over ranks.
     """
+    num_classes = len(weight) if shard is None else shard.most  # chunks are equal on all ranks
     statistics = RowStatistics.empty(target, torch.promote_types(hidden.dtype, torch.float32), outputs)
+    sampler = row_sampler(inverse_temperatures, target, len(weight), sampled, statistics.losses.dtype)
     x, y = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.view(-1)
-    dw = weight.new_empty(weight.shape if rows.inside else 0)
-    kept = KeptLogits(weight.new_empty(rows.apart, 0), rows.inside, dw, rows.size)
-    if rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
-        size = chunk_rows(len(x) - rows.apart, weight, 0, memory_budget, need_weight=False)
-        head = ChunkedHead(x[rows.apart :], weight, bias, size)
-        for chunk in head.chunks():
-            logits = head.logits(chunk)
-            chunk = slice(chunk.start + rows.apart, chunk.stop + rows.apart)
-            rows_in_place(logits, y[chunk], statistics.rows(chunk), options, None, class_weights)
-            kept.store(chunk, logits)
-        del head, logits
-    if rows.apart:
-        chunk, apart = slice(0, rows.apart), empty_logits(rows.apart, weight)
-        logits_into(apart, x[chunk], weight, bias)
-        rows_in_place(apart, y[chunk], statistics.rows(chunk), options, None, class_weights)
-        kept = kept._replace(apart=apart)
+    kept = KeptLogits(
+        weight.new_empty(rows.apart, 0), rows.inside, weight.new_empty(weight.shape if rows.inside else 0), rows.size
+    )
+
+    def fill(logits: Tensor, chunk: slice) -> None:
+        of_rows = sampler.rows(chunk)
+        if sampled.filters:
+            fill_dropped(logits, of_rows, options, sampled, shard)
+        rows_in_place(logits, y[chunk], statistics.rows(chunk), options, None, class_weights, of_rows)
+
+    with torch.cuda.device_of(hidden):
+        if rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
+            bytes_per_row = (
+                num_classes * bytes_beside(hidden, options, sampled) + padded(num_classes) * x.element_size()
+            )
+            size = rows_per_chunk(len(x) - rows.apart, bytes_per_row, 0, memory_budget)
+            head = ChunkedHead(x[rows.apart :], weight, bias, size)
+            for chunk in head.chunks():
+                logits = head.logits(chunk)
+                chunk = slice(chunk.start + rows.apart, chunk.stop + rows.apart)
+                fill(logits, chunk)
+                kept.store(chunk, logits)
+            del head, logits
+        if rows.apart:
+            apart = logits_into(empty_logits(rows.apart, weight), x[: rows.apart], weight, bias)
+            fill(apart, slice(0, rows.apart))
+            kept = kept._replace(apart=apart)
     statistics.fill_lses()
-    return statistics, kept
+    return statistics, sampler, kept if kept.num_rows else None

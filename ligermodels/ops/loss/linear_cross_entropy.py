@@ -115,7 +115,7 @@ def linear_cross_entropy(
             z_losses = weighted_z_losses(rows, weights, options)
     else:
         terms = LossTerms(options, head.class_weights, token_scaling, fused=False)
-        rows = linear_statistics(
+        rows, _ = linear_statistics(
             head, terms.kernel_options, terms.outputs(return_rank, return_z_loss, return_predicted),
             class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not (terms.separate or return_z_loss),
         )  # fmt: skip

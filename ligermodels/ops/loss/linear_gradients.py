@@ -14,12 +14,13 @@ from ligermodels.ops.loss.chunks import empty_gradients, logits_into, rows_per_c
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.kept_logits import KeptLogits
 from ligermodels.ops.loss.row_statistics import RowGradients, bytes_per_logit, gradient_in_place
+from ligermodels.ops.loss.sampler import RowSampler
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows
 
-MIN_CLASSES = 128  # of a chunk, whatever they need: a tile of the GEMMs
+MIN_CLASSES = 128  # of a chunk, whatever they need: a tile of the GEMMs; and whole bytes of dropped bits
 
 
 @custom_op()
@@ -27,7 +28,7 @@ def linear_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor, totals: Tensor,
     entropies: Tensor | None, dlosses: Tensor, dentropies: Tensor | None, dlses: Tensor | None, dmeans: Tensor | None,
     class_weights: Tensor | None, ignore_index: int, softcap: float | None, logit_scale: float, memory_budget: int,
-    needs: Sequence[bool],
+    needs: Sequence[bool], inverse_temperatures: Tensor | None = None, dropped_bits: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, weight and bias.
 
@@ -49,6 +50,8 @@ def linear_gradients(
         logit_scale: positive.
         memory_budget: bytes for a chunk.
         needs: whether the gradients of hidden, weight and bias are needed.
+        inverse_temperatures: (...), as the following see `RowSampler`.
+        dropped_bits: (..., bytes), or None.
 
     Returns:
         The three gradients, without elements where not needed.
@@ -60,7 +63,7 @@ def linear_gradients(
         size = classes_per_chunk(as_rows(hidden), weight, options, memory_budget, needs[0])
         fill_gradients(
             gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-            size,
+            RowSampler(inverse_temperatures, dropped_bits), size,
         )  # fmt: skip
     return gradients
 
@@ -68,7 +71,7 @@ def linear_gradients(
 def fill_gradients(
     gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
     totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
-    options: LossOptions, size: int, kept: KeptLogits | None = None,
+    options: LossOptions, sampler: RowSampler, size: int, kept: KeptLogits | None = None,
 ) -> None:  # fmt: skip
     """Fills the gradients of hidden, weight and bias by chunks of classes.
 
@@ -84,6 +87,7 @@ def fill_gradients(
         row_gradients: the gradients by the statistics, (...).
         class_weights: (V,), or None.
         options: the options of the loss.
+        sampler: the temperature and the dropped classes, (...).
         size: the number of classes of a chunk.
         kept: logits that the forward pass has kept; the other logits are recomputed. They are overwritten.
     """
@@ -92,7 +96,7 @@ def fill_gradients(
     by_row = [None if t is None else t.reshape(-1) for t in (maxima, totals, entropies)]
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
     num_kept = 0 if kept is None else kept.num_rows
-    in_place = kept is not None and len(kept.apart) == len(x) and size == V
+    in_place = kept is not None and len(kept.apart) == len(x) and size >= V
     workspace = hidden.new_empty(0 if in_place else len(x) * size)
     for first in range(0, V, size):
         classes = slice(first, min(first + size, V))
@@ -111,6 +115,7 @@ def fill_gradients(
             gradient_in_place(
                 logits[rows], y[rows], *of_rows[:2], by_rows.rows(rows), options, entropies=of_rows[2],
                 class_weights=class_weights, first=first, num_classes=V, kept=block,
+                sampler=sampler.rows(rows),
             )  # fmt: skip
         if dx_sum is not None:
             dx_sum.add(logits.t(), weight[classes])
@@ -125,7 +130,7 @@ def fill_gradients(
 def gradients_from_kept(
     kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
     totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
-    options: LossOptions, needs: Sequence[bool],
+    options: LossOptions, sampler: RowSampler, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, weight and bias, from kept logits as far as there are any.
 
@@ -141,13 +146,14 @@ def gradients_from_kept(
         row_gradients: the gradients by the statistics, (...).
         class_weights: (V,), or None.
         options: the options of the loss.
+        sampler: the temperature and the dropped classes, (...).
         needs: whether the gradients of hidden, weight and bias are needed.
     """
     dx, dw, db = empty_gradients(hidden, weight, bias, (needs[0], needs[1] and not kept.inside, needs[2]))
     gradients = [dx, kept.dw if kept.inside else dw, db]
     fill_gradients(
         gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-        kept.size, kept,
+        sampler, kept.size, kept,
     )  # fmt: skip
     return gradients
 

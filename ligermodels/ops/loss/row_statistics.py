@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.ops.loss.sampler import NO_SAMPLER, RowSampler
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -105,17 +106,21 @@ class RowGradients(NamedTuple):
         return RowGradients(*gradients)
 
 
-def pack_results(ctx: Any, rows: RowStatistics, outputs: RowOutputs) -> tuple[Tensor, ...]:
-    """The results of an autograd.Function: the packed statistics, without maxima and totals.
+def pack_results(
+    ctx: Any, rows: RowStatistics, outputs: RowOutputs, log_masses: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The results of an autograd.Function: the packed statistics, without maxima and totals, and the log masses if any.
 
     Args:
         ctx: the context of the autograd.Function; integers are marked non-differentiable.
         rows: the statistics; lses are dropped if they are not among the outputs.
         outputs: the requested statistics.
+        log_masses: of `RowSampler`, or None.
     """
     ctx.set_materialize_grads(False)  # None marks results that the loss does not use
-    ctx.mark_non_differentiable(*(x for x in (rows.ranks, rows.predicted) if x is not None))
-    return tuple(rows._replace(lses=rows.lses if outputs.lses else None, maxima=None, totals=None).pack())
+    ctx.mark_non_differentiable(*(x for x in (rows.ranks, rows.predicted, log_masses) if x is not None))
+    packed = rows._replace(lses=rows.lses if outputs.lses else None, maxima=None, totals=None).pack()
+    return tuple(packed if log_masses is None else [*packed, log_masses])
 
 
 def unpack_gradients(outputs: RowOutputs, maxima: Tensor, gradients: Sequence[Tensor]) -> RowGradients:
@@ -133,7 +138,7 @@ def unpack_gradients(outputs: RowOutputs, maxima: Tensor, gradients: Sequence[Te
 
 def rows_in_place(
     logits: Tensor, target: Tensor, statistics: RowStatistics, options: LossOptions,
-    loss_weights: Tensor | None = None, class_weights: Tensor | None = None,
+    loss_weights: Tensor | None = None, class_weights: Tensor | None = None, sampler: RowSampler = NO_SAMPLER,
 ) -> None:  # fmt: skip
     """Fills the statistics of rows of logits, and replaces the logits by the gradient of the weighted loss.
 
@@ -146,9 +151,13 @@ def rows_in_place(
         options: the options of the loss.
         loss_weights: (M,), the dtype of the losses; None: no gradient is needed.
         class_weights: (V,), the dtype of the losses, for the means; these exclude label smoothing.
+        sampler: the temperature and the kept classes, fields (M,). These exclude label smoothing and means.
     """
     if use_kernels(logits):
-        launch_rows(logits, target, statistics, options, loss_weights=loss_weights, class_weights=class_weights)
+        launch_rows(
+            logits, target, statistics, options, loss_weights=loss_weights, class_weights=class_weights,
+            sampler=sampler,
+        )  # fmt: skip
         return
     valid = target != options.ignore_index
     y = torch.where(valid, target, 0).unsqueeze(1)
@@ -156,10 +165,13 @@ def rows_in_place(
         statistics.ranks.copy_(ranks_reference(logits, y, valid))
     if statistics.predicted is not None:
         statistics.predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
-    x, slope = _effective(logits, statistics.losses.dtype, options)
+    dropped = sampler.dropped(0, logits.shape[1])
+    x, slope = effective(logits.to(statistics.losses.dtype), options, sampler.inverse_temperatures)
     if statistics.means is not None and class_weights is not None:
         statistics.means.copy_((x @ class_weights).div_(x.shape[1]).masked_fill_(~valid, 0.0))
-    maxima = x.amax(1)
+    if dropped is not None:
+        x.masked_fill_(dropped, -torch.inf)
+    maxima = x.amax(1).clamp(min=torch.finfo(x.dtype).min)  # a rank may keep none of its classes
     x.sub_(maxima.unsqueeze(1))
     at_y, mean = x.gather(1, y).squeeze(1), x.mean(1) if options.label_smoothing else 0.0
     below = x.clamp_(min=VANISHED)  # -inf times its exp would be NaN
@@ -169,6 +181,8 @@ def rows_in_place(
     lses = maxima + log_totals
     smoothing, z_loss = options.label_smoothing, options.z_loss
     losses = log_totals - (1 - smoothing) * at_y - smoothing * mean + z_loss * lses.square()
+    if dropped is not None:
+        losses.masked_fill_(dropped.gather(1, y).squeeze(1), torch.inf)
     statistics.losses.copy_(losses.masked_fill_(~valid, 0.0))
     if statistics.entropies is not None:
         statistics.entropies.copy_((log_totals - exps.mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
@@ -181,13 +195,13 @@ def rows_in_place(
         if smoothing:
             gradients = gradients._replace(means=-smoothing * loss_weights)
         g = _gradient(below, y.squeeze(1), totals, None, gradients, None, x.shape[1])
-        _write(g, slope, valid, options, logits)
+        _write(g, slope, valid, options, sampler.inverse_temperatures, dropped, logits)
 
 
 def gradient_in_place(
     logits: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, gradients: RowGradients, options: LossOptions, *,
     entropies: Tensor | None = None, class_weights: Tensor | None = None, first: int = 0, num_classes: int,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None, sampler: RowSampler = NO_SAMPLER,
 ) -> None:  # fmt: skip
     """Replaces the logits of some classes by the gradient of the statistics of their rows; by 0 in ignored rows.
 
@@ -206,19 +220,22 @@ def gradient_in_place(
         num_classes: the number of all classes.
         kept: the logits, (M, n), the last dimension contiguous, if `logits` is only memory for the gradient. For the
             kernels alone.
+        sampler: the temperature and the kept classes, fields (M,).
     """
     if use_kernels(logits):
         launch_gradient(
             logits if kept is None else kept, logits, target, maxima, totals, gradients, options, entropies=entropies,
-            class_weights=class_weights, first=first, num_classes=num_classes,
+            class_weights=class_weights, first=first, num_classes=num_classes, sampler=sampler,
         )  # fmt: skip
         return
     n = logits.shape[1]
-    x, slope = _effective(logits, maxima.dtype, options)
+    dropped = sampler.dropped(first, n)
+    x, slope = effective(logits.to(maxima.dtype), options, sampler.inverse_temperatures)
     below = x.sub_(maxima.unsqueeze(1)).clamp_(min=VANISHED)
     weights = None if class_weights is None else class_weights[first : first + n]
     g = _gradient(below, target - first, totals, entropies, gradients, weights, num_classes)
-    _write(g, slope, target != options.ignore_index, options, logits)
+    valid = target != options.ignore_index
+    _write(g, slope, valid, options, sampler.inverse_temperatures, dropped, logits)
 
 
 def bytes_per_logit(dtype: torch.dtype, options: LossOptions, ranks: bool = False) -> int:
@@ -235,13 +252,20 @@ def bytes_per_logit(dtype: torch.dtype, options: LossOptions, ranks: bool = Fals
     return max((1 + (wide > dtype.itemsize) + (options.softcap is not None)) * wide, 8 if ranks else 0)
 
 
-def _effective(logits: Tensor, dtype: torch.dtype, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Effective logits, in the memory of the logits if these have this dtype, and the slope of the softcap."""
-    x = logits.to(dtype).mul_(options.logit_scale)
-    if options.softcap is None:
-        return x, None
-    tanh = x.div_(options.softcap).tanh_()
-    return tanh * options.softcap, tanh.square_().neg_().add_(1)
+def effective(x: Tensor, options: LossOptions, inverse_temperatures: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Effective logits over the temperature, in the memory of the logits, and the slope of the softcap.
+
+    Args:
+        x: logits (M, n), at least float32.
+        options: `softcap` and `logit_scale` are used.
+        inverse_temperatures: (M,), or None.
+    """
+    slope = None
+    x = x.mul_(options.logit_scale)
+    if options.softcap is not None:
+        tanh = x.div_(options.softcap).tanh_()
+        x, slope = tanh * options.softcap, tanh.square_().neg_().add_(1)
+    return x if inverse_temperatures is None else x.mul_(inverse_temperatures.unsqueeze(1)), slope
 
 
 def _gradient(
@@ -265,10 +289,18 @@ def _gradient(
     return g
 
 
-def _write(g: Tensor, slope: Tensor | None, valid: Tensor, options: LossOptions, logits: Tensor) -> None:
-    """Replaces logits by their gradient, from the gradient g by the effective logits; by 0 in rows that are ignored."""
+def _write(
+    g: Tensor, slope: Tensor | None, valid: Tensor, options: LossOptions, inverse_temperatures: Tensor | None,
+    dropped: Tensor | None, logits: Tensor,
+) -> None:  # fmt: skip
+    """Replaces logits by their gradient, from the gradient g by the effective logits over the temperature; by 0 in rows
+    that are ignored and for classes that are dropped."""
     if slope is not None:
         g.mul_(slope)
+    if inverse_temperatures is not None:
+        g.mul_(inverse_temperatures.unsqueeze(1))
+    if dropped is not None:
+        g.masked_fill_(dropped, 0.0)
     logits.copy_(g.mul_(options.logit_scale).masked_fill_(~valid.unsqueeze(1), 0.0))
 
 

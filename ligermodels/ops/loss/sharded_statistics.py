@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import linear_loss, rows_per_chunk
-from ligermodels.ops.loss.linear_gradients import linear_gradients
+from ligermodels.ops.loss.kept_logits import rows_to_keep, statistics_and_logits
+from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.row_statistics import (
     RowGradients,
@@ -30,6 +31,7 @@ from ligermodels.ops.loss.row_statistics import (
     rows_in_place,
     unpack_gradients,
 )
+from ligermodels.ops.loss.sampler import ALL_CLASSES, RowSampler, SamplerOptions
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.class_shards import ClassShard
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -41,8 +43,9 @@ IGNORED = -1  # the target of ignored rows among the classes of a rank, see `Cla
 
 @torch.compiler.disable
 def sharded_linear_statistics(
-    head: LinearHead, options: LossOptions, outputs: RowOutputs, *, class_weights: Tensor | None = None
-) -> RowStatistics:
+    head: LinearHead, options: LossOptions, outputs: RowOutputs, *, class_weights: Tensor | None = None,
+    inverse_temperatures: Tensor | None = None, sampled: SamplerOptions = ALL_CLASSES,
+) -> tuple[RowStatistics, Tensor | None]:  # fmt: skip
     """`linear_statistics` of a head with a `shard`. The gradient of hidden is this rank's part of a sum.
 
     Args:
@@ -50,16 +53,20 @@ def sharded_linear_statistics(
         options: the options of the loss, without label smoothing and z-loss.
         outputs: the requested statistics.
         class_weights: (V,), of all classes, of the means, if these are requested.
+        inverse_temperatures: of the head's rows, or None.
+        sampled: the classes that a sampler keeps.
     """
     assert head.shard is not None
     weights = _local(class_weights, head.shard)
     without_ranks = outputs._replace(ranks=False)
     packed = _ShardedLinearStatistics.apply(
-        *head[:4], weights, head.shard, options, without_ranks, head.memory_budget
+        *head[:4], weights, inverse_temperatures, head.shard, options, without_ranks, sampled, head.memory_budget,
+        head.needs,
     )  # fmt: skip
+    packed, log_masses = (packed[:-1], packed[-1]) if sampled.filters else (packed, None)
     rows = RowStatistics.unpack(packed, without_ranks)
     if not outputs.ranks:
-        return rows
+        return rows, log_masses
     x, weight, bias = as_rows(head.hidden.detach()), head.weight.detach(), head.bias
     bytes_per_row = head.shard.most * (x.element_size() + 12)
 
@@ -67,7 +74,8 @@ def sharded_linear_statistics(
         return torch.nn.functional.linear(x[chunk], weight, None if bias is None else bias.detach())
 
     size = rows_per_chunk(len(x), bytes_per_row, 0, head.memory_budget)  # the same on all ranks
-    return rows._replace(ranks=_ranks(logits, size, head.target, options.ignore_index, head.shard))
+    ranks = _ranks(logits, size, head.target, options.ignore_index, head.shard)
+    return rows._replace(ranks=ranks), log_masses
 
 
 @torch.compiler.disable
@@ -137,29 +145,48 @@ def _local_gradients(gradients: RowGradients, inside: Tensor, shard: ClassShard)
 
 class _ShardedLinearStatistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, class_weights, shard, options, outputs, memory_budget):
+    def forward(
+        ctx, hidden, weight, bias, target, class_weights, inverse_temperatures, shard, options, outputs, sampled,
+        memory_budget, needs,
+    ):  # fmt: skip
         local_target, _, inside = shard.targets(target, options.ignore_index)
-        ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
         local_options, local_outputs = options._replace(ignore_index=IGNORED), outputs._replace(lses=True)
-        packed = linear_loss(
-            hidden, weight, bias, local_target, ones, class_weights, *local_options, local_outputs, memory_budget,
-            (False, False, False),
-        )[:-3]  # fmt: skip
-        rows = _merge(RowStatistics.unpack(packed, local_outputs), target, options.ignore_index, shard)
+        inputs = hidden, weight, bias, local_target
+        rows_kept, ctx.kept = rows_to_keep(hidden, shard.most, memory_budget, needs), None
+        if rows_kept or sampled.filters:
+            local, sampler, ctx.kept = statistics_and_logits(
+                *inputs, class_weights, local_options, local_outputs, memory_budget, rows_kept, inverse_temperatures,
+                sampled, shard,
+            )  # fmt: skip
+        else:
+            ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            packed = linear_loss(
+                *inputs, ones, class_weights, *local_options, local_outputs, memory_budget, (False, False, False),
+                inverse_temperatures,
+            )[:-3]  # fmt: skip
+            local, sampler = RowStatistics.unpack(packed, local_outputs), RowSampler(inverse_temperatures)
+        rows = _merge(local, target, options.ignore_index, shard)
         ctx.save_for_backward(
-            hidden, weight, bias, local_target, rows.maxima, rows.totals, rows.entropies, inside, class_weights
-        )
+            *inputs, rows.maxima, rows.totals, rows.entropies, inside, class_weights, *sampler[:2]
+        )  # fmt: skip
         ctx.options, ctx.outputs, ctx.shard, ctx.memory_budget = local_options, outputs, shard, memory_budget
-        return pack_results(ctx, rows, outputs)
+        return pack_results(ctx, rows, outputs, sampler.log_masses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        *inputs, maxima, totals, entropies, inside, class_weights = ctx.saved_tensors
-        gradients = _local_gradients(unpack_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
+        *inputs, maxima, totals, entropies, inside, class_weights, temperatures, bits = ctx.saved_tensors
+        by_statistics = unpack_gradients(ctx.outputs, maxima, by_fields if bits is None else by_fields[:-1])
+        gradients = _local_gradients(by_statistics, inside, ctx.shard)
+        kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them
+        if kept is not None:
+            return gradients_from_kept(
+                kept, *inputs, maxima, totals, entropies, gradients, class_weights, ctx.options,
+                RowSampler(temperatures, bits), ctx.needs_input_grad[:3],
+            )  # fmt: skip
         return linear_gradients(
             *inputs, maxima, totals, entropies, *gradients, class_weights, IGNORED, ctx.options.softcap,
-            ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3],
+            ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3], temperatures, bits,
         )  # fmt: skip
 
 

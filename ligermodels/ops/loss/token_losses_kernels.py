@@ -5,78 +5,26 @@ No program waits for another one: a row's loss, and its gradient in place of the
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from ligermodels.ops.loss.logit_functions import below, dropped, effective, exp, next_above, tempered
+from ligermodels.ops.loss.sampler import NO_SAMPLER, RowSampler
 from ligermodels.ops.loss.token_losses import LossOptions
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, num_sms, power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 if TYPE_CHECKING:
     from ligermodels.ops.loss.row_statistics import RowGradients, RowStatistics
 
 TILES = 4
-SCALE_BLOCK = 8192  # elements that a program scales at a time
-NEAR = tl.constexpr(0.8) if HAS_TRITON else None
-LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of -inf
-VANISHED = tl.constexpr(-128.0) if HAS_TRITON else None  # exp of it is 0 in float32
-
-
-@triton.jit
-def _tanh_near(x):
-    """tanh(x) for |x| < NEAR: an odd polynomial (a minimax fit of relative error 7e-9), without cancellation."""
-    z = x * x
-    p = 0.0015847518 * z - 0.0074095489
-    p = p * z + 0.021302985
-    p = p * z - 0.05385233
-    p = p * z + 0.13332221
-    p = p * z - 0.33333297
-    return x + x * z * p
-
-
-@triton.jit
-def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Effective logits of given ones in float32, accurate to a few units in the last place, and, if CAPPED, their slope
-    1 - tanh^2, accurate to 1e-5 of itself even where tanh is near 1. scale: logit_scale, over softcap if CAPPED."""
-    x = x.to(tl.float32)
-    if SCALED or CAPPED:
-        x = x * scale
-    slope = x
-    if CAPPED:
-        e = tl.exp(-2.0 * tl.abs(x))
-        share = 1.0 / (1.0 + e)
-        far = 1.0 - 2.0 * e * share
-        slope = 4.0 * e * share * share
-        x = softcap * tl.where(tl.abs(x) < NEAR, _tanh_near(x), tl.where(x < 0, -far, far))
-    return x, slope
-
-
-@triton.jit
-def _exp(x):
-    """exp(x), flushed to 0 below 1e-38; tl.exp takes three instructions more to keep such results."""
-    return tl.exp2(x * LOG2_E)
-
-
-@triton.jit
-def _below(x, maximum):
-    """x - maximum, but finite where x is -inf, to be multiplied by its exp, which is 0 there."""
-    return tl.maximum(x - maximum, VANISHED)
-
-
-@triton.jit
-def _next_above(x):
-    """The least float32 above x; of inf, and of NaN, NaN."""
-    bits = x.to(tl.int32, bitcast=True)
-    above = tl.where(x == 0, 1, tl.where(bits < 0, bits - 1, bits + 1)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, above, x)  # the highest NaN, to which GPUs convert, would wrap around to -0.0
 
 
 @triton.jit
 def _observe(
     start, first, col, V, least, top, total, plain, before, spread, best, best_at, scale, softcap,
-    class_weights, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
-    MEAN: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
+    class_weights, dropped_bits, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr, MEAN: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile (TILES, BLOCK) of a row's logits, from `first` on, to the state of BLOCK lanes: their maxima, sums of
     exp(x - maximum), plain sums (if MEAN, weighted by class), counts of given logits from `least` on, sums of
@@ -87,11 +35,13 @@ def _observe(
     x, _ = effective(given, scale, softcap, SCALED, CAPPED)
     if CAPPED and MASKED:
         x = tl.where(inside, x, float("-inf"))
+    if dropped_bits is not None:
+        x = tl.where(dropped(dropped_bits, col, inside if MASKED else None), float("-inf"), x)
     higher = tl.maximum(top, tl.max(x, axis=0))
     if ENTROPY:
-        spread = _exp(top - higher) * (spread + total * _below(top, higher))
-        spread += tl.sum(_exp(x - higher[None, :]) * _below(x, higher[None, :]), axis=0)
-    total = total * _exp(top - higher) + tl.sum(_exp(x - higher[None, :]), axis=0)
+        spread = exp(top - higher) * (spread + total * below(top, higher))
+        spread += tl.sum(exp(x - higher[None, :]) * below(x, higher[None, :]), axis=0)
+    total = total * exp(top - higher) + tl.sum(exp(x - higher[None, :]), axis=0)
     if SMOOTHED:
         plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
     if MEAN:
@@ -117,8 +67,8 @@ def _gradient(
     1 + 2 z_loss lse, over the sum of exp(x - maximum)."""
     x, slope = effective(given, scale, softcap, SCALED, CAPPED)
     if ENTROPY:
-        factor = factor - of_entropy * _below(x, maximum)
-    g = _exp(x - maximum) * factor
+        factor = factor - of_entropy * below(x, maximum)
+    g = exp(x - maximum) * factor
     if SMOOTHED:
         g -= c * smoothing / V
     if MEAN:
@@ -131,7 +81,7 @@ def _gradient(
 
 @triton.jit
 def _write_tile(
-    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, MASKED: tl.constexpr,
+    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, dropped_bits, MASKED: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     """Replaces a tile of logits by its gradient as if none were the target's."""
@@ -141,13 +91,16 @@ def _write_tile(
     g = _gradient(
         given, False, maximum, factor, 0.0, 0.0, c, V, scale, softcap, smoothing, SCALED, CAPPED, SMOOTHED, False, False
     )
+    if dropped_bits is not None:
+        g = tl.where(dropped(dropped_bits, first + col, mask), 0.0, g)
     tl.store(place, g.to(start.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _cross_entropy_row_kernel(
-    logits, stride, target, loss_weights, class_weights, losses, maxima, totals, ranks, predicted, entropies, means,
-    V, ignore_index, scale, softcap, logit_scale, smoothing, z_loss,
+    logits, stride, target, loss_weights, class_weights, inverse_temperatures, dropped_bits, bits_stride,
+    losses, maxima, totals, ranks, predicted, entropies, means, V, ignore_index, scale, softcap, logit_scale,
+    smoothing, z_loss,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, RANK: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -166,13 +119,17 @@ def _cross_entropy_row_kernel(
     weighted = 0.0  # the sum of class_weights * x
     rank = tl.full((), -1, dtype=tl.int64)
     prediction = tl.full((), -1, dtype=tl.int64)
+    if dropped_bits is not None:
+        dropped_bits += row * bits_stride
+    if inverse_temperatures is not None:
+        scale, softcap, logit_scale = tempered(tl.load(inverse_temperatures + row), scale, softcap, logit_scale, CAPPED)
     if (y != ignore_index) & (y >= 0) & (y < V):
         given_y = tl.load(start + y)
         # Of logits equal to the target's, those before it rank before it: in tiles before its own whatever is not below
         # it, in others whatever is not below the next number. One comparison for each logit, or a row takes half as
         # long again.
         at_y = given_y.to(tl.float32)
-        above_y = _next_above(at_y)
+        above_y = next_above(at_y)
         top = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         plain = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -184,15 +141,17 @@ def _cross_entropy_row_kernel(
             least = tl.where(first + SIZE <= y, at_y, above_y)
             top, total, plain, before, spread, best, best_at = _observe(
                 start, first, col, V, least, top, total, plain, before, spread, best, best_at, scale, softcap,
-                class_weights, False, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
+                class_weights, dropped_bits, False, SCALED, CAPPED, SMOOTHED, means is not None, RANK,
+                PREDICTED, ENTROPY,
             )  # fmt: skip
         if whole < V:
             top, total, plain, before, spread, best, best_at = _observe(
                 start, whole, col, V, above_y, top, total, plain, before, spread, best, best_at, scale, softcap,
-                class_weights, True, SCALED, CAPPED, SMOOTHED, means is not None, RANK, PREDICTED, ENTROPY,
+                class_weights, dropped_bits, True, SCALED, CAPPED, SMOOTHED, means is not None, RANK,
+                PREDICTED, ENTROPY,
             )  # fmt: skip
         maximum = tl.max(top, axis=0)
-        total_of_row = tl.sum(total * _exp(top - maximum), axis=0)
+        total_of_row = tl.sum(total * exp(top - maximum), axis=0)
         log_sum = tl.log(total_of_row)
         # x_y - max and log_sum stay apart: their sum would lose the digits of a small loss beside great logits.
         x_y, _ = effective(given_y, scale, softcap, SCALED, CAPPED)
@@ -200,8 +159,10 @@ def _cross_entropy_row_kernel(
         if SMOOTHED:
             loss += smoothing * (log_sum - (tl.sum(plain, axis=0) / V - maximum))
         loss += z_loss * (maximum + log_sum) * (maximum + log_sum)
+        if dropped_bits is not None:
+            loss = tl.where(dropped(dropped_bits, y, None), float("inf"), loss)
         if ENTROPY:
-            spread = _exp(top - maximum) * (spread + total * _below(top, maximum))
+            spread = exp(top - maximum) * (spread + total * below(top, maximum))
             entropy = log_sum - tl.sum(spread, axis=0) / total_of_row
         if means is not None:
             weighted = tl.sum(plain, axis=0)
@@ -221,17 +182,21 @@ def _cross_entropy_row_kernel(
             tl.debug_barrier()  # all threads have read the row
             if whole < V:
                 _write_tile(
-                    start, whole, col, V, maximum, factor, c, scale, softcap, smoothing, True, SCALED, CAPPED, SMOOTHED
-                )
+                    start, whole, col, V, maximum, factor, c, scale, softcap, smoothing, dropped_bits,
+                    True, SCALED, CAPPED, SMOOTHED,
+                )  # fmt: skip
             for done in range(0, whole, SIZE):
                 first = whole - SIZE - done
                 _write_tile(
-                    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, False, SCALED, CAPPED, SMOOTHED
-                )
+                    start, first, col, V, maximum, factor, c, scale, softcap, smoothing, dropped_bits,
+                    False, SCALED, CAPPED, SMOOTHED,
+                )  # fmt: skip
             g_y = _gradient(
                 given_y, True, maximum, factor, 0.0, 0.0, c, V, scale, softcap, smoothing,
                 SCALED, CAPPED, SMOOTHED, False, False,
             )  # fmt: skip
+            if dropped_bits is not None:
+                g_y = tl.where(dropped(dropped_bits, y, None), 0.0, g_y)
             tl.debug_barrier()  # all threads have written theirs
             tl.store(start + y, g_y.to(logits.dtype.element_ty))
     elif loss_weights is not None:
@@ -255,8 +220,9 @@ def _cross_entropy_row_kernel(
 @kernel
 def _cross_entropy_gradient_kernel(
     logits, stride, gradient, gradient_stride, target, loss_weights, entropy_weights, lse_weights, mean_weights,
-    class_weights, maxima, totals, entropies, first, columns, V, blocks, ignore_index, scale, softcap, logit_scale,
-    smoothing, z_loss, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+    class_weights, inverse_temperatures, dropped_bits, bits_stride, maxima, totals, entropies, first, columns, V,
+    blocks, ignore_index, scale, softcap, logit_scale, smoothing, z_loss, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes one block of one row of the gradient, which may take the place of the logits: of `columns`
     of V logits, from the `first` on. maxima, totals and entropies are those of whole rows."""
@@ -265,6 +231,10 @@ def _cross_entropy_gradient_kernel(
     start, out, inside = logits + row * stride, gradient + row * gradient_stride, col < columns
     y = tl.load(target + row)
     if (y != ignore_index) & (y >= 0) & (y < V):
+        if inverse_temperatures is not None:
+            scale, softcap, logit_scale = tempered(
+                tl.load(inverse_temperatures + row), scale, softcap, logit_scale, CAPPED
+            )
         maximum, total = tl.load(maxima + row), tl.load(totals + row)
         log_sum = tl.log(total)
         c = tl.load(loss_weights + row) * logit_scale
@@ -283,6 +253,8 @@ def _cross_entropy_gradient_kernel(
             given, first + col == y, maximum, factor, of_entropy, of_mean, c, V, scale, softcap, smoothing,
             SCALED, CAPPED, SMOOTHED, mean_weights is not None, entropy_weights is not None,
         )  # fmt: skip
+        if dropped_bits is not None:
+            g = tl.where(dropped(dropped_bits + row * bits_stride, first + col, inside), 0.0, g)
         tl.store(out + col, g.to(gradient.dtype.element_ty), mask=inside)
     else:
         tl.store(out + col, tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty), mask=inside)
@@ -294,10 +266,10 @@ def _numbers(options: LossOptions) -> tuple[float, ...]:
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
 
 
-def _flags(options: LossOptions) -> dict[str, bool]:
+def _flags(options: LossOptions, sampler: RowSampler) -> dict[str, bool]:
     """The parts of the formula that the kernels need."""
     return {
-        "SCALED": options.logit_scale != 1,
+        "SCALED": options.logit_scale != 1 or sampler.inverse_temperatures is not None,
         "CAPPED": options.softcap is not None,
         "SMOOTHED": options.label_smoothing != 0,
     }
@@ -306,6 +278,7 @@ def _flags(options: LossOptions) -> dict[str, bool]:
 def launch_rows(
     logits: Tensor, target: Tensor, statistics: "RowStatistics", options: LossOptions, *,
     loss_weights: Tensor | None = None, class_weights: Tensor | None = None,
+    sampler: RowSampler = NO_SAMPLER,
 ) -> None:  # fmt: skip
     """Fills the statistics of rows of logits, and replaces the logits by the gradient of loss_weights * losses.
 
@@ -316,14 +289,15 @@ def launch_rows(
         options: the options of the loss.
         loss_weights: float32 (M,); None: the logits stay.
         class_weights: float32 (V,), of the means, which exclude label smoothing (their sums share lanes).
+        sampler: fields (M,), contiguous.
     """
     M, V = logits.shape
     losses, ranks, predicted, entropies, _, means, maxima, totals = statistics
     most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, loss_weights, class_weights, losses, maxima, totals, ranks, predicted,
-        entropies, means, V, options.ignore_index, *_numbers(options), **_flags(options),
+        logits, logits.stride(0), target, loss_weights, class_weights, *sampler.arguments(), losses, maxima, totals,
+        ranks, predicted, entropies, means, V, options.ignore_index, *_numbers(options), **_flags(options, sampler),
         RANK=ranks is not None, PREDICTED=predicted is not None, ENTROPY=entropies is not None,
         TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
     )  # fmt: skip
@@ -332,7 +306,7 @@ def launch_rows(
 def launch_gradient(
     logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, gradients: "RowGradients",
     options: LossOptions, *, entropies: Tensor | None = None, class_weights: Tensor | None = None, first: int = 0,
-    num_classes: int,
+    num_classes: int, sampler: RowSampler = NO_SAMPLER,
 ) -> None:  # fmt: skip
     """Fills the gradient by logits (M, n) from the gradients by the statistics of their rows.
 
@@ -348,36 +322,14 @@ def launch_gradient(
         class_weights: float32 (num_classes,), of the means.
         first: the first class of `logits`.
         num_classes: the number of all classes.
+        sampler: fields (M,), contiguous.
     """
     M, n = logits.shape
     block = min(power_of_2_above(n), 4096)
     blocks = -(-n // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
         logits, logits.stride(0), gradient, gradient.stride(0), target, gradients.losses, gradients.entropies,
-        gradients.lses, gradients.means, class_weights, maxima, totals, entropies, first, n, num_classes, blocks,
-        options.ignore_index, *_numbers(options), **_flags(options),
+        gradients.lses, gradients.means, class_weights, *sampler.arguments(), maxima, totals, entropies, first, n,
+        num_classes, blocks, options.ignore_index, *_numbers(options), **_flags(options, sampler),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
-
-
-@kernel
-def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
-    """x *= factor, without touching x if the factor is 1, as it usually is."""
-    f = tl.load(factor).to(tl.float32)
-    if f != 1.0:
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32) * f
-            tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
-
-
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor in place, for a contiguous x, without a wait for the device."""
-    if x.is_meta:
-        return
-    if use_kernels(x):
-        programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once
-        with torch.cuda.device_of(x):
-            _scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
-    elif x.is_cuda or factor != 1:
-        x.mul_(factor)

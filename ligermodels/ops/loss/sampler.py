@@ -1,0 +1,177 @@
+"""What a sampler does to logits before it draws a token: a temperature, then top-k, top-p and min-p.
+
+With effective logits x (head of `token_losses`), a temperature t and the kept classes K of a row, the tokens are drawn
+from softmax(x / t) over K. K is found as by transformers' warpers, in their order:
+
+- top-k keeps the k largest logits, and all that equal the k-th;
+- top-p drops the most classes of least probability whose total probability is at most 1 - top_p, but keeps one class;
+  of equal logits it drops the first classes first (transformers' own sort leaves their order open);
+- min-p drops classes less probable than min_p times the largest probability.
+
+So K is an interval of logits, but for the first classes of those at its lower end (`cutoffs`).
+"""
+
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.runtime.tensors import check_tensor
+
+
+class SamplerOptions(NamedTuple):
+    """The classes that a sampler keeps, in the order of the arguments of the registered op."""
+
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether some classes may be dropped."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class RowSampler(NamedTuple):
+    """The temperature and the dropped classes of each row, of the target's shape (...); None for 1 and for no class.
+
+    Class c is dropped if bit c % 8 of byte c // 8 is set. The bits, and not the logits, tell the backward pass which
+    classes are kept: logits that it recomputes by other chunks may differ by a rounding.
+    """
+
+    inverse_temperatures: Tensor | None = None
+    dropped_bits: Tensor | None = None  # uint8 (..., num_bytes(V))
+    log_masses: Tensor | None = None  # the log-probability of the kept classes together
+
+    def rows(self, chunk: slice) -> "RowSampler":
+        """Views of some rows, each flat."""
+        temperatures, log_masses = (
+            None if x is None else x.view(-1)[chunk] for x in (self.inverse_temperatures, self.log_masses)
+        )
+        bits = self.dropped_bits
+        return RowSampler(temperatures, None if bits is None else bits.view(-1, bits.shape[-1])[chunk], log_masses)
+
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """The arguments of kernels: inverse temperatures, bits, and the stride of the bits' rows."""
+        bits = self.dropped_bits
+        return self.inverse_temperatures, bits, 0 if bits is None else bits.shape[-1]
+
+    def dropped(self, first: int, num_classes: int) -> Tensor | None:
+        """Whether each class from `first` on is dropped, bool (M, num_classes), for flat fields; None if none is.
+
+        Args:
+            first: the first class, a multiple of 8.
+            num_classes: the number of classes.
+        """
+        if self.dropped_bits is None:
+            return None
+        part = self.dropped_bits[:, first // 8 : num_bytes(first + num_classes)].unsqueeze(-1)
+        return ((part >> _places(part.device)) & 1).bool().flatten(1)[:, :num_classes]
+
+
+def num_bytes(num_classes: int) -> int:
+    """The number of bytes with a bit for each class."""
+    return -(-num_classes // 8)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """bool (M, V) -> uint8 (M, num_bytes(V)); see `RowSampler`."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
+    return (padded.to(torch.uint8) << _places(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+NO_SAMPLER, ALL_CLASSES = RowSampler(), SamplerOptions()
+
+
+def row_sampler(
+    inverse_temperatures: Tensor | None, target: Tensor, num_classes: int, kept: SamplerOptions, dtype: torch.dtype
+) -> RowSampler:
+    """The sampler of each row, with memory for the dropped classes if there may be some.
+
+    Args:
+        inverse_temperatures: (...), or None.
+        target: int64 (...).
+        num_classes: the number of classes V.
+        kept: the classes that are kept.
+        dtype: of the statistics.
+    """
+    if not kept.filters:
+        return RowSampler(inverse_temperatures)
+    bits = target.new_empty((*target.shape, num_bytes(num_classes)), dtype=torch.uint8)
+    return RowSampler(inverse_temperatures, bits, target.new_empty(target.shape, dtype=dtype))
+
+
+def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptions:
+    """The options of a sampler.
+
+    Args:
+        op: the op's name, for error messages.
+        top_k: a whole number from 0 on, or None.
+        top_p: a number in [0, 1], or None.
+        min_p: a number in [0, 1], or None.
+
+    Raises:
+        InputError: an option has another type or value.
+    """
+    if top_k is not None and (not isinstance(top_k, Integral) or isinstance(top_k, bool) or top_k < 0):
+        raise InputError(f"{op}: top_k must be a whole number, 0 or above, or None, the same for all rows; got {top_k}")
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value <= 1):
+            raise InputError(f"{op}: {name} must be a number in [0, 1] or None, the same for all rows; got {value}")
+    return SamplerOptions(int(top_k or 0), 1.0 if top_p is None else float(top_p), float(min_p or 0.0))
+
+
+def inverse_temperatures(
+    op: str, temperature: Any, target: Tensor, ignore_index: int, dtype: torch.dtype
+) -> Tensor | None:
+    """1 / temperature for each row, of the target's shape; None if the temperature is the number 1.
+
+    Args:
+        op: the op's name, for error messages.
+        temperature: a positive number, or floating, of the target's shape, positive where there is a target.
+        target: int64 (...).
+        ignore_index: the target of ignored rows, whose temperature is not used.
+        dtype: of the statistics.
+
+    Raises:
+        InputError: another type, shape or device, a number that is not positive, or a tensor that needs a gradient.
+    """
+    if isinstance(temperature, Tensor):
+        check_tensor(op, "temperature", temperature, target.shape, target.device)
+        if not temperature.is_floating_point():
+            raise InputError(f"{op}: temperature must be floating, got {temperature.dtype}")
+        if temperature.requires_grad and torch.is_grad_enabled():
+            raise InputError(f"{op}: temperature has no gradient; give temperature.detach()")
+        valid = target != ignore_index
+        torch._assert_async(((temperature > 0) | ~valid).all(), f"{op}: temperature must be positive")
+        return torch.where(valid, temperature.detach().to(dtype), 1.0).reciprocal()
+    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+        raise InputError(f"{op}: temperature must be a positive number or a tensor, got {temperature!r}")
+    return None if temperature == 1 else torch.full(target.shape, 1 / temperature, dtype=dtype, device=target.device)
+
+
+def dropped_reference(x: Tensor, kept: SamplerOptions) -> Tensor:
+    """Whether each class is dropped, bool (..., V), by sorted logits as in transformers' warpers.
+
+    Args:
+        x: (..., V), effective logits over the temperature.
+        kept: the classes that are kept.
+    """
+    dropped = torch.zeros_like(x, dtype=torch.bool)
+    if kept.top_k:
+        dropped |= x < x.topk(min(kept.top_k, x.shape[-1])).values[..., -1:]
+    ascending, order = x.masked_fill(dropped, -torch.inf).sort(dim=-1, stable=True)
+    if kept.top_p < 1:
+        improbable = ascending.softmax(-1).cumsum(-1) <= 1 - kept.top_p
+        improbable[..., -1] = False
+        dropped |= improbable.scatter(-1, order, improbable)
+    if kept.min_p:
+        p = x.softmax(-1)
+        dropped |= p < kept.min_p * p.amax(-1, keepdim=True)
+    return dropped
