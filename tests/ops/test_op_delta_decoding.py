@@ -230,7 +230,10 @@ def test_registration(kernels_device: torch.device) -> None:
         ({"state": torch.zeros(1, 4, 3, 5).double()}, "state must be torch.float32"),
         ({"state": torch.zeros(1, 4, 5, 3).mT}, "state must be contiguous"),
         ({"state": torch.zeros(1, 4, 3, 5, requires_grad=True)}, "has no gradient"),
-        ({"v": torch.zeros(1, 1, 3, 5)}, "a multiple of the heads of q and k"),
+        (
+            {"v": torch.zeros(1, 1, 3, 5), "g": torch.zeros(1, 1, 3), "beta": torch.zeros(1, 1, 3)},
+            "a multiple of the heads of q and k",
+        ),
     ],
 )
 def test_bad_operands(change: dict[str, Tensor], message: str) -> None:

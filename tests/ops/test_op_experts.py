@@ -155,7 +155,7 @@ X, WEIGHTS, OFFSETS = torch.ones(4, 3), torch.ones(2, 5, 3), ends((1, 3))
         ((X.long(), WEIGHTS, OFFSETS), "x must be floating"),
         ((X, WEIGHTS[0], OFFSETS), r"weights must be .* of shape \(E, M, 3\)"),
         ((X, WEIGHTS.transpose(1, 2), OFFSETS), r"weights must be .* of shape \(E, M, 3\)"),
-        ((X, WEIGHTS[:0], OFFSETS[:0]), "weights .* are of no expert"),
+        ((X, WEIGHTS[:0], OFFSETS[:0]), "needs E > 0"),
         ((X, WEIGHTS.double(), OFFSETS), "weights must be of x's dtype"),
         ((X, WEIGHTS, OFFSETS.long()), "offsets must be torch.int32"),
         ((X, WEIGHTS, OFFSETS[:1]), "offsets must be torch.int32"),

@@ -20,10 +20,11 @@ from ligermodels.ops.attention.sdpa import SDPA
 from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.attention.varlen import MISSING, VARLEN
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.signature import Signature
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
+_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B S Hkv D", v="B S Hkv Dv", mask="B T S bool ?", sinks="Hq ?")
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""
 
@@ -124,16 +125,12 @@ def backends() -> dict[str, bool]:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, sinks: Tensor | None
 ) -> None:
-    check_tensor("attention", "q", q, ("B", "T", "Hq", "D"))
-    (batch, length, heads, head_dim), device = q.shape, q.device
-    check_tensor("attention", "k", k, (batch, "S", "Hkv", head_dim), device)
-    check_tensor("attention", "v", v, (*k.shape[:3], "Dv"), device)
+    _TENSORS.check("attention", q, k, v, mask, sinks)
+    batch, length, heads, _ = q.shape
     if not k.shape[2] or heads % k.shape[2]:
         raise InputError(f"attention: q has {heads} heads, k {k.shape[2]}; the heads of k must divide those of q")
     if k.shape[1] < length:
         raise InputError(f"attention: {length} queries but only {k.shape[1]} keys; give at least as many keys")
-    check_tensor("attention", "mask", mask, (batch, length, k.shape[1]), device, torch.bool, optional=True)
-    check_tensor("attention", "sinks", sinks, (heads,), device, optional=True)
     if cu_seqlens is not None and (batch != 1 or mask is not None):
         raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
 

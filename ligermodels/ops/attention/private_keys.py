@@ -28,9 +28,11 @@ from ligermodels.ops.attention.triton_attention import (
 )
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor
 
 OP = "private_key_attention"
+_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q")
 
 
 def private_key_attention(
@@ -160,14 +162,12 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, private_keys: Sequence[Tensor], private_values: Sequence[Tensor],
     cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
-    check_tensor(OP, "q", q, ("B", "T", "Hq", "D"))
-    batch, length, heads, dim = q.shape
-    check_tensor(OP, "k", k, (batch, length, "Hkv", dim), q.device, q.dtype)
+    _TENSORS.check(OP, q, k, v)
+    batch, _, heads, _ = q.shape
     if not k.shape[2] or heads % k.shape[2]:
         raise InputError(f"{OP}: q has {heads} heads, k {k.shape[2]}; the heads of k must divide those of q")
     if len(private_keys) != len(private_values):
         raise InputError(f"{OP}: {len(private_keys)} private_keys, but {len(private_values)} private_values")
-    check_tensor(OP, "v", v, k.shape, q.device, q.dtype)
     for name, tensors in (("private_keys", private_keys), ("private_values", private_values)):
         for i, each in enumerate(tensors):
             check_tensor(OP, f"{name}[{i}]", each, k.shape, q.device, q.dtype)

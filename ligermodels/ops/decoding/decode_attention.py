@@ -16,8 +16,9 @@ from ligermodels.errors import InputError
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
 from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_caches, check_tensor, contiguous
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import check_strides, check_tensor, contiguous
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
 MIN_ROWS = 16  # of a tile of tensor cores
@@ -28,6 +29,11 @@ MAX_SPLITS = 128
 MIN_TILES = 4  # of slots per program, where there are more than one for each multiprocessor
 COMBINED = 4096  # elements per program of the second kernel
 LOG2_E = math.log2(math.e)
+
+
+_TENSORS = Signature(
+    q="B T Hq D", k_cache="B S Hkv D =q", v_cache="B S Hkv D =q", cache_seqlens="B int32 int64", sinks="Hq ?"
+)
 
 
 def decode_attention(
@@ -147,21 +153,18 @@ def _check(
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
     op = "decode_attention"
-    reject_dtensors(op, q, k_cache, v_cache, sinks)
-    check_tensor(op, "q", q, ("B", "T", "Hq", "D"))
+    _TENSORS.check(op, q, k_cache, v_cache, cache_seqlens, sinks)
+    check_strides(op, k_cache=k_cache, v_cache=v_cache)
     B, T, heads, head_dim = q.shape
-    check_caches(op, k_cache, v_cache, (B, "S", "Hkv", head_dim), q)
     S, kv_heads = k_cache.shape[1:3]
     if S < T or 0 in (heads, kv_heads, head_dim) or heads % kv_heads:
         raise InputError(
             f"{op}: k_cache must have at least {T} slots, and a number of heads that divides q's {heads}; "
             f"got q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}"
         )
-    check_tensor(op, "cache_seqlens", cache_seqlens, (B,), q.device, torch.int32, torch.int64)
     if tree_mask is not None:
         shape = (T, T) if tree_mask.dim() == 2 else (B, T, T)
         check_tensor(op, "tree_mask", tree_mask, shape, q.device, torch.bool)
-    check_tensor(op, "sinks", sinks, (heads,), q.device, optional=True)
     if window is not None and window < 1:
         raise InputError(f"{op}: window must be at least 1, got {window}")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks)):

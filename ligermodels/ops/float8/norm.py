@@ -24,11 +24,14 @@ from ligermodels.ops.float8.scaling import (
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
-from ligermodels.ops.norm.rms_norm import CastingMode, check_rms_norm, rms_norm_backward, rms_norm_reference
+from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_backward, rms_norm_reference
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
+
+TENSORS = Signature(x="... N+", residual="... N =x ?", weight="N")
 
 
 def float8_add_rms_norm(
@@ -71,8 +74,8 @@ def float8_add_rms_norm(
         BackendError: a GPU without float8.
     """
     check_tail("float8_add_rms_norm", tail, by_row)
-    reject_dtensors("float8_add_rms_norm", x, residual, weight)
-    check_rms_norm("float8_add_rms_norm", x, residual, weight, casting_mode)
+    TENSORS.check("float8_add_rms_norm", x, residual, weight)
+    check_casting_mode("float8_add_rms_norm", casting_mode)
     check_last("float8_add_rms_norm", "x", x)
     columns = columns and torch.is_grad_enabled()
     layouts = by_row, tail, rows or not columns, columns

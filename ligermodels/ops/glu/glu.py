@@ -23,9 +23,11 @@ from torch.nn import functional
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, rows_and_stride
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, rows_and_stride
 
+_TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -151,9 +153,7 @@ def geglu_reference(
 
 
 def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tensor:
-    (up,) = replicated(op, gate, up=up)
-    check_tensor(op, "gate", gate, (..., "I"))
-    check_tensor(op, "up", up, gate.shape, gate.device, gate.dtype, optional=True)
+    gate, up = _TENSORS.check(op, gate, up)
     if up is None:
         check_pairs(op, gate.shape[-1])
     if options.limit is not None and not options.limit > 0:

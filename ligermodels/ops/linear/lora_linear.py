@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, under_autocast
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
+
+_TENSORS = Signature(x="... K", weight="M K =x", a="r K =x", b="M r =x", bias="M =x ?", dropped="... K =x ?")
 
 
 def lora_linear(
@@ -45,15 +48,9 @@ def lora_linear(
     x, weight, a, b, bias, dropped = tensors = under_autocast(x, weight, a, b, bias, dropped)
     if any(is_dtensor(t) for t in tensors if t is not None):
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
-    name, rows, K = "lora_linear", x.shape[:-1].numel(), x.shape[-1]
-    check_tensor(name, "weight", weight, ("M", K), x.device, x.dtype)
-    check_tensor(name, "a", a, ("r", K), x.device, x.dtype)
-    check_tensor(name, "b", b, (weight.shape[0], a.shape[0]), x.device, x.dtype)
-    if bias is not None:
-        check_tensor(name, "bias", bias, (weight.shape[0],), x.device, x.dtype)
-    if dropped is not None:
-        check_tensor(name, "dropped", dropped, x.shape, x.device, x.dtype)
-        dropped = dropped.reshape(rows, K)
+    _TENSORS.check("lora_linear", x, weight, a, b, bias, dropped)
+    rows, K = x.shape[:-1].numel(), x.shape[-1]
+    dropped = None if dropped is None else dropped.reshape(rows, K)
     y: Tensor = _LoRALinear.apply(x.reshape(rows, K), dropped, weight, bias, a, b, scaling)
     return y.view(*x.shape[:-1], weight.shape[0])
 

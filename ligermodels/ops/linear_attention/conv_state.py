@@ -10,7 +10,11 @@ from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor
+
+_STEP = Signature(x="B 1 C", weight="C W")
+_COMMIT = Signature(x="B N C", node="B int64")
 
 
 def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
@@ -29,8 +33,7 @@ def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     op = "causal_conv_step"
-    check_tensor(op, "x", x, ("B", 1, "C"), x.device)
-    check_tensor(op, "weight", weight, (x.shape[2], "W"), x.device)
+    _STEP.check(op, x, weight)
     _check_inputs(op, x, weight, inputs, weight.shape[1])
     if not use_kernels(x, weight, inputs):
         return causal_conv_step_reference(x, weight, inputs)
@@ -59,9 +62,8 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
         InputError: shapes, dtypes or devices do not fit, or `inputs` is not contiguous.
     """
     op, (parent, depth) = "commit_conv_inputs", tree
-    check_tensor(op, "x", x, ("B", "N", "C"), x.device)
+    _COMMIT.check(op, x, node)
     _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
-    check_tensor(op, "node", node, (x.shape[0],), x.device, torch.long)
     for name, nodes in (("parent", parent), ("depth", depth)):
         shape = (x.shape[1],) if nodes.dim() == 1 else tuple(x.shape[:2])
         check_tensor(op, f"tree's {name}", nodes, shape, x.device, torch.long)

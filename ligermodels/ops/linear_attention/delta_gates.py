@@ -7,10 +7,13 @@ from torch import Tensor
 
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, rows_and_stride
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import rows_and_stride
 
 BLOCK = 256
+
+_TENSORS = Signature(a="B T R", b="B T R =a", log_rate="R", bias="R")
 
 
 def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,12 +34,7 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    op, operands = "delta_gates", (a, b, log_rate, bias)
-    reject_dtensors(op, *operands)
-    check_tensor(op, "a", a, ("B", "T", "R"), a.device)
-    check_tensor(op, "b", b, a.shape, a.device, a.dtype)
-    for name, parameter in (("log_rate", log_rate), ("bias", bias)):
-        check_tensor(op, name, parameter, a.shape[2:], a.device)
+    operands = _TENSORS.check("delta_gates", a, b, log_rate, bias)
     if not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
         return delta_gates_reference(*operands)
     g, beta = _delta_gates(*operands)

@@ -15,7 +15,8 @@ from ligermodels.ops.linear_attention.gated_delta_rule import TreeUpdates, gated
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
@@ -52,6 +53,9 @@ def gated_delta_rule_tree(
     return o, TreeUpdates(*updates)
 
 
+_COMMIT = Signature(state="B R K V", decay="B N R float64", keys="B N G K", values="B N R V =keys", node="B int64")
+
+
 def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> None:
     """Moves the state from before the root of each tree to after one of its nodes, in place: see `tree_state`. A CUDA
     graph can capture the call.
@@ -66,14 +70,8 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
         InputError: shapes, dtypes or devices do not fit.
     """
     op, (decay, keys, values) = "commit_tree", updates
-    reject_dtensors(op, state, *updates)
-    check_tensor(op, "state", state, ("B", "R", "K", "V"), state.device)
-    batch, heads, key_dim, width = state.shape
-    check_tensor(op, "updates.decay", decay, (batch, "N", heads), state.device, torch.float64)
-    nodes = decay.shape[1]
-    check_tensor(op, "updates.keys", keys, (batch, nodes, "G", key_dim), state.device)
-    check_tensor(op, "updates.values", values, (batch, nodes, heads, width), state.device, keys.dtype)
-    check_tensor(op, "node", node, (batch,), state.device, torch.long)
+    _COMMIT.check(op, state, decay, keys, values, node)
+    (batch, heads, key_dim, _), nodes = state.shape, decay.shape[1]
     _check_ancestors(op, ancestors, batch, nodes, state.device)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
         raise InputError(

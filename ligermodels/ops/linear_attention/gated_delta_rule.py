@@ -32,6 +32,7 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
 
 CHUNK = 64
@@ -215,24 +216,22 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
         return reached.to(values.dtype).exp().mT[..., None] * initial_state + added.to(initial_state.dtype)
 
 
+_TENSORS = Signature(q="B T G K", k="B T G K =q", v="B T R V =q", g="B T R", beta="B T R")
+
+
 def check_operands(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *dtypes: torch.dtype
 ) -> None:
     """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
     together, and `state` has one of `dtypes`, if there are any."""
-    reject_dtensors(op, q, k, v, g, beta, state)
-    check_tensor(op, "q", q, ("B", "T", "G", "K"))
-    batch, tokens, groups, width = q.shape
-    check_tensor(op, "k", k, q.shape, q.device, q.dtype)
-    check_tensor(op, "v", v, (batch, tokens, "R", "V"), q.device, q.dtype)
-    heads = v.shape[2]
+    reject_dtensors(op, state)
+    _TENSORS.check(op, q, k, v, g, beta)
+    (batch, tokens, groups, width), heads = q.shape, v.shape[2]
     if 0 in (tokens, groups, width, v.shape[3]) or heads % groups:
         raise InputError(
             f"{op}: needs at least one token and channel, and heads of v that are a multiple of the heads of q and k; "
             f"got q {tuple(q.shape)} and v {tuple(v.shape)}"
         )
-    for name, gate in (("g", g), ("beta", beta)):
-        check_tensor(op, name, gate, v.shape[:3], q.device)
     name = "state" if dtypes else "initial_state"
     check_tensor(op, name, state, (batch, heads, width, v.shape[3]), q.device, *dtypes, optional=True)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.runtime.devices import gpu_of, is_recording
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import under_autocast
 
 ALIGNMENT = 16  # bytes: rows of the operands of torch's grouped GEMM begin at multiples of this
 
@@ -88,6 +89,8 @@ class _GatherRows(torch.autograd.Function):
 
 # -- grouped GEMM ------------------------------------------------------------------------------------------------------
 
+_GROUPED = Signature(x="R K", weights="E+ M K", offsets="E int32", biases="E M =weights ?")
+
 
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | None = None) -> Tensor:
     """Rows of x times the weight of their group: y[r] = weights[e] @ x[r] for offsets[e - 1] <= r < offsets[e].
@@ -109,13 +112,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, biases: Tensor | Non
     Raises:
         InputError: shapes, dtypes or devices do not fit, or (in the loop) the offsets decrease or do not end at R.
     """
-    reject_dtensors("grouped_mm", x, weights, offsets, biases)
-    check_tensor("grouped_mm", "x", x, ("R", "K"))
-    check_tensor("grouped_mm", "weights", weights, ("E", "M", x.shape[1]), x.device, weights.dtype)
-    if len(weights) == 0:
-        raise InputError(f"grouped_mm: weights {tuple(weights.shape)} are of no expert; give at least one")
-    check_tensor("grouped_mm", "offsets", offsets, (len(weights),), x.device, torch.int32)
-    check_tensor("grouped_mm", "biases", biases, weights.shape[:2], x.device, weights.dtype, optional=True)
+    _GROUPED.check("grouped_mm", x, weights, offsets, biases)
     x, weights, biases = under_autocast(x, weights, biases)
     if x.dtype != weights.dtype:
         raise InputError(f"grouped_mm: weights must be of x's dtype {x.dtype}, got {weights.dtype}")

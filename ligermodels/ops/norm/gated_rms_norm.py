@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, store_rows, sum_rows
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import as_rows, check_tensor, contiguous, empty_gradient, empty_like
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient, empty_like
 
+TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
 MAX_KERNEL_WIDTH = 8192  # a row of each operand is held in registers; the reference serves wider ones
 
 
@@ -34,12 +35,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    op = "gated_rms_norm"
-    reject_dtensors(op, x, z, weight)
-    if x.dim() < 2 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise InputError(f"{op}: x must be floating, of shape (..., heads, N), got {x.dtype} {tuple(x.shape)}")
-    check_tensor(op, "z", z, tuple(x.shape), x.device, x.dtype)
-    check_tensor(op, "weight", weight, tuple(x.shape[-1:]), x.device)
+    TENSORS.check("gated_rms_norm", x, z, weight)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return gated_rms_norm_reference(x, z, weight, eps)
     return _GatedRMSNorm.apply(x, z, weight, eps)

@@ -13,10 +13,12 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import check_rows, contiguous, empty_gradient, empty_like, rows_and_stride
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviation from the mean, in variances, beyond which rounding shows
+TENSORS = Signature(dtensors="replicated", x="... N+", weight="N ?", bias="N ?")
 WIDE = 2**14  # from this width on, only the most warps have registers for the parts of both gradients
 
 
@@ -37,8 +39,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    weight, bias = replicated("layer_norm", x, weight=weight, bias=bias)
-    check_rows("layer_norm", "x", x, weight=weight, bias=bias)
+    x, weight, bias = TENSORS.check("layer_norm", x, weight, bias)
     if not use_kernels(x, weight, bias) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)

@@ -16,17 +16,12 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import PLAIN, Rows, custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import (
-    check_rows,
-    check_tensor,
-    contiguous,
-    empty_gradient,
-    empty_like,
-    rows_and_stride,
-)
+from ligermodels.ops.runtime.library import PLAIN, Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 CastingMode = Literal["llama", "gemma"]
+TENSORS = Signature(dtensors="replicated", x="... N+", residual="... N =x ?", weight="N ?")
 
 
 def rms_norm(
@@ -103,8 +98,8 @@ def _rms_norm(
     casting_mode: CastingMode, return_sum: bool,
 ) -> Any:  # fmt: skip
     """`add_rms_norm` if `return_sum`, else `rms_norm`."""
-    residual, weight = replicated(op, x, residual=residual, weight=weight)
-    check_rms_norm(op, x, residual, weight, casting_mode)
+    x, residual, weight = TENSORS.check(op, x, residual, weight)
+    check_casting_mode(op, casting_mode)
     if use_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
         return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", return_sum)
     if return_sum:
@@ -148,13 +143,6 @@ def add_rms_norm_reference(
     casting_mode."""
     total = x if residual is None else (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps, offset=offset, casting_mode=casting_mode), total
-
-
-def check_rms_norm(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, casting_mode: str) -> None:
-    """Raises InputError, naming `op`, unless x, residual, weight and casting_mode are arguments of `add_rms_norm`."""
-    check_rows(op, "x", x, weight=weight)
-    check_tensor(op, "residual", residual, x.shape, x.device, x.dtype, optional=True)
-    check_casting_mode(op, casting_mode)
 
 
 def check_casting_mode(op: str, casting_mode: str) -> None:

@@ -10,8 +10,12 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
-from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable, replicated
-from ligermodels.ops.runtime.tensors import as_dtype, check_tensor, empty_gradient, empty_like
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
+
+_HEADS = Signature(dtensors="replicated", q="B T Hq D", k="B T Hk D", cos="rows T R", sin="rows T R")
+_PACKED = Signature(dtensors="replicated", qkv="B T C", cos="rows T R ?", sin="rows T R ?", q_norm="D ?", k_norm="D ?")
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,10 +35,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    k, cos, sin = replicated("rope", q, k=k, cos=cos, sin=sin)
-    check_tensor("rope", "q", q, ("B", "T", "Hq", "D"))
-    check_tensor("rope", "k", k, (*q.shape[:2], "Hk", q.shape[3]), q.device)
-    _check_tables("rope", q, q.shape[3], cos, sin)
+    q, k, cos, sin = _HEADS.check("rope", q, k, cos, sin)
+    _check_tables("rope", len(q), q.shape[3], cos)
     if not use_kernels(q, k, cos, sin):
         return rope_reference(q, k, cos, sin)
     return _Rope.apply(q, k, cos, sin)
@@ -88,8 +90,8 @@ def rope_qkv(
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     shape = num_kv_heads, group_size, head_dim
-    cos, sin, q_norm, k_norm = replicated("rope_qkv", qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
-    check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
+    tensors = check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
+    qkv, cos, sin, q_norm, k_norm = tensors
     if use_kernels(qkv, cos, sin, q_norm, k_norm):
         return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
     norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
@@ -144,30 +146,27 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def check_packed(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
     q_norm: Tensor | None, k_norm: Tensor | None, casting_mode: str,
-) -> None:  # fmt: skip
-    """Raises InputError, naming `op`, unless qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm and
-    casting_mode are arguments of `rope_qkv`."""
-    width = num_kv_heads * (group_size + 2) * head_dim
-    if qkv.dim() != 3 or qkv.shape[-1] != width or not qkv.is_floating_point():
-        raise InputError(
-            f"{op}: qkv must be floating, of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {width}); "
-            f"got {qkv.dtype} {tuple(qkv.shape)}"
-        )
-    if cos is not None and sin is not None:
-        _check_tables(op, qkv, head_dim, cos, sin)
-    elif cos is not sin:
+) -> Any:  # fmt: skip
+    """The tensors among the arguments of `rope_qkv` (qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm
+    and casting_mode), checked. Raises InputError, naming `op`."""
+    if (cos is None) != (sin is None):
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
-    check_tensor(op, "q_norm", q_norm, (head_dim,), qkv.device, optional=True)
-    check_tensor(op, "k_norm", k_norm, (head_dim,), qkv.device, optional=True)
+    width = num_kv_heads * (group_size + 2) * head_dim
+    if qkv.shape[-1:] != (width,):
+        raise InputError(
+            f"{op}: qkv must be of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {width}); "
+            f"got {tuple(qkv.shape)}"
+        )
+    tensors = _PACKED.check(op, qkv, cos, sin, q_norm, k_norm, D=head_dim)
+    _check_tables(op, len(qkv), head_dim, cos)
     check_casting_mode(op, casting_mode)
+    return tensors
 
 
-def _check_tables(op: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> None:
-    B, T = x.shape[:2]
-    if cos.dim() != 3 or cos.shape[0] not in (1, B) or 2 * cos.shape[2] > head_dim:
-        raise InputError(f"{op}: cos must be of shape ({B} or 1, {T}, at most {head_dim // 2}); got {tuple(cos.shape)}")
-    check_tensor(op, "cos", cos, (cos.shape[0], T, cos.shape[2]), x.device)
-    check_tensor(op, "sin", sin, cos.shape, x.device)
+def _check_tables(op: str, batch: int, head_dim: int, cos: Tensor | None) -> None:
+    if cos is not None and (cos.shape[0] not in (1, batch) or 2 * cos.shape[2] > head_dim):
+        wanted = f"({batch} or 1, {cos.shape[1]}, at most {head_dim // 2})"
+        raise InputError(f"{op}: cos must be of shape {wanted}; got {tuple(cos.shape)}")
 
 
 @custom_op(rows=Rows(results=lambda k, **_: (True, k is not None)))

@@ -11,8 +11,11 @@ from ligermodels.ops.rope.rope import check_packed, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_caches, check_tensor, contiguous
+from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import check_strides, contiguous
+
+_CACHES = Signature(qkv="B T C", k_cache="B S Hkv D =qkv", v_cache="B S Hkv D =qkv", slots="B int32 int64")
 
 
 def rope_qkv_cached(
@@ -64,11 +67,9 @@ def rope_qkv_cached(
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     shape = num_kv_heads, group_size, head_dim
-    reject_dtensors("rope_qkv_cached", qkv, k_cache, v_cache)
     check_packed("rope_qkv_cached", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
-    B = qkv.shape[0]
-    check_caches("rope_qkv_cached", k_cache, v_cache, (B, "S", num_kv_heads, head_dim), qkv)
-    check_tensor("rope_qkv_cached", "slots", slots, (B,), qkv.device, torch.int32, torch.int64)
+    _CACHES.check("rope_qkv_cached", qkv, k_cache, v_cache, slots, Hkv=num_kv_heads, D=head_dim)
+    check_strides("rope_qkv_cached", k_cache=k_cache, v_cache=v_cache)
     inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise InputError("rope_qkv_cached has no gradient: call it under torch.no_grad(), or use rope_qkv")

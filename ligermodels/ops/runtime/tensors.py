@@ -63,12 +63,10 @@ def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
         check_tensor(op, weight_name, weight, x.shape[-1:], x.device, optional=True)
 
 
-def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, shape: Shape, like: Tensor) -> None:
-    """Raises InputError, naming `op`, unless k_cache and v_cache are both of this shape, on the device and of the dtype
-    of `like`, and their last dimension is contiguous."""
-    check_tensor(op, "k_cache", k_cache, shape, like.device, like.dtype)
-    check_tensor(op, "v_cache", v_cache, k_cache.shape, like.device, like.dtype)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+def check_strides(op: str, **caches: Tensor) -> None:
+    """Raises InputError, naming `op`, unless the last dimension of each of the `caches`, by their names, is
+    contiguous."""
+    for name, cache in caches.items():
         if cache.stride(-1) != 1 and cache.shape[-1] > 1:
             raise InputError(f"{op}: the last dimension of {name} must be contiguous, has stride {cache.stride(-1)}")
 
