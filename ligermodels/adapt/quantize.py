@@ -13,6 +13,7 @@ from ligermodels.adapt.lora import lora_layers
 from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import Linear, LMHead, MoE
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -159,7 +160,7 @@ def _check(model: CausalLM, kind: QuantizedFormat, head: QuantizedFormat | None)
         raise InputError(
             "quantize: this model computes by the modules of a transformers model; load another one to quantise"
         )
-    if any(isinstance(module, Linear) and module.compute is not None for module in model.modules()):
+    if any(linear.compute is not None for linear in modules_of(model, Linear)):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
         raise InputError("quantize: the model is sharded already; quantise it first, then shard it")

@@ -145,6 +145,16 @@ class ChatTemplate:
 
         Raises InputError unless `messages` is a list of dicts.
         """
+        self._check_turns(messages)
+        turns: list[Message] = [as_templates_expect(message) for message in messages]
+        turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
+        roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
+        if roles != ["system", "user"] or self._supports_system:
+            return turns
+        return [join_turns(*turns[:2]), *turns[2:]]
+
+    def _check_turns(self, messages: Sequence[Message]) -> None:
+        """InputError unless `messages` is a list of dicts, and so are their tool calls."""
         if not is_sequence(messages):
             raise InputError(f"{self.name}: messages: must be a list of turns, got {short(messages)}")
         for number, message in enumerate(messages, 1):
@@ -153,12 +163,6 @@ class ChatTemplate:
             calls = message.get("tool_calls") or []
             if not is_sequence(calls) or not all(isinstance(call, Mapping) for call in calls):
                 raise InputError(f"{self.name}: messages: turn {number}: tool_calls: must be a list of dicts")
-        turns: list[Message] = [as_templates_expect(message) for message in messages]
-        turns = [self._call_form.apply(turn) if turn.get("tool_calls") else turn for turn in turns]
-        roles = [turn.get("role") for turn in turns[:2] if isinstance(turn.get("content"), str)]
-        if roles != ["system", "user"] or self._supports_system:
-            return turns
-        return [join_turns(*turns[:2]), *turns[2:]]
 
     @cached_property
     def _call_form(self) -> CallForm:

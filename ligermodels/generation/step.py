@@ -10,6 +10,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.generation.sampling import greedy
 from ligermodels.generation.state import DecodingState
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.rope import RotaryEmbedding
 from ligermodels.layers.sharding import ModuleLike
 
@@ -201,7 +202,7 @@ class RopeThresholds(NamedTuple):
 
 def rope_thresholds(model: DecodingModel) -> RopeThresholds:
     """The thresholds of all rotary embeddings in `model`. At a switch the keys in the state must be computed again."""
-    scalings = [module.config.scaling for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    scalings = [rope.config.scaling for rope in modules_of(model, RotaryEmbedding)]
     thresholds = [scaling.context_thresholds for scaling in scalings if scaling is not None]
     switches = frozenset(threshold.switch for threshold in thresholds if threshold.switch is not None)
     moving = [threshold.moving for threshold in thresholds if threshold.moving is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -24,21 +25,32 @@ _FLOAT8: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-class GatedActivation(GLUOptions):
+@dataclass(frozen=True)
+class GatedActivation:
     """activation(gate) * up, of channels that alternate gate and up: (..., 2 I) -> (..., I).
 
     Args:
         activation: a key of ACTIVATIONS.
         gate_multiplier, down_multiplier, limit, up_offset: see `ops.swiglu`.
 
-    It is no module: a linear layer that is called with it passes it to its op, which may compute it in its own kernel.
+    It is no module: a linear layer that is called with it passes `options`, the same as arguments of ops, to its op,
+    which may compute the activation in its own kernel.
     """
 
-    __slots__ = ()
+    activation: str
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    options: GLUOptions = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = self.gate_multiplier, self.down_multiplier, self.limit, self.up_offset
+        object.__setattr__(self, "options", GLUOptions(self.activation, *numbers))
 
     def __call__(self, gate_up: Tensor, *, form: Float8Form | None = None) -> Tensor:
         """gate_up (..., 2 I) -> (..., I) of the same dtype; with a `form` a `Float8Tensor` in that form."""
         if form is None:
-            return ops.gated_activation(gate_up, self)
-        options = self._asdict()
+            return ops.gated_activation(gate_up, self.options)
+        options = self.options._asdict()
         return _FLOAT8[options.pop("activation")](gate_up, *form[:2], **form.layouts, **options)

@@ -48,30 +48,30 @@ class ForwardContext:
 
     rope_tables: cos and sin, each (B or 1, T, dim / 2), for every rope that a layer's config names.
     cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1); None for one document in each row.
+    positions: long (B or 1, T), of each token in its document.
+    shard: under context parallelism, this rank's part of the tokens. The hidden states, `rope_tables`, `positions` and
+        `per_layer_inputs` belong to it; `cu_seqlens` are the bounds in the whole row.
     seq_lens: long (B,), in a prefill (a pass with an empty decoding state): the number of tokens in each sequence. The
         rest of its row is padding, and results there are not used. None: all T.
     cache_seqlens: long (B,), in a decoding pass: number of tokens of each sequence that its state holds already.
     tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
         new tokens follow one another, and are kept.
-    positions: long (B or 1, T), of each token in its document.
     keys_values: outside of decoding passes, the keys and values that earlier layers share, by the layer's number.
     per_layer_inputs: (B, T, layers, P), a small vector for each layer and token (Gemma 4).
     needed: if the layer is given only the tokens whose states are needed, (1, n, H), these tokens. `rope_tables`,
         `positions` and `per_layer_inputs` then belong to them; all other fields describe the whole pass.
-    shard: under context parallelism, this rank's part of the tokens. The hidden states, `rope_tables`, `positions` and
-        `per_layer_inputs` belong to it; `cu_seqlens` are the bounds in the whole row.
     """
 
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
+    positions: Tensor | None = None
+    shard: SequenceShard | None = None
     seq_lens: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree: TreeTokens | None = None
-    positions: Tensor | None = None
     keys_values: dict[int, KeysValues] = field(default_factory=dict)
     per_layer_inputs: Tensor | None = None
     needed: SelectedTokens | None = None
-    shard: SequenceShard | None = None
 
     def of_tokens(self, needed: SelectedTokens) -> ForwardContext:
         """The context of layers that are given only the `needed` tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from ligermodels.errors import ConfigError
@@ -55,6 +56,8 @@ class Layer(nn.Module):
         """The form in which the layer takes `x` as a `Float8Tensor` now: the form of its linear layers that take `x`,
         if it is the same for all of them. Else None, and each linear layer casts for itself, as it does if it gathers
         its input from parts of the tokens."""
+        if not (self.training or torch.is_grad_enabled()):  # as `Float8.active`; spares decoding the rest
+            return None
         linears = [getattr(self, name, None) for name, source in self.float8_linears.items() if source == INPUT]
         forms = {input_form(linear) for linear in linears if linear is not None}
         form = forms.pop() if len(forms) == 1 else None

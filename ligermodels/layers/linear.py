@@ -88,7 +88,7 @@ class Linear(nn.Linear):
 
         Returns (..., out_features) of the dtype of `input`, or the result of the activation.
         """
-        gated = activation if type(activation) is GatedActivation and form is None else None
+        gated = activation.options if type(activation) is GatedActivation and form is None else None
         if self.split is None and self.update is None and (activation is None or gated is not None):
             return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
         if self.split is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ligermodels import ops
 from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
 from ligermodels.layers.linear import Linear
+from ligermodels.layers.linear_parts import Compute
 from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, used_in_parts
 
@@ -67,12 +68,27 @@ class HeadLoss(NamedTuple):
     log_kept_mass: Tensor | None = None
 
 
+def _check_items(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        check_number(name, value)
+
+
+def _check_items_of_heads(name: str, value: Any) -> None:
+    for each in value if isinstance(value, list | tuple) else [value]:
+        _check_items(name, each)
+
+
+WITHOUT_TARGET = (0.0, -1, 0.0, -1, 0.0, 0.0, 0.0)
+"""The values in a `HeadLoss` of tokens without a target, in the order of its fields."""
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "num_items_in_batch": _check_items,
     "token_weights": check_plain,
     "class_weights": check_plain,
     "token_scaling": check_flag,
     "label_smoothing": check_number,
     "z_loss": check_number,
+    "reduction": lambda name, value: None,  # the op checks it
     "memory_budget": partial(check_number, positive=True),
 }
 
@@ -91,17 +107,15 @@ def check_loss_options(
     Raises:
         InputError: an unknown option, an option without `needed`, or a value of a wrong type.
     """
+    checks = {**_CHECKS, "num_items_in_batch": _check_items_of_heads} if of_heads else _CHECKS
     for name, value in options.items():
-        if name not in (*LOSS_OPTIONS, "num_items_in_batch"):
+        if name not in checks:
             raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
-        if needed is None and value is not None:
+        if value is None:
+            continue
+        if needed is None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
-        if value is not None and name in _CHECKS:
-            _CHECKS[name](name, value)
-    items = options.get("num_items_in_batch")
-    if items is not None and not isinstance(items, Tensor):
-        for each in items if of_heads and isinstance(items, list | tuple) else [items]:
-            check_number("num_items_in_batch", each)
+        checks[name](name, value)
 
 
 LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss", "temperature", "top_k", "top_p", "min_p")
@@ -240,14 +254,15 @@ class LMHead(Linear):
         logits = ops.linear(used_in_parts(self, hidden), local(self, self.weight), local(self, self.bias))
         return gather_last(self, scaled_logits(self.config, logits), self.out_features)
 
+    def loss_weight(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]:
+        """The weight for a loss, as a context manager. A quantised weight is dequantised to `dtype` for the loss."""
+        return self._dequantized(dtype) if self.weight is None else nullcontext(self.weight)
+
     @contextmanager
-    def loss_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The weight for a loss. One that is quantised is dequantised for the loss, and again where its backward pass
-        needs it: several losses, as of Medusa heads that share the lm_head, do not each keep a copy."""
-        compute = self.compute
-        if self.weight is not None or compute is None:
-            yield self.weight
-            return
+    def _dequantized(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Dequantised for the loss, and again where its backward pass needs it: several losses, as of Medusa heads that
+        share the lm_head, do not each keep a copy."""
+        compute = cast(Compute, self.compute)
         weight: Tensor = call_gathered(compute, compute.dense, dtype)
         if torch.compiler.is_compiling():
             yield weight

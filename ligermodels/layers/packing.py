@@ -13,14 +13,23 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import checked_on_host
 
 
-def assert_async(condition: Tensor, message: str) -> None:
+def assert_async(condition: Tensor, message: str, values: Tensor | None = None) -> None:
     """InputError on the CPU when any element of `condition` is false; on a GPU an asynchronous device assertion.
 
     Reading the result back would synchronise with the GPU at every step; the assertion surfaces at the next sync.
     `ops.set_host_checks` asks for the InputError on a GPU too.
+
+    Args:
+        condition: bool, any shape.
+        message: message of the error.
+        values: the values that were checked, of the shape of `condition`: the InputError names the first bad value and
+            its indices. Default: None.
     """
     if not torch.compiler.is_compiling() and checked_on_host(condition):
         if not bool(condition.all()):
+            if values is not None:
+                first = (~condition).nonzero()[0].tolist()
+                message = f"{message}, but {first} is {values[tuple(first)]}"
             raise InputError(message)
     elif condition.device.type != "meta":
         torch._assert_async(condition.all(), message)
@@ -38,12 +47,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
         raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
     if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"{name}: must be (batch, tokens) with at least one token, got shape {tuple(ids.shape)}")
-    inside = (ids >= 0) & (ids < vocab_size)
-    message = f"{name}: token ids must lie in [0, {vocab_size})"
-    if not torch.compiler.is_compiling() and checked_on_host(ids) and not bool(inside.all()):
-        row, column = (~inside).nonzero()[0].tolist()
-        raise InputError(f"{message}, but [{row}, {column}] is {int(ids[row, column])}")
-    assert_async(inside, message)
+    assert_async((ids >= 0) & (ids < vocab_size), f"{name}: token ids must lie in [0, {vocab_size})", ids)
 
 
 def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
@@ -134,12 +138,13 @@ def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlen
     Raises:
         InputError: an argument does not fit the shape.
     """
-    shape = (shape[0], shape[1])
     if position_ids is not None:
         check_plain("position_ids", position_ids, torch.int64, torch.int32)
-    if position_ids is not None and tuple(position_ids.shape) != shape:
-        raise InputError(f"position_ids: must have the inputs' shape {shape}, got {tuple(position_ids.shape)}")
+        if tuple(position_ids.shape) != tuple(shape):
+            raise InputError(
+                f"position_ids: must have the inputs' shape {tuple(shape)}, got {tuple(position_ids.shape)}"
+            )
     if cu_seqlens is not None:
-        check_bounds(cu_seqlens, shape)
+        check_bounds(cu_seqlens, (shape[0], shape[1]))
         return cu_seqlens
     return None if position_ids is None else bounds_of(position_ids)

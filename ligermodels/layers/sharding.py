@@ -63,6 +63,8 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for ranks that each use it with their shard of `module`. The gradient is summed over ranks."""
+    if not is_tensor_parallel(module):
+        return x
     if (parts := _token_parts(module)) is not None:
         return parts.gather(x)
     ranks = _ranks(module, x)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
-from ligermodels.layers.lm_head import LOSS_RETURNS, HeadLoss, as_head_loss
+from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
 from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
@@ -105,10 +105,8 @@ class Targets:
     ) -> None:
         if labels.dtype != torch.int64:
             raise InputError(f"labels: must be int64, got {labels.dtype}")
-        assert_async(
-            (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocab_size)),
-            f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored",
-        )
+        inside = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
+        assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead, self._every_token = tuple(ahead), every_token
         self.layout = layout_without_padding((labels.shape[0], labels.shape[1]), None) if layout is None else layout
         self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
@@ -165,7 +163,7 @@ class Targets:
 
         Args:
             index: number of the loss, from 0.
-            head: a head such as `LMHead`, which returns a `HeadLoss`.
+            head: a head such as `LMHead`, which returns a `HeadLoss`, or the results of `ops.linear_cross_entropy`.
             hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
             token_weights: (B, T), a weight for each label's term.
             num_items_in_batch: divides the summed loss, in place of the number of targets; see `per_item`.
@@ -179,29 +177,17 @@ class Targets:
         Raises:
             InputError: context parallelism with class weights and a z-loss, whose mean has two divisors.
         """
-        options = {name: value for name, value in options.items() if name not in LOSS_RETURNS or value}
+        needed, counts, divisor = self.wait_for_needed(), self.wait_for_counts(), num_items_in_batch
+        targets = self.values[index] if needed is None else needed.take(self.values[index])
         if token_weights is not None:
-            options["token_weights"] = self._selected(self._shifted(token_weights, self.ahead[index], 0))
-        targets, divisor, counts = self._selected(self.values[index]), num_items_in_batch, self.wait_for_counts()
+            shifted = self._shifted(token_weights, self.ahead[index], 0)
+            options["token_weights"] = shifted if needed is None else needed.take(shifted)
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
         options["num_targets"] = None if counts is None else counts[index]
-        result = as_head_loss(
-            head(hidden, targets, reduction=reduction if divisor is None else "sum", **options), options
-        )
-
-        def finished(x: Tensor | None) -> Tensor | None:
-            if x is None or (reduction == "none" and divisor is None):
-                return self._restored(x, 0.0)
-            total = self.layout.sum(x)
-            return total if divisor is None else per_item(total, divisor)
-
-        return HeadLoss(
-            loss=finished(result.loss),
-            ranks=self._restored(result.ranks, -1),
-            z_loss=finished(result.z_loss),
-            predicted=self._restored(result.predicted, -1),
-        )
+        options["reduction"] = reduction if divisor is None else "sum"
+        result = as_head_loss(head(hidden, targets, **options), options)
+        return HeadLoss(*(self._result(x, fill, divisor) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
 
     def log_probs(self, index: int, head: Callable[..., HeadLoss], hidden: Tensor, **options: Any) -> HeadLoss:
         """Log-probabilities of the targets of loss number `index`.
@@ -217,19 +203,13 @@ class Targets:
             `log_probs`, and `entropy`, `predicted` and `log_kept_mass` where the options ask for them, each (B, T): 0,
             and -1 for predicted tokens, where there is no target.
         """
-        temperature = options.get("temperature")
-        if isinstance(temperature, Tensor):
-            options["temperature"] = self._selected(self._shifted(temperature, self.ahead[index], 1))
-        counts = self.wait_for_counts()
-        num_targets = None if counts is None else counts[index]
-        targets = self._selected(self.values[index])
-        result = head(hidden, targets, log_probs=True, num_targets=num_targets, **options)
-        return HeadLoss(
-            log_probs=self._restored(result.log_probs, 0.0),
-            entropy=self._restored(result.entropy, 0.0),
-            predicted=self._restored(result.predicted, -1),
-            log_kept_mass=self._restored(result.log_kept_mass, 0.0),
-        )
+        needed, counts, targets = self.wait_for_needed(), self.wait_for_counts(), self.values[index]
+        if isinstance(temperature := options.get("temperature"), Tensor):
+            shifted = self._shifted(temperature, self.ahead[index], 1)
+            options["temperature"] = shifted if needed is None else needed.take(shifted)
+        options["num_targets"] = None if counts is None else counts[index]
+        result = head(hidden, targets if needed is None else needed.take(targets), log_probs=True, **options)
+        return HeadLoss(*(self._result(x, fill) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
 
     def _weight_of_all(self, targets: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """Divisor of the mean loss over the tokens of all ranks: see `ops.cross_entropy`; inf in place of 0."""
@@ -253,15 +233,14 @@ class Targets:
         shifted = shift_labels(layout.packing.take(x, fill), ahead, layout.cu_seqlens, fill=fill)
         return shifted if layout.shard is None else layout.shard.take(shifted, fill)
 
-    def _selected(self, x: Tensor) -> Tensor:
-        """x (rows, length) -> (1, n) of the needed tokens; x itself where all tokens are taken."""
-        needed = self.wait_for_needed()
-        return x if needed is None else needed.take(x)
-
-    def _restored(self, x: Tensor | None, fill: float) -> Tensor | None:
-        """The inverse of `_selected` and of the layout: (B, T), with `fill` for all other tokens."""
+    def _result(self, x: Tensor | None, fill: float, divisor: Tensor | float | None = None) -> Tensor | None:
+        """A result of a head: a sum over the ranks that share the tokens, divided by `divisor`; or of each token,
+        (B, T), with `fill` where there is no target."""
         if x is None:
             return None
+        if x.dim() == 0:
+            total = self.layout.sum(x)
+            return total if divisor is None else per_item(total, divisor)
         needed = self.wait_for_needed()
         return self.layout.restore(x if needed is None else needed.restore(x, fill), fill)
 

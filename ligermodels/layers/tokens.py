@@ -16,14 +16,14 @@ A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence paral
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.packing import assert_async, document_bounds
+from ligermodels.layers.packing import assert_async, document_bounds, packed_positions
 from ligermodels.ops.runtime.collectives import Ranks
 
 
@@ -31,9 +31,11 @@ class Tokens:
     """One step of a token layout. This base class keeps all tokens as they are.
 
     mask: bool, False on places that hold no token in this layout; None if all places hold tokens.
+    padded: whether the tokens before this step include padding.
     """
 
     mask: Tensor | None = None
+    padded: ClassVar[bool] = False
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """Lay the tokens of x out anew.
@@ -79,6 +81,8 @@ class Unpadding(Tokens):
         InputError: the mask has other values, or no token at all.
     """
 
+    padded = True
+
     def __init__(self, attention_mask: Tensor) -> None:
         mask = attention_mask.bool()
         assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
@@ -122,7 +126,7 @@ class KeptPadding(Tokens):
         InputError: the mask has other values, no token at all, or padding between tokens (on a GPU: device assertions).
     """
 
-    trivial = False
+    trivial, padded = False, True
     mask: Tensor
 
     def __init__(self, attention_mask: Tensor) -> None:
@@ -280,10 +284,17 @@ class TokenLayout(Tokens):
         """The sum of x over the ranks that share each sequence."""
         return x if self.shard is None else self.shard.sum(x)
 
+    def positions(self, x: Tensor) -> Tensor:
+        """Position of each token in its document, long (1, length), for this rank's tokens x (rows, n, ...): of all
+        ranks, because rotary frequencies may depend on the highest position of a row."""
+        length = x.shape[1] if self.shard is None else self.shard.length
+        if self.cu_seqlens is not None:
+            return packed_positions(self.cu_seqlens, length)
+        return torch.arange(length, device=x.device)[None]
+
 
 def token_layout(
     shape: tuple[int, int],
-    *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -304,12 +315,13 @@ def token_layout(
     Raises:
         InputError: an argument does not fit the shape or another argument, or the mask has no token.
     """
-    if attention_mask is not None and not (position_ids is None and cu_seqlens is None):
-        raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
-    padding = KeptPadding if torch.compiler.is_compiling() else Unpadding
-    unpad = None if attention_mask is None else padding(attention_mask)
-    if unpad is None or unpad.trivial:
+    if attention_mask is None:
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
+    if position_ids is not None or cu_seqlens is not None:
+        raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
+    unpad = KeptPadding(attention_mask) if torch.compiler.is_compiling() else Unpadding(attention_mask)
+    if unpad.trivial:
+        return layout_without_padding(shape, None, mesh)
     shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)
     return TokenLayout(shape, unpad, shard, unpad.cu_seqlens)
 

@@ -19,11 +19,12 @@ from ligermodels.layers.initialization import fill_meta_buffers, initialize
 from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
-from ligermodels.layers.tokens import KeptPadding, TokenLayout, Unpadding, token_layout
+from ligermodels.layers.tokens import TokenLayout, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
+from ligermodels.models.deprecated import DEPRECATED, deprecated_call
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
-from ligermodels.models.inputs import ModelInputs, check_head_inputs, check_returns, warn_deprecated
+from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import decode, output_of
 from ligermodels.models.transformers_tools import ADVICE
@@ -135,8 +136,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         inputs_embeds: Tensor | None = None,
         return_logits: bool | None = None,
         return_last_hidden_state: bool = False,
-        return_log_probs: bool = False,
-        return_entropy: bool = False,
         return_z_loss: bool = False,
         return_predicted: bool = False,
         return_hidden_states: Sequence[int] | None = None,
@@ -144,8 +143,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         state: DecodingState | None = None,
         tree: TreeTokens | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        last_hidden_state: Tensor | None = None,
-        targets: Tensor | None = None,
         **loss_options: Any,
     ) -> CausalLMOutput:
         """Logits without labels; with labels the loss, for which logits are never materialised.
@@ -162,8 +159,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             return_logits: by default exactly when there are no labels.
             return_last_hidden_state: also return the states after the final norm; without labels and `return_logits`,
                 only these.
-            return_log_probs: deprecated, call `log_probs`.
-            return_entropy: deprecated, call `log_probs`.
             return_z_loss: with the loss, also return the z-loss within it, without a gradient.
             return_predicted: with the loss, also return the likeliest token at the place of each label.
             return_hidden_states: also return the residual stream (B, T, H) at these boundaries between blocks: after
@@ -177,8 +172,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
                 It is above 0, or 0 where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
                 experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
-            last_hidden_state: deprecated, call `logits` or `head_loss`.
-            targets: deprecated, call `head_loss`.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
                 memory_budget: see `ops.linear_cross_entropy`.
 
@@ -197,26 +190,20 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         """
         passed = (state, tree, token_indices, return_hidden_states)
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
-        returns: dict[str, Any] = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-        check_returns(returns, labels if last_hidden_state is None else targets)
-        if last_hidden_state is not None or targets is not None:
-            check_head_inputs(inputs, last_hidden_state, return_log_probs or return_entropy)
-            return self._head_alone(cast(Tensor, last_hidden_state), targets, returns, loss_options)
         options = {"num_items_in_batch": num_items_in_batch, **loss_options}
-        if return_log_probs:
-            warn_deprecated("return_log_probs=True", "model.log_probs(input_ids, labels)")
-            check_log_prob_options({**options, "return_z_loss": return_z_loss or None}, labels)
-            asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
-            return self._log_probs(inputs, bool(return_logits), return_last_hidden_state, **asked, **loss_options)
-        if return_entropy:
-            raise InputError("return_entropy: goes with return_log_probs")
+        deprecated = {name: options.pop(name, None) for name in DEPRECATED}
+        if any(value is not None and value is not False for value in deprecated.values()):
+            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+            return deprecated_call(self, inputs, deprecated, returns, options, **states)
         check_loss_options(options, labels)
+        options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
 
         with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
         decoded = decode(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
         output = output_of(self, decoded, with_logits, return_last_hidden_state)
         if decoded.targets is not None:
-            result = decoded.targets.loss(0, self.head, decoded.hidden, **options, **returns)
+            result = decoded.targets.loss(0, self.head, decoded.hidden, **options)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
             loss, weight = cast(Tensor, result.loss), self.config.router_aux_loss_coef
             # A loss for each token has no share of the load-balancing loss.
@@ -335,14 +322,9 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             InputError: an argument does not fit; or there is padding, and the model's rotary frequencies depend on the
                 length of a row.
         """
-        layout = token_layout(
-            shape,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            mesh=self.decoder._context_mesh if sharded else None,
-        )
-        if isinstance(layout.packing, Unpadding | KeptPadding) and rope_thresholds(self):
+        mesh = self.decoder._context_mesh if sharded else None
+        layout = token_layout(shape, attention_mask, position_ids, cu_seqlens, mesh)
+        if layout.packing.padded and rope_thresholds(self):
             raise InputError(
                 "attention_mask: rotary frequencies of this model depend on the length of a row, which padding "
                 "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
@@ -358,18 +340,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         for name in ("log_probs", "entropy", "predicted", "log_kept_mass"):
             setattr(output, name, getattr(result, name))
         return output
-
-    def _head_alone(
-        self, hidden: Tensor, targets: Tensor | None, returns: dict[str, bool], loss_options: dict[str, Any]
-    ) -> CausalLMOutput:
-        """The deprecated `forward(last_hidden_state=..., targets=...)`."""
-        warn_deprecated("last_hidden_state=", "model.logits(hidden) or model.head_loss(hidden, targets)")
-        if targets is None:
-            check_loss_options(loss_options, None, "targets")
-            return CausalLMOutput(logits=self.head(hidden))
-        asked = {name: True for name, value in returns.items() if value}
-        result = as_head_loss(self.head(hidden, targets, **loss_options, **asked), asked)
-        return CausalLMOutput(loss=result.loss, ranks=result.ranks, z_loss=result.z_loss, predicted=result.predicted)
 
     def num_targets(
         self,

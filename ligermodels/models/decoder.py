@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
@@ -29,7 +29,7 @@ from ligermodels.layers import (
     TreeTokens,
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
-from ligermodels.layers.packing import packed_positions
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.token_parts import parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
@@ -124,8 +124,7 @@ class RefusesDropout(nn.Module):
         Raises InputError, before any mode changes, for training a decoder whose config has dropout, which is not
         implemented, unless all its parameters are frozen.
         """
-        decoders = (module for module in self.modules() if isinstance(module, Decoder))
-        for decoder in decoders if mode else ():
+        for decoder in modules_of(self, Decoder) if mode else ():
             dropout = ", ".join(decoder.config.dropout)
             if dropout and any(parameter.requires_grad for parameter in decoder.parameters()):
                 raise InputError(
@@ -211,43 +210,48 @@ class Decoder(RefusesDropout):
         Returns:
             (B, T, H); with `token_indices` (1, n, H); with a `layout` its tokens, (rows, length, H).
         """
-        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        shape = (inputs.shape[0], inputs.shape[1])
-        # With a decoding state, each rank computes all tokens.
-        tokens = layout or layout_without_padding(shape, cu_seqlens, None if state is not None else self._context_mesh)
+        tokens = self._layout(input_ids, inputs_embeds, cu_seqlens, state) if layout is None else layout
         # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
         # tokens are taken at the end.
         early, late = (None, token_indices) if layout is None and tokens.shard is not None else (token_indices, None)
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
         context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
-        start = 0
+        start, end = 0, len(self.blocks)
         if hidden_states is not None:
             for boundary in sorted(hidden_states):
                 x, start = self._run(range(start, boundary), x, context, state, router_outputs), boundary
                 hidden_states[boundary] = x if layout is not None else _returned(x, tokens, None)
-        narrow_at = len(self.blocks) if early is None else max(start, first_token_wise(self.blocks))
 
+        narrow_at = end if early is None else max(start, first_token_wise(self.blocks))
         x = self._run(range(start, narrow_at), x, context, state, router_outputs)
-        selected = _selected(early, x)
-        if selected is not None:
-            x, context = selected.take(x), context.of_tokens(selected)
-        x = self._run(range(narrow_at, len(self.blocks)), x, context, state, router_outputs)
+        selected = None if early is None else _selected(early, x)
+        x = x if selected is None else selected.take(x)
+        if narrow_at < end:
+            context = context if selected is None else context.of_tokens(selected)
+            x = self._run(range(narrow_at, end), x, context, state, router_outputs)
         if state is not None:
-            state.after(shape[1], seq_lens, tree)
+            state.after(tokens.shape[1], seq_lens, tree)
         x = self.norm(x)
         return x if layout is not None or selected is not None else _returned(x, tokens, late)
+
+    def _layout(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cu_seqlens: Tensor | None, state: object
+    ) -> TokenLayout:
+        """The layout of a pass that is given none. With a decoding state, each rank computes all tokens."""
+        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        mesh = None if state is not None else self._context_mesh
+        return layout_without_padding((inputs.shape[0], inputs.shape[1]), cu_seqlens, mesh)
 
     def _embed(
         self, tokens: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the first block (rows, length, H), and the inputs of each layer (rows, length, layers, P)."""
-        input_ids, inputs_embeds, per_layer = (
-            None if each is None else tokens.take(each) for each in (input_ids, inputs_embeds, per_layer)
-        )
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        input_ids = None if input_ids is None else tokens.take(input_ids)
+        x = self.embed(input_ids) if inputs_embeds is None else tokens.take(inputs_embeds)
         if self.config.per_layer_inputs is not None:
             if input_ids is None and per_layer is None:
                 raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
+            per_layer = None if per_layer is None else tokens.take(per_layer)
             per_layer = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x, per_layer)
         return x if self.config.input_scale == 1.0 else x * self.config.input_scale, per_layer
 
@@ -259,32 +263,28 @@ class Decoder(RefusesDropout):
         state: DecodingState | None,
         seq_lens: Tensor | None,
         tree: TreeTokens | None,
-        per_layer_inputs: Tensor | None,
+        per_layer: Tensor | None,
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks."""
-        if state is not None:
-            state.check(x.shape[0], x.shape[1])
-        cache_seqlens, shard = None if state is None else state.cache_seqlens, tokens.shard
-        if position_ids is None:
-            length = x.shape[1] if shard is None else shard.length
-            positions = _positions(length, x.device, tokens.cu_seqlens, cache_seqlens, seq_lens, tree)
-        else:
+        adds = state is not None or seq_lens is not None or tree is not None  # to the tokens of a decoding state
+        if position_ids is not None:
             positions = tokens.packing.take(position_ids)
+        elif adds and tokens.cu_seqlens is None:
+            positions = _new_positions(x, state, seq_lens, tree)
+        else:
+            positions = tokens.positions(x)
         # Scalings may depend on the highest position of a row, which another rank may hold.
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        if shard is not None:
-            positions = shard.take(positions)
-            tables = {rope: (shard.take(cos), shard.take(sin)) for rope, (cos, sin) in tables.items()}
-        return ForwardContext(
-            rope_tables=tables,
-            cu_seqlens=tokens.cu_seqlens,
-            seq_lens=seq_lens,
-            cache_seqlens=cache_seqlens,
-            tree=tree,
-            positions=positions,
-            per_layer_inputs=per_layer_inputs,
-            shard=shard,
-        )
+        if tokens.shard is not None:
+            positions = tokens.shard.take(positions)
+            tables = {rope: (tokens.shard.take(cos), tokens.shard.take(sin)) for rope, (cos, sin) in tables.items()}
+        context = ForwardContext(tables, tokens.cu_seqlens, positions, tokens.shard, per_layer_inputs=per_layer)
+        if not adds:
+            return context
+        if state is not None:
+            state.check(x.shape[0], x.shape[1])
+            context = replace(context, cache_seqlens=state.cache_seqlens)
+        return replace(context, seq_lens=seq_lens, tree=tree)
 
     def _run(
         self,
@@ -295,13 +295,17 @@ class Decoder(RefusesDropout):
         router_outputs: list[RouterOutput] | None,
     ) -> Tensor:
         """Run the blocks of these numbers, on parts of the tokens under sequence parallelism."""
-        divides = blocks and state is None and context.needed is None
-        parts = parts_of(self, x.shape[0], x.shape[1]) if divides else None
+        parts, checkpointing = None, self._activation_checkpointing
+        if self._token_mesh is not None and blocks and state is None and context.needed is None:
+            parts = parts_of(self, x.shape[0], x.shape[1])
         if parts is not None:
             x, context = parts.take(x), context.of_parts(parts)
         for i in blocks:
             own_state = None if state is None else state.layers[i]
-            output = run(self._activation_checkpointing, self.blocks[i], x, context, own_state, parts=parts)
+            if checkpointing == "none" and parts is None:
+                output = self.blocks[i](x, context, own_state)
+            else:
+                output = run(checkpointing, self.blocks[i], x, context, own_state, parts=parts)
             x = output.hidden
             if output.keys_values is not None:
                 context.keys_values[i] = output.keys_values
@@ -318,50 +322,42 @@ class Decoder(RefusesDropout):
         return DecodingState(mixers, batch_size, max_length, **sizes)
 
 
-def _selected(needed: Tensor | Targets | None, x: Tensor) -> SelectedTokens | None:
+def _selected(needed: Tensor | Targets, x: Tensor) -> SelectedTokens | None:
     """The tokens of x (rows, length, H) whose states are needed, as `Decoder.forward` takes them; None for all.
 
     For `Targets` it waits for the number of the tokens, which the GPU has counted before the blocks that are queued."""
-    if needed is not None and not isinstance(needed, Tensor):
-        found = needed.wait_for_needed()
-        needed = None if found is None else found.indices
-    return None if needed is None else SelectedTokens(needed, x.shape[0], x.shape[1])
+    if isinstance(needed, Tensor):
+        return SelectedTokens(needed, x.shape[0], x.shape[1])
+    selected = needed.wait_for_needed()
+    return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
 
 
 def _returned(x: Tensor, tokens: TokenLayout, needed: Tensor | Targets | None) -> Tensor:
     """States x in the layout `tokens`, as a caller without a layout gets them: (B, T, H), or (1, n, H) of the needed
     tokens."""
     x = x if tokens.shard is None else tokens.shard.restore(x)
-    selected = _selected(needed, x)
+    selected = None if needed is None else _selected(needed, x)
     return tokens.packing.restore(x) if selected is None else selected.take(x)
 
 
-def first_token_wise(blocks: Iterable[Any]) -> int:
+def first_token_wise(blocks: Any) -> int:
     """Number of the first block from which on all blocks are `token_wise`: these may be given only the needed tokens.
 
     In most models it is the number of blocks. In Gemma 4 the last blocks only attend to keys and values of earlier
     ones; at 4096 tokens, of which a quarter has a label, this saves a third to a half of a step's linear FLOPs.
     """
-    first = 0
-    for i, block in enumerate(blocks):
-        first = first if block.token_wise else i + 1
+    first = len(blocks)
+    while first and blocks[first - 1].token_wise:
+        first -= 1
     return first
 
 
-def _positions(
-    length: int,
-    device: torch.device,
-    cu_seqlens: Tensor | None,
-    cache_seqlens: Tensor | None,
-    seq_lens: Tensor | None,
-    tree: TreeTokens | None,
-) -> Tensor:
-    """Positions (B or 1, T) of tokens for which the caller gave none."""
-    if cu_seqlens is not None:
-        return packed_positions(cu_seqlens, length)
+def _new_positions(x: Tensor, state: DecodingState | None, seq_lens: Tensor | None, tree: TreeTokens | None) -> Tensor:
+    """Positions (B or 1, T) of tokens x (B, T, H) that are added to a decoding state."""
+    cache_seqlens, length = None if state is None else state.cache_seqlens, x.shape[1]
     if cache_seqlens is not None and length == 1:  # a step of plain decoding; the root of a tree alone has depth 0
         return cache_seqlens[:, None]
-    index = torch.arange(length, device=device)[None] if tree is None else tree.depth.view(-1, length)
+    index = torch.arange(length, device=x.device)[None] if tree is None else tree.depth.view(-1, length)
     if cache_seqlens is not None:
         return index + cache_seqlens[:, None]
     # Some rotary scalings depend on the highest position of a row: the position of its last token, not of padding.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,10 +59,10 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     Raises:
         InputError: an argument is of a wrong type, dtype, shape or device, or does not go with another.
     """
-    tokens = inputs.input_ids if inputs.inputs_embeds is None else inputs.inputs_embeds
-    if tokens is None or (inputs.inputs_embeds is not None and inputs.input_ids is not None):
+    ids, embeds = inputs.input_ids, inputs.inputs_embeds
+    name, tokens = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
+    if tokens is None or (ids is not None and embeds is not None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
-    name = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds"
     check_plain(name, tokens)
     if tokens.is_meta and model.device.type != "meta":
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
@@ -143,39 +142,20 @@ def _check_state(model: InputModel, inputs: ModelInputs) -> None:
         raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
 
 
-def check_returns(returns: Mapping[str, bool], labels: Tensor | None) -> None:
-    """InputError for a requested result of a loss, by its argument's name, where there are no labels or targets."""
-    for name, requested in returns.items():
-        if requested and labels is None:
-            raise InputError(f"{name}: is of a loss, which needs labels")
-
-
-def check_head_inputs(inputs: ModelInputs, last_hidden_state: Tensor | None, log_probs: bool) -> None:
-    """Check a call of the language-model head alone, by `last_hidden_state`.
+def requested_returns(labels: Tensor | None, **returns: bool) -> dict[str, bool]:
+    """The options of a head's loss for the results that are requested.
 
     Args:
-        inputs: the tokens, of which there may be none.
-        last_hidden_state: states (..., H), without which there are no targets.
-        log_probs: whether log-probabilities are asked for.
+        labels: the labels or targets.
+        returns: whether each result is requested, by its argument's name.
 
     Raises:
-        InputError: an argument does not go with another.
+        InputError: a result is requested, and there are no labels or targets.
     """
-    if last_hidden_state is None:
-        raise InputError("targets: go with last_hidden_state; give labels with inputs")
-    if inputs.input_ids is not None or inputs.inputs_embeds is not None or inputs.labels is not None:
-        raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
-    if inputs.return_hidden_states is not None:
-        raise InputError("return_hidden_states: is of a pass through the blocks; give no last_hidden_state with it")
-    if log_probs:
-        raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
-
-
-def warn_deprecated(argument: str, method: str) -> None:
-    """DeprecationWarning for an argument of `CausalLM.forward` that a method replaces."""
-    warnings.warn(
-        f"model(..., {argument}) is now {method}", DeprecationWarning, stacklevel=5
-    )  # past nn.Module.__call__
+    requested = {name: True for name, value in returns.items() if value}
+    if requested and labels is None:
+        raise InputError(f"{next(iter(requested))}: is of a loss, which needs labels")
+    return requested
 
 
 def check_token_indices(token_indices: Tensor, count: int) -> None:
@@ -185,9 +165,9 @@ def check_token_indices(token_indices: Tensor, count: int) -> None:
     assert_async(inside, f"token_indices: must lie in [0, {count}), the flattened tokens")
 
 
-def prefill_lengths(attention_mask: Tensor | None, state: DecodingState | None) -> Tensor | None:
-    """Number of tokens of each sequence in a prefill, long (B,); None in other passes, and without padding."""
-    if attention_mask is None or state is None:
+def prefill_lengths(attention_mask: Tensor | None, state: DecodingState) -> Tensor | None:
+    """Number of tokens of each sequence in a prefill, long (B,); None without an `attention_mask`."""
+    if attention_mask is None:
         return None
     if state.cache_seqlens is not None:
         raise InputError("attention_mask: is for the prefill; a decoding pass takes tokens without padding")

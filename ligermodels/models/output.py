@@ -23,7 +23,8 @@ class ModelOutput:
 
     def keys(self) -> list[str]:
         """Names of the fields that are not None."""
-        return [field.name for field in fields(self) if getattr(self, field.name) is not None]  # type: ignore[arg-type]
+        values = vars(self)
+        return [field.name for field in fields(self) if values[field.name] is not None]  # type: ignore[arg-type]
 
     def values(self) -> tuple[Any, ...]:
         """The fields that are not None."""
@@ -31,15 +32,15 @@ class ModelOutput:
 
     def items(self) -> list[tuple[str, Any]]:
         """(name, value) of the fields that are not None."""
-        return [(key, getattr(self, key)) for key in self.keys()]
+        return [(key, vars(self)[key]) for key in self.keys()]
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None."""
-        return tuple([getattr(self, key) for key in self.keys()])
+        return tuple([vars(self)[key] for key in self.keys()])
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field of this name; `default` where it is None or there is none."""
-        return getattr(self, key) if key in self else default
+        return vars(self)[key] if key in self else default
 
     @overload
     def __getitem__(self, key: str | int) -> Any: ...
@@ -50,7 +51,7 @@ class ModelOutput:
             return self.to_tuple()[key]
         if key not in self:
             raise KeyError(f"{key}: this output has {', '.join(self.keys())}")
-        return getattr(self, key)
+        return vars(self)[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in [field.name for field in fields(self)]:  # type: ignore[arg-type]

@@ -49,39 +49,63 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         InputError: the inputs do not fit.
     """
     shape = check_inputs(model, inputs, token_weights)
-    if inputs.state is None:
-        layout = model.layout(
-            shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
-        )
-    else:
-        layout = layout_without_padding(shape, None)
-    needed, targets = inputs.token_indices, None
-    if inputs.labels is not None:
-        vocab_size = model.config.vocab_size
-        needed = targets = Targets(inputs.labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token)
-    selects = inputs.token_indices is not None  # the caller's tokens: the decoder returns them alone
-    router_outputs: list[RouterOutput] = []
     states = None if inputs.return_hidden_states is None else _unfilled(model, inputs.return_hidden_states)
+    if inputs.state is not None or inputs.token_indices is not None:
+        return _decode_in_place(model, inputs, shape, states)
+    layout = model.layout(
+        shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
+    )
+    targets: Targets | None = None
+    router_outputs: list[RouterOutput] = []
+    if inputs.labels is not None:
+        size = model.config.vocab_size
+        targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, every_token=every_token)
     hidden = model.decoder(
         inputs.input_ids,
         inputs_embeds=inputs.inputs_embeds,
         position_ids=inputs.position_ids,
-        cu_seqlens=layout.cu_seqlens if selects else None,
-        state=inputs.state,
-        seq_lens=prefill_lengths(inputs.attention_mask, inputs.state),
+        token_indices=targets,
+        router_outputs=router_outputs,
+        layout=layout,
+        hidden_states=states,
+    )
+    aux_loss = None if targets is None or not router_outputs else _aux_loss(router_outputs, layout)
+    restored = None if states is None else _restored(states, inputs, layout)
+    return Decoded(hidden, layout, targets, aux_loss, restored)
+
+
+def _decode_in_place(
+    model: CausalLM, inputs: ModelInputs, shape: tuple[int, int], states: dict[int, Tensor] | None
+) -> Decoded:
+    """`decode` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and returns
+    the states of tokens (B, T), or (1, n) of the `token_indices`, which need no restoring."""
+    state, needed = inputs.state, inputs.token_indices
+    router_outputs: list[RouterOutput] = []
+    layout, seq_lens = layout_without_padding(shape, None), None
+    if state is None:
+        rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
+    else:
+        rows, seq_lens = layout, prefill_lengths(inputs.attention_mask, state)
+    hidden = model.decoder(
+        inputs.input_ids,
+        inputs_embeds=inputs.inputs_embeds,
+        position_ids=inputs.position_ids,
+        cu_seqlens=rows.cu_seqlens,
+        state=state,
+        seq_lens=seq_lens,
         tree=inputs.tree,
         token_indices=needed,
         router_outputs=router_outputs,
-        layout=None if selects else layout,
         hidden_states=states,
     )
-    aux_loss = None
-    if router_outputs and isinstance(needed, Targets):
-        mask = None if layout.packing.mask is None else layout.take(layout.packing.mask, False)
-        aux_loss = load_balancing_loss(router_outputs, mask, shard=layout.shard)
-    if selects:  # the states (1, n, H) of the tokens that the caller asked for need no restoring
-        layout = layout_without_padding(shape, None)
-    return Decoded(hidden, layout, targets, aux_loss, None if states is None else _restored(states, inputs, layout))
+    aux_loss = _aux_loss(router_outputs, rows) if router_outputs and isinstance(needed, Targets) else None
+    return Decoded(hidden, layout, None, aux_loss, None if states is None else _restored(states, inputs, layout))
+
+
+def _aux_loss(router_outputs: list[RouterOutput], layout: TokenLayout) -> Tensor:
+    """The load-balancing loss over all tokens but padding."""
+    mask = None if layout.packing.mask is None else layout.take(layout.packing.mask, False)
+    return load_balancing_loss(router_outputs, mask, shard=layout.shard)
 
 
 def _unfilled(model: CausalLM, boundaries: Sequence[int]) -> dict[int, Tensor]:

@@ -13,6 +13,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
@@ -123,7 +124,7 @@ def _decoders(model: nn.Module) -> list[Decoder]:
     """The native decoders in a model; InputError if there are none."""
     if not isinstance(model, nn.Module):
         raise InputError(f"parallelize: takes a model, got a {type(model).__name__}")
-    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    decoders = modules_of(model, Decoder)
     if not decoders:
         raise InputError(
             f"parallelize: takes a native CausalLM or a model around one, got a {type(model).__name__} without; "
@@ -150,8 +151,8 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
             check_context_parallel(decoder)
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
-    modules = (module for decoder in decoders for block in decoder.blocks for module in block.modules())
-    if plan.compile != "none" and any(isinstance(module, KeepsDtype) for module in modules):
+    kept = plan.compile != "none" and any(modules_of(decoder.blocks, KeepsDtype) for decoder in decoders)
+    if kept:
         raise ConfigError(
             "compile: blocks of this model contain modules that keep their dtypes (float32 or quantised weights) and "
             "are gathered within the block; torch.compile does not support that; leave it 'none'"

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers import KeepsDtype, LMHead
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
@@ -37,11 +38,11 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
             none.
     """
     sharder = _Sharder.of(mesh, plan, experts)
-    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
-    models = [module for module in model.modules() if isinstance(module, CausalLM)]
+    decoders = modules_of(model, Decoder)
+    models = modules_of(model, CausalLM)
     for decoder in decoders:
         _shard_blocks(decoder, sharder)
-    heads = [module for module in model.modules() if isinstance(module, LMHead)]
+    heads = modules_of(model, LMHead)
     inputs = [
         module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
     ]

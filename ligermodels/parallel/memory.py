@@ -13,6 +13,7 @@ from torch import nn
 from ligermodels.arguments import OptimizerName
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Compute
+from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.parallel.optimizer_states import state_bytes
@@ -128,7 +129,7 @@ class StepTrace:
             raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
         self.model, self.context = model, context
         self.shares = Shares(model, tensor=tensor, expert=expert)
-        self._in_float8 = any(isinstance(module, Compute) and not module.holds_weight for module in model.modules())
+        self._in_float8 = any(not compute.holds_weight for compute in modules_of(model, Compute))
         self._trace = functools.cache(
             partial(
                 trace, model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load,

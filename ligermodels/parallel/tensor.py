@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Linear
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import TensorSharding, is_sharded
 from ligermodels.layers.tensor_shard import RULES, TensorShard
 from ligermodels.layers.token_parts import divide_tokens
@@ -49,7 +50,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         InputError: another kind of model or mesh, or the model is sharded already.
         ConfigError: the ranks do not divide a size, or a layer has no rule; the message names it.
     """
-    bases = [module for module in model.modules() if isinstance(module, CausalLM)]
+    bases = modules_of(model, CausalLM)
     if len(bases) != 1:
         raise InputError(
             f"tensor_parallel: takes a native CausalLM, or a model around one, got a {type(model).__name__} with "

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from ligermodels.errors import InputError
 from ligermodels.layers import Compute, Linear
 from ligermodels.layers.context_parallel import check_context_parallel
+from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor_part import tensor_part
@@ -87,12 +88,12 @@ def trace(
     exchanged = 0
     if shares.tensor > 1:
         model = tensor_part(model, FirstRank(shares.tensor))
-        linears = [module for module in model.decoder.blocks.modules() if isinstance(module, Linear)]
+        linears = modules_of(model.decoder.blocks, Linear)
         fused = any(linear.compute is None and linear.update is None for linear in linears)  # the others are traced
         if fused and model.decoder._token_mesh is not None:
             exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)
-    computes = [module for module in model.modules() if isinstance(module, Compute)]
+    computes: list[Compute] = modules_of(model, Compute)
     for compute in computes:
         compute.keeps_frozen = not several
     try:

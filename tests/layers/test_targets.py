@@ -122,7 +122,7 @@ def test_all_tokens_are_taken_where_nearly_all_are_needed_or_none(count: int) ->
 
 @pytest.mark.parametrize("bad", [-1, 9, -101])
 def test_labels_outside_the_vocabulary(bad: int) -> None:
-    with pytest.raises(InputError, match=r"labels: must lie in \[0, 9\), or be -100"):
+    with pytest.raises(InputError, match=rf"labels: must lie in \[0, 9\), or be -100 .*, but \[0, 1\] is {bad}"):
         Targets(torch.tensor([[3, bad]]), (1,), vocab_size=9)
 
 

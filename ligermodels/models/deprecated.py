@@ -1,0 +1,82 @@
+"""Deprecated arguments of `CausalLM.forward`, which methods replace. They work for one release."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.layers.lm_head import as_head_loss, check_log_prob_options, check_loss_options
+from ligermodels.models.inputs import ModelInputs, requested_returns
+from ligermodels.models.output import CausalLMOutput
+
+if TYPE_CHECKING:
+    from ligermodels.models.causal_lm import CausalLM
+
+DEPRECATED = ("return_log_probs", "return_entropy", "last_hidden_state", "targets")
+
+
+def deprecated_call(
+    model: CausalLM,
+    inputs: ModelInputs,
+    deprecated: dict[str, Any],
+    returns: dict[str, bool],
+    options: dict[str, Any],
+    **states: Any,
+) -> CausalLMOutput:
+    """`CausalLM.forward` with deprecated arguments.
+
+    Args:
+        model: the model.
+        inputs: the tokens, and everything that belongs to them.
+        deprecated: the deprecated arguments by name, None or False for those that are not given.
+        returns: `return_z_loss` and `return_predicted`.
+        options: the options of the loss.
+        states: `with_logits` and `with_last_hidden_state`, for log-probabilities.
+
+    Raises:
+        InputError: an argument does not go with another.
+    """
+    hidden, targets = deprecated["last_hidden_state"], deprecated["targets"]
+    asked = requested_returns(inputs.labels if hidden is None else targets, **returns)
+    if hidden is not None or targets is not None:
+        _check_head_inputs(inputs, hidden, deprecated)
+        options = {name: value for name, value in options.items() if value is not None}
+        return _head_alone(model, hidden, targets, {**options, **asked}, asked)
+    if not deprecated["return_log_probs"]:
+        raise InputError("return_entropy: goes with return_log_probs")
+    _warn("return_log_probs=True", "model.log_probs(input_ids, labels)")
+    check_log_prob_options({**options, "return_z_loss": asked.pop("return_z_loss", None)}, inputs.labels)
+    options.pop("num_items_in_batch", None)
+    asked["return_entropy"] = bool(deprecated["return_entropy"])
+    return model._log_probs(inputs, **states, **asked, **options)
+
+
+def _head_alone(
+    model: CausalLM, hidden: Any, targets: Tensor | None, options: dict[str, Any], asked: dict[str, bool]
+) -> CausalLMOutput:
+    _warn("last_hidden_state=", "model.logits(hidden) or model.head_loss(hidden, targets)")
+    if targets is None:
+        check_loss_options(options, None, "targets")
+        return CausalLMOutput(logits=model.head(hidden))
+    result = as_head_loss(model.head(hidden, targets, **options), asked)
+    return CausalLMOutput(loss=result.loss, ranks=result.ranks, z_loss=result.z_loss, predicted=result.predicted)
+
+
+def _check_head_inputs(inputs: ModelInputs, hidden: Tensor | None, deprecated: dict[str, Any]) -> None:
+    if hidden is None:
+        raise InputError("targets: go with last_hidden_state; give labels with inputs")
+    if inputs.input_ids is not None or inputs.inputs_embeds is not None or inputs.labels is not None:
+        raise InputError("last_hidden_state: is in place of inputs; give no ids, embeddings or labels with it")
+    if inputs.return_hidden_states is not None:
+        raise InputError("return_hidden_states: is of a pass through the blocks; give no last_hidden_state with it")
+    if deprecated["return_log_probs"] or deprecated["return_entropy"]:
+        raise InputError("return_log_probs: is of labels, not of last_hidden_state; give inputs and labels")
+
+
+def _warn(argument: str, method: str) -> None:
+    # past this file, `CausalLM.forward` and nn.Module's __call__
+    level = 6 if argument.startswith("return") else 7
+    warnings.warn(f"model(..., {argument}) is now {method}", DeprecationWarning, stacklevel=level)
