@@ -215,8 +215,16 @@ LOSSLESS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
-@pytest.mark.parametrize("tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])])
+TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        *((name, TREE) for name in (*LOSSLESS, "longrope", "dynamic")),
+        *((name, None) for name in ("gemma3_text", "qwen3_5_text", "deepseek_v3", "dynamic")),
+    ],
+)
 def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | None) -> None:
     model = made(name, 1 if tree is None else 2)
     options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
