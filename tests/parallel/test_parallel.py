@@ -1,7 +1,7 @@
 """`lm.parallelize`: plans, and FSDP2 and HSDP on two and four processes with gloo, beside one process."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +197,13 @@ def test_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def families(rank: int, folder: Path, mesh: DeviceMesh, *plans: lm.ParallelPlan) -> None:
+    """Each family by one of the plans, in turn, and in one mode of checkpointing."""
     for i, name in enumerate(FAMILIES):
-        for j, plan in enumerate(plans):
-            mode = ("none", "selective", "full")[(i + j) % 3]
-            plain, model = (
-                build(name),
-                lm.parallelize(build(name), plan.model_copy(update={"activation_checkpointing": mode})),
-            )
-            assert model.activation_checkpointing == mode
-            check_training(model, plain, torch.optim.SGD)
+        mode = ("none", "selective", "full")[i % 3]
+        plan = plans[i % len(plans)].model_copy(update={"activation_checkpointing": mode})
+        plain, model = build(name), lm.parallelize(build(name), plan)
+        assert model.activation_checkpointing == mode
+        check_training(model, plain, torch.optim.SGD)
 
 
 def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -363,9 +361,9 @@ def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     assert numbers[0] == numbers[1] == numbers[2], numbers
 
 
-def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+def by_tensor(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str]) -> None:
     """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left."""
-    for name in DIVISIBLE:
+    for name in names:
         model = lm.from_pretrained(folder / name, plan=lm.ParallelPlan(tensor=2))
         plain = lm.from_pretrained(folder / name)
         check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
@@ -391,12 +389,13 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     check_untouched(model)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_tensor_parallelism_by_plan(world: int, tmp_path: Path) -> None:
-    for name, config in DIVISIBLE.items():
-        make_checkpoint(tmp_path / name, config)
-    in_ranks(world, by_tensor, tmp_path)
-    for name in DIVISIBLE:
+@pytest.mark.parametrize(("world", "names"), [(2, ["llama-3"]), (4, list(DIVISIBLE))])
+def test_tensor_parallelism_by_plan(world: int, names: list[str], tmp_path: Path) -> None:
+    """Two ranks without FSDP2: of one family, since test_tensor_parallel has the others."""
+    for name in names:
+        make_checkpoint(tmp_path / name, DIVISIBLE[name])
+    in_ranks(world, by_tensor, tmp_path, names)
+    for name in names:
         lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "one" / name)
         one, several = (tmp_path / where / name / "model.safetensors" for where in ("one", "tensor"))
         assert one.read_bytes() == several.read_bytes()
@@ -414,9 +413,9 @@ def test_models_of_one_plan_share_process_groups(tmp_path: Path) -> None:
     in_ranks(4, groups, tmp_path)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_medusa_lora_and_dtypes(world: int, tmp_path: Path) -> None:
-    in_ranks(world, jobs, tmp_path)
+def test_medusa_lora_and_dtypes(tmp_path: Path) -> None:
+    """On four ranks, of which one has nothing of LoRA's three rows."""
+    in_ranks(4, jobs, tmp_path)
 
 
 def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_path: Path) -> None:

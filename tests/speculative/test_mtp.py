@@ -215,9 +215,19 @@ LOSSLESS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LOSSLESS, "longrope", "dynamic"])
+TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+
+
 @pytest.mark.parametrize(
-    "tree", [None, Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]), DynamicTree(3, 3, 9)]
+    ("name", "tree"),
+    [
+        *((name, TREE) for name in (*LOSSLESS, "longrope", "dynamic")),
+        *(
+            (name, tree)
+            for name in ("gemma3_text", "qwen3_5_text", "deepseek_v3", "dynamic")
+            for tree in (None, DynamicTree(3, 3, 9))
+        ),
+    ],
 )
 def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | DynamicTree | None) -> None:
     model = made(name, 2 if isinstance(tree, Tree) else 1)

@@ -140,7 +140,7 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     [
         ({"callback": ["nosuch:Callback"]}, "callback: nosuch:Callback: there is no module 'nosuch'"),
         ({"track": ["wandb"]}, "track: wandb cannot be imported"),
-        ({"lm_eval": ["nosuchtask"]}, "nosuchtask"),
+        ({"lm_eval": ["nosuchtask"]}, "lm_eval: lm-evaluation-harness is not installed"),
         ({"objective": "dpo", "loss_type": "nosuch"}, "nosuch"),
         ({"loss": "nosuch:loss"}, "nosuch"),
         ({"optimizer": "muon", "learning_rate_patterns": {"nosuch.*": 1e-3}}, "'nosuch.*' matches no trained"),
@@ -150,7 +150,8 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
 def test_names_that_do_not_exist_are_errors_as_in_a_run(
     few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    for package in ("wandb", "lm_eval"):  # as if they were not installed; with lm-eval: test_lm_eval_training.py
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(LigerModelsError) as wanted:
         fine_tune(few.changed(changes), tmp_path / "out")
     with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
