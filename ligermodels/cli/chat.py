@@ -31,6 +31,7 @@ def chat(
             "distribution.",
         ),
     ] = None,
+    draft_tree: decoding.DraftTree = None,
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 1024,
@@ -54,7 +55,7 @@ def chat(
     /reset starts a new conversation with the same system turn; /exit or the end of the input ends the chat. Answers go
     to standard output, messages to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=heads is not None)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, heads is not None, draft_tree)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn

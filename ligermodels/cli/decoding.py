@@ -11,6 +11,7 @@ from ligermodels.console import say
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.speculative.tree import DynamicTree
 
 Sample = Annotated[
     bool | None, typer.Option("--sample/--greedy", help="Sample, or greedy decoding.  [default: as in the checkpoint]")
@@ -25,6 +26,28 @@ Temperature = Annotated[
 TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
 TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
 Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed of sampling.")]
+
+DraftTree = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEPTH,WIDTH,NODES",
+        help="With EAGLE-3 or MTP heads: draft a tree that grows from their probabilities, with this many levels, "
+        "candidates per token, and nodes.  [default: a chain]",
+    ),
+]
+
+
+def tree_of(text: str | None) -> DynamicTree | None:
+    """The `DynamicTree` of a value of --draft-tree. Raises typer.BadParameter for anything but three whole numbers."""
+    from ligermodels.speculative.tree import DynamicTree
+
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if len(numbers) != 3 or not all(number.strip().isdecimal() for number in numbers):
+        raise typer.BadParameter(f"give three whole numbers, as 6,8,48; got {text!r}", param_hint="--draft-tree")
+    return DynamicTree(*map(int, numbers))
+
 
 NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
 
@@ -43,8 +66,11 @@ class Decoding:
     top_p: float | None
     seed: int | None
     medusa: bool
+    draft_tree: str | None = None
 
     def __post_init__(self) -> None:
+        if self.draft_tree is not None and not self.medusa:
+            raise typer.BadParameter("needs --heads", param_hint="--draft-tree")
         self._check_sampling(self.sample)
 
     @property
@@ -76,6 +102,7 @@ class Decoding:
             if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
                 say(f"with heads, the checkpoint's repetition_penalty {penalty} is not applied")
             arguments["repetition_penalty"] = 1.0
+            arguments |= {"tree": tree_of(self.draft_tree)}
         if sample:
             generator = torch.Generator(device)
             generator.manual_seed(generator.seed() if self.seed is None else self.seed)

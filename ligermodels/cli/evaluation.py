@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli import options
+from ligermodels.cli import decoding, options
 from ligermodels.cli.heads import DATA, Base, ChatTemplate, Date, Heads
 from ligermodels.console import ProgressUpdate, print_json, progress, say, show_table
 from ligermodels.errors import InputError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ligermodels.data.orders import Indices
     from ligermodels.data.packing import PackedBatches
     from ligermodels.speculative.evaluation import HeadScores
+    from ligermodels.speculative.multi_head import MultiHeadModel
+    from ligermodels.speculative.tree import DynamicTree, Tree
     from ligermodels.training import MedusaRecipe
 
 RANKS = range(1, 11)
@@ -40,6 +42,14 @@ def evaluate(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text to use as a prompt.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
     nodes: Annotated[int, typer.Option(min=1, help="Candidates in the tree.")] = 63,
+    decode_batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompts decoded together in the benchmark. May be repeated.  [default: 1]"),
+    ] = None,
+    draft_tree: decoding.DraftTree = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Other heads for BASE, benchmarked on the same prompts. May be repeated.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot the results into this PNG file.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.  [default: 2048]")] = None,
@@ -76,7 +86,9 @@ def evaluate(
     from ligermodels.speculative.tree import expected_tokens, grow
 
     folder = options.folder_of(base)
-    options.require_heads(heads)
+    for each in (heads, *(compare or [])):
+        options.require_heads(each)
+    grown = decoding.tree_of(draft_tree)
     settings = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
     documents, indices, recipe = _documents(folder, data or [], validation_of, settings)
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
@@ -101,6 +113,9 @@ def evaluate(
         results["own_accuracies"] = {k: own.accuracy(k).tolist() for k in RANKS}
         results["predicted_tokens_per_step"] = fit.predicted
         results["generation"] = {**asdict(fit.benchmark), "speed_up": fit.benchmark.speed_up}
+        rows = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [], token_prompts[1::2],
+                           max_new_tokens)  # fmt: skip
+        results["benchmarks"] = rows
     else:
         tree = grow(own.hits, nodes)
     results |= {"tree": tree.paths, "expected_tokens_per_step": expected_tokens(tree, own.hits)}
@@ -125,6 +140,43 @@ def evaluate(
             ("identical output", f"{outcome.same} of {outcome.prompts} prompts"),
         ]
     show_table(["", ""], speeds, numbers=[1])
+    if results.get("benchmarks"):
+        columns = ["heads", "drafts", "batch_size", "tokens_per_step", "plain", "tokens_per_second", "speed_up"]
+        lines = [[_number(x) if isinstance(x := row[name], float) else str(x) for name in columns] for row in rows]
+        names = ["heads", "drafts", "batch", "tokens per step", "tokens/s, plain", "tokens/s", "speed-up"]
+        show_table(names, lines, numbers=range(2, len(names)))
+
+
+def _benchmarks(
+    model: MultiHeadModel, heads: str, others: Sequence[str], fitted: Tree, grown: DynamicTree | None,
+    batch_sizes: Sequence[int], prompts: Sequence[Sequence[int]], max_new_tokens: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Benchmarks of heads, of each way to draft and each batch size, on the same prompts; empty if nothing is asked
+    beyond the benchmark of the fitted tree with single prompts."""
+    from ligermodels.speculative.benchmark import benchmark_decoding
+
+    if not (batch_sizes or others or grown):
+        return []
+    ways: dict[str, Any] = {"default": model.default_tree(), "fitted tree": fitted}
+    if grown is not None:
+        ways[f"dynamic tree {grown.max_depth},{grown.top_k},{grown.nodes}"] = grown
+    jobs: list[tuple[str, MultiHeadModel, str, Any]] = [(heads, model, way, tree) for way, tree in ways.items()]
+    for name in others:
+        other = options.load_heads(model.base, name)
+        jobs.append((name, other, "default", other.default_tree()))
+    rows = list[dict[str, Any]]()
+    with progress("benchmark") as update:
+        for batch_size in batch_sizes or [1]:
+            for name, each, way, tree in jobs:
+                sizes: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+                found = benchmark_decoding(each, prompts, tree=tree, **sizes, progress=update)
+                speeds = {
+                    "plain": found.tokens / found.plain_seconds,
+                    "tokens_per_second": found.tokens / found.medusa_seconds,
+                    "speed_up": found.speed_up,
+                }
+                rows.append({"heads": name, "kind": each.kind, "drafts": way, **asdict(found), **speeds})
+    return rows
 
 
 def _check(data: list[Path] | None, validation_of: Path | None, prompts: int) -> None:

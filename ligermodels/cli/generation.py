@@ -40,6 +40,7 @@ def generate(
             "samples of the same distribution, in fewer steps.",
         ),
     ] = None,
+    draft_tree: decoding.DraftTree = None,
     adapter: models.Adapter = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
@@ -53,7 +54,7 @@ def generate(
 
     The text goes to standard output, the speed to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa=medusa is not None)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa is not None, draft_tree)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     prompts = prompt or [_standard_input()]
     if "" in prompts:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.data.batches import Batch
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
 from ligermodels.speculative.multi_head import MultiHeadModel
-from ligermodels.speculative.tree import Tree, expected_tokens, grow
+from ligermodels.speculative.tree import DynamicTree, Tree, expected_tokens, grow
 
 GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
 """Options of greedy decoding, in place of the checkpoint's: tree decoding then gives the tokens of plain decoding."""
@@ -111,6 +112,7 @@ class DecodingBenchmark:
     tokens_per_step: tokens per step with heads; 1 for plain decoding.
     plain_seconds: time of plain decoding.
     medusa_seconds: time of decoding with heads.
+    batch_size: largest number of prompts in a batch.
     """
 
     prompts: int
@@ -120,6 +122,7 @@ class DecodingBenchmark:
     tokens_per_step: float
     plain_seconds: float
     medusa_seconds: float
+    batch_size: int = 1
 
     @property
     def speed_up(self) -> float:
@@ -131,18 +134,20 @@ def benchmark_decoding(
     model: MultiHeadModel,
     prompts: Sequence[Sequence[int]],
     *,
-    tree: Tree,
+    tree: Tree | DynamicTree,
     max_new_tokens: int,
+    batch_size: int = 1,
     progress: Callable[[int, int], object] | None = None,
 ) -> DecodingBenchmark:
-    """Time greedy decoding with heads and plain greedy decoding, prompt by prompt, after a warm-up of both.
+    """Time greedy decoding with heads and plain greedy decoding, batch by batch, after a warm-up of both.
 
     Args:
         model: a model with draft heads.
         prompts: token ids of each prompt.
         tree: the candidates to check in each step.
         max_new_tokens: largest number of new tokens per prompt.
-        progress: called after each prompt with (prompts done, prompts in total).
+        batch_size: prompts that are decoded together.
+        progress: called after each batch with (prompts done, prompts in total).
 
     Returns:
         The results.
@@ -155,23 +160,31 @@ def benchmark_decoding(
     """
     if not prompts:
         raise InputError("prompts: there is no prompt to continue; give at least one")
-    model.base.generate([prompts[0]], max_new_tokens=2, **GREEDY)
-    model.generate([prompts[0]], max_new_tokens=2, tree=tree, **GREEDY)  # kernels are compiled for the size of the tree
+    batch_size = check_count("batch_size", batch_size)
+    ends = as_eos_ids(model.base.generation_defaults().get("eos_token_id"))
+    options = {**GREEDY, **({} if ends or batch_size == 1 else {"pad_token_id": 0})}
+    first = prompts[:batch_size]
+    model.base.generate(first, max_new_tokens=2, **options)
+    model.generate(first, max_new_tokens=2, tree=tree, **options)  # kernels are compiled for the size of the tree
     same = tokens = steps = 0
     plain_seconds = medusa_seconds = 0.0
-    for done, prompt in enumerate(prompts, start=1):
-        start = time.perf_counter()
-        plain = model.base.generate([prompt], max_new_tokens=max_new_tokens, **GREEDY).tolist()
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        before = time.perf_counter()
+        plain = model.base.generate(part, max_new_tokens=max_new_tokens, **options).tolist()
         middle = time.perf_counter()
-        out = model.generate([prompt], max_new_tokens=max_new_tokens, tree=tree, return_stats=True, **GREEDY)
-        same += out.sequences.tolist() == plain
+        out = model.generate(part, max_new_tokens=max_new_tokens, tree=tree, return_stats=True, **options)
+        found = out.sequences.tolist()
         medusa_seconds += time.perf_counter() - middle
-        plain_seconds += middle - start
+        plain_seconds += middle - before
+        longest = max(map(len, part))
+        pairs = zip(found, plain, strict=True)
+        same += sum(until_eos(a[longest:], ends) == until_eos(b[longest:], ends) for a, b in pairs)
         tokens, steps = tokens + out.new_tokens, steps + out.steps
         if progress is not None:
-            progress(done, len(prompts))
+            progress(start + len(part), len(prompts))
     per_step = (tokens - len(prompts)) / steps if steps else math.nan
-    return DecodingBenchmark(len(prompts), same, tokens, steps, per_step, plain_seconds, medusa_seconds)
+    return DecodingBenchmark(len(prompts), same, tokens, steps, per_step, plain_seconds, medusa_seconds, batch_size)
 
 
 @dataclass(frozen=True)

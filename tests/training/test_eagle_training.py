@@ -228,11 +228,34 @@ def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
     for folder in (head, forge):
         about = json.loads(command("info", folder, "--json"))
         assert about["eagle3_head"] == str(folder) and about["draft_vocab_size"] == 50 and about["boundaries"] == [0, 1]
+    medusa = tmp_path / "medusa"
+    lm.MedusaModel.from_base(lm.from_pretrained(base), 2).save_pretrained(medusa)
+    batches = ["--decode-batch-size", 1, "--decode-batch-size", 2, "--draft-tree", "2,2,4", "--compare", medusa]
+    scored = ["eagle", "eval", base, head, "--data", data, "--max-bad-lines", 1, "--device", "cpu", "--prompts", 6]
+    scored += ["--max-new-tokens", 5, "--seq-len", 64, *batches]
+    shown = command(*scored, "--json")
+    rows = json.loads(shown[shown.index("{") :])["benchmarks"]
+    named = [(row["kind"], row["drafts"], row["batch_size"]) for row in rows]
+    ways = [
+        ("EAGLE-3", "default"),
+        ("EAGLE-3", "fitted tree"),
+        ("EAGLE-3", "dynamic tree 2,2,4"),
+        ("Medusa", "default"),
+    ]
+    assert named == [(*way, batch) for batch in (1, 2) for way in ways]
+    assert all(row["same"] == row["prompts"] == 3 and row["tokens_per_step"] >= 1 for row in rows)
+    assert all(row["speed_up"] == row["plain_seconds"] / row["medusa_seconds"] for row in rows)
+    for first, second in zip(rows[:4], rows[4:], strict=True):  # a batch takes as many steps as its prompts alone
+        assert (first["steps"], first["tokens"]) == (second["steps"], second["tokens"])
     options = ["--max-new-tokens", 9, "--device", "cpu", "--json", "--prompt", "Hi there"]
+    assert "three whole numbers" in command("generate", base, "--heads", head, *options, "--draft-tree", "3,2", code=2)
+    assert "needs --heads" in command("generate", base, *options, "--draft-tree", "3,2,6", code=2)
     plain = json.loads(command("generate", base, "--greedy", *options))["completions"]
     for folder in (head, forge):
         found = json.loads(command("generate", base, "--heads", folder, *options))
         assert found["completions"] == plain and found["tokens_per_step"] >= 1
+        tree = json.loads(command("generate", base, "--heads", folder, *options, "--draft-tree", "3,2,6"))
+        assert tree["completions"] == plain and tree["tokens_per_step"] >= found["tokens_per_step"]
         assert "holds heads and no model" in command("generate", folder, "--prompt", "x", code=1)
         with pytest.raises(
             ConfigError, match=r"describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"
