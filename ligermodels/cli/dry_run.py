@@ -94,6 +94,7 @@ def _memory(memory: StepMemory) -> str:
         "gathered": memory.gathered,
         "activations": memory.activations,
         "backward": memory.backward,
+        "reference": memory.reference,
     }
     each = ", ".join(f"{name} {readable_bytes(size)}" for name, size in parts.items() if size)
     return f"{readable_bytes(memory.total)} ({each})"

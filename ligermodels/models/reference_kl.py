@@ -129,7 +129,9 @@ def _chunks(
 ) -> tuple[Tensor, ...]:
     """Indices of the tokens with a target, in chunks that fit the memory budget."""
     valid = targets.flatten() != IGNORE_INDEX
-    if num_targets is not None:
+    if targets.is_meta:  # a plan of the memory: at most all tokens have a target
+        num_targets = valid.numel()
+    elif num_targets is not None:
         torch._assert_async(valid.sum() == num_targets, "num_targets: differs from the number of targets")
     count = int(valid.sum()) if num_targets is None else num_targets
     rows = valid.argsort(descending=True, stable=True)[:count]

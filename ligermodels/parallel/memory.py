@@ -36,6 +36,7 @@ class StepMemory:
         gathered: whole parameters and gradients of the units that FSDP2 keeps gathered.
         activations: activations at the end of the forward pass.
         backward: rest of the peak: gradients and temporary tensors of the backward pass.
+        reference: parameters of a second, frozen model: a teacher, or the model before training.
     """
 
     weights: int
@@ -43,11 +44,12 @@ class StepMemory:
     gathered: int
     activations: int
     backward: int
+    reference: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.optimizer_states + self.gathered + self.activations + self.backward
+        return sum(vars(self).values())
 
 
 def step_memory(
@@ -102,6 +104,7 @@ class StepTrace:
         tensor: ranks that projections, and tokens between projections, are divided over.
         expert: ranks that experts are divided over.
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert`.
+        reference: a second model that the step runs, whose parameters are no allocations of the step.
 
     Raises:
         InputError: the model is not on the meta device, or a number is out of range.
@@ -118,6 +121,7 @@ class StepTrace:
         tensor: int = 1,
         expert: int = 1,
         expert_load: float = 1.0,
+        reference: nn.Module | None = None,
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise InputError('model: must be on the meta device: make it by from_config(config, device="meta")')
@@ -133,7 +137,7 @@ class StepTrace:
         self._trace = functools.cache(
             partial(
                 trace, model, batch_size, seq_len, shares=self.shares, context=context, load=expert_load,
-                workspace=LOSS_WORKSPACE,
+                workspace=LOSS_WORKSPACE, reference=reference,
             )
         )  # fmt: skip
         self._traced(context)  # raises errors of the model now

@@ -71,6 +71,7 @@ def trace(
     load: float,
     workspace: int,
     several: bool,
+    reference: nn.Module | None = None,
 ) -> Trace:
     """Trace the step of rank 0, without FSDP2. Gradients of the model are cleared.
 
@@ -83,6 +84,7 @@ def trace(
         load: tokens that the rank's experts receive, relative to perfect balance.
         workspace: largest number of bytes that the head's loss takes.
         several: whether there are several processes; then float8 copies of frozen weights are not kept.
+        reference: a second model that the step runs, whose parameters are not counted.
     """
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
     exchanged = 0
@@ -97,7 +99,7 @@ def trace(
     for compute in computes:
         compute.keeps_frozen = not several
     try:
-        with _on_first_rank(model, shares, context, load), _Allocations(model) as allocations:
+        with _on_first_rank(model, shares, context, load), _Allocations(model, reference) as allocations:
             loss = cast(Tensor, model(ids, labels=ids).loss)
             forward = len(allocations.events)
             loss.backward()
@@ -168,14 +170,15 @@ class FirstRank:
 class _Allocations(TorchDispatchMode):
     """While active, records the storages that ops allocate on the meta device, and when they are released."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.gradients: dict[int, tuple[int, int]] = {}  # storage number -> parameter number, event
         self._numbers: dict[int, int] = {}  # id of a storage -> its number
         self._allocated = 0
         self._parameters = list(model.parameters())
-        self._known = {p.untyped_storage()._cdata for p in self._parameters}
+        others = [] if reference is None else list(reference.parameters())
+        self._known = {p.untyped_storage()._cdata for p in (*self._parameters, *others)}
 
     def __enter__(self) -> _Allocations:
         self._hooks = [

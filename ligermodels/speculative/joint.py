@@ -105,6 +105,12 @@ class JointMedusa(RefusesDropout):
         check_unquantized(medusa.base, "JointMedusa", "stage 2 trains the base model; load it without `quantize`")
         medusa.base.requires_grad_()
 
+    @property
+    def unrecordable(self) -> str:
+        """Why steps are not recorded in CUDA graphs; "" if they are."""
+        has_reference = self._reference[0] is not None
+        return "the KL to a reference is computed for a number of targets that the host reads" if has_reference else ""
+
     def forward(
         self,
         input_ids: Tensor | None = None,

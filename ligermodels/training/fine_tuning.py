@@ -159,4 +159,5 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         output_metrics=objective.output_metrics,
         evaluate=objective.evaluate,
         export=save,
+        reference=objective.reference,
     )

@@ -95,6 +95,7 @@ def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
         output_metrics=head_metrics,
         evaluate=evaluate,
         export=lambda folder: medusa.export(folder, "full-hf", overwrite=True),
+        reference=reference,
     )
 
 

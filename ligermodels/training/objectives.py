@@ -30,6 +30,7 @@ class Objective:
     trainable: Trainable
     evaluate: Callable[[Callable[[], Iterable[Batch]]], Evaluation]
     output_metrics: Callable[[Any], OutputMetrics]
+    reference: CausalLM | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     options = recipe.objective_options
     tokenizer = Base.find(recipe, on_meta=model.device.type == "meta").tokenizer
     teacher = load_teacher(options.pop("teacher"), tokenizer, model)
-    return _of_model(DistillationModel(model, teacher, **options))
+    return replace(_of_model(DistillationModel(model, teacher, **options)), reference=teacher)
 
 
 def _of_model(trainable: Any) -> Objective:

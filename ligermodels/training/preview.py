@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ligermodels.convert.ranks import Ranks
@@ -21,11 +20,10 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.encoding import Tokens
 from ligermodels.data.survey import Span, spans
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel.memory import StepMemory, StepTrace
+from ligermodels.parallel.memory import StepMemory
 from ligermodels.parallel.ranks import data_share, planned_ranks
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
@@ -40,6 +38,7 @@ from ligermodels.training.job import Job
 from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
 from ligermodels.training.objectives import check_objective
+from ligermodels.training.planned_memory import planned_memory
 from ligermodels.training.preparation import prepare_model, quantize_base
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run import named_callbacks
@@ -56,8 +55,6 @@ JOBS: dict[str, tuple[Any, Any]] = {
     "dspark": (block_job, quantize_base),
 }
 """Kind of recipe -> its job, and how it changes the base model."""
-REFERENCE = {"distill", "kl_to_reference"}
-"""Settings for which a run has a second model, the reference."""
 
 
 class Epoch(NamedTuple):
@@ -164,7 +161,7 @@ def dry_run(
             left_out=plan.documents.notes.totals(),
             micro_batches=micro_batches,
             sequences=math.prod(micro_batches) * data_share(recipe.parallel)[1],
-            memory=_memory(plan, job, model, gpus),
+            memory=planned_memory(plan, job, model, gpus),
             attention=attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len),
             cuda_graph=_eager_reason(recipe, job, optimizer, parts, device, gpus),
             sources=parts[0].where() if parts[0].where else "",
@@ -184,13 +181,13 @@ def check_names(recipe: TrainingRecipe) -> None:
 
 
 def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:
-    """The base model and the job on the meta device, without a reference model."""
+    """The base model and the job on the meta device."""
     make_job, prepare_base = JOBS[plan.recipe.kind]
     prepare = partial(prepare_model, plan.recipe, prepare_base)
     model = plan.base.load(plan.recipe, device="meta", attention=attention, prepare=prepare)
     model.activation_checkpointing = plan.recipe.activation_checkpointing
-    alone = dict.fromkeys(REFERENCE & plan.recipe.defaults().keys(), False)
-    job: Job = make_job(plan.recipe.model_copy(update=alone), model, resuming=True)
+    place = {"reference": "device"} if "reference" in plan.recipe.defaults() else {}  # no copy to the CPU
+    job: Job = make_job(plan.recipe.model_copy(update=place), model, resuming=True)
     job.trainable.train()
     return model, job
 
@@ -219,38 +216,6 @@ def _documents(batch: Batch, tokenizer: Tokenizer) -> Iterator[list[Span]]:
     ids = batch["input_ids"][0].tolist()
     for start, end in pairwise(batch["cu_seqlens"].tolist()):
         yield spans(Tokens(ids[start:end], labels[start:end]), tokenizer)
-
-
-class _WithHeads(nn.Module):
-    """Heads and their base model, with the attributes of a `CausalLM` that `StepTrace` reads."""
-
-    def __init__(self, trainable: Any, base: CausalLM) -> None:
-        super().__init__()
-        self.trainable, self.decoder, self.head = trainable, base.decoder, base.head
-        self.config, self.dtype = base.config, base.dtype
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return self.trainable(*args, **options)
-
-
-def _memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory | str:
-    """Memory of a step on each GPU, as `ligermodels plan` counts it; or why it is not counted."""
-    recipe = plan.recipe
-    degrees = {**recipe.parallel.degrees(gpus), "expert": recipe.parallel.expert}
-    del degrees["replicate"]
-    if recipe.trains_heads and gpus > 1:
-        return "not counted for heads on several GPUs"
-    if with_reference := [name for name in REFERENCE if recipe.settings().get(name)]:
-        return f"not counted with {with_reference[0]}"
-    if job.trainable is not model and not recipe.trains_heads:
-        return "counted for the model's own loss only"
-    traced: Any = _WithHeads(job.trainable, model) if recipe.trains_heads else model
-    shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
-    try:
-        step = StepTrace(traced, sequences, recipe.seq_len, **degrees)
-        return step.memory(shard=shard, optimizer=recipe.optimizer, optimizer_in_bwd=recipe.optimizer_in_bwd)
-    except (InputError, NotImplementedError, RuntimeError) as error:  # a layer or an optimizer of the user's own
-        return f"not counted: {error}"
 
 
 def _eager_reason(

@@ -106,7 +106,16 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
     assert run.trained == heads and isinstance(run.memory, StepMemory)
     assert (run.memory.weights, run.memory.optimizer_states) == (base + 4 * heads, 8 * heads)
     assert dry_run(MedusaRecipe(**common), gpus=2).memory == "not counted for heads on several GPUs"
-    assert dry_run(MedusaRecipe(**common, stage=2, distill=True)).memory == "not counted with distill"
+    alone: Any = dry_run(MedusaRecipe(**common, stage=2)).memory
+    block = sum(p.nbytes for p in meta().decoder.blocks[0].parameters())
+    for settings, reference in (
+        ({"distill": True}, base),
+        ({"distill": True, "reference": "cpu_offload"}, base - (len(meta().decoder.blocks) - 1) * block),
+        ({"kl_to_reference": True, "validation_fraction": 0.3}, base),
+    ):
+        found: Any = dry_run(MedusaRecipe(**{**common, "stage": 2, **settings})).memory
+        assert isinstance(found, StepMemory), found
+        assert (alone.reference, found.reference, found.weights) == (0, reference, alone.weights), settings
     run = dry_run(EagleRecipe(**common, draft_vocab_size=50))
     head = sum(p.numel() for p in lm.Eagle3Model.from_base(meta(), lm_head="shared").head_parameters())
     assert run.trained == head + 50 * 32 and isinstance(run.memory, StepMemory)
@@ -114,6 +123,34 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
     assert run.trained == sum(p.numel() for p in lm.DSparkModel.from_base(meta()).head_parameters())
     run = dry_run(MTPRecipe(**common))
     assert 0 < run.trained < run.parameters and isinstance(run.memory, StepMemory)
+
+
+def test_memory_of_objectives(few: FineTuningRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a pair has its two sides; the log-probabilities of the reference are computed before the first step; a
+    teacher is held. A user's loss is traced too."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i}", "chosen": " a", "rejected": " b"}) + "\n" for i in range(8)))
+    recipe = few.changed({"seq_len": 64, "micro_batch_tokens": 128})
+    (tmp_path / "my_own_loss.py").write_text("def loss(log_probs, mask):\n    return -log_probs\n")
+    (tmp_path / "my_slow_loss.py").write_text("def loss(log_probs, mask):\n    return -log_probs * float(mask.sum())\n")
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {"sft": dry_run(recipe).memory}
+    for objective in ("dpo", "orpo", "kto"):
+        run = dry_run(recipe.changed({"objective": objective, "data": pairs}))
+        found[objective] = run.memory
+        assert run.micro_batches == ((2, 2) if objective == "kto" else (1, 2))  # tokens of a micro-batch are the same
+        assert found[objective].activations == pytest.approx(found["sft"].activations, rel=0.25)
+    found["distill"] = dry_run(recipe.changed({"objective": "distill", "teacher": few.base})).memory
+    assert found["kto"].total >= found["dpo"].total  # the pass of the mismatched sequences
+    weights = found["sft"].weights
+    assert {name: each.weights for name, each in found.items()} == dict.fromkeys(found, weights)
+    assert {name: each.reference for name, each in found.items() if each.reference} == {"distill": weights}
+    states = found["distill"].activations - found["sft"].activations  # of the teacher, for the head
+    assert 0 <= states <= 4 * 128 * 32 * 4
+    own = dry_run(recipe.changed({"loss": "my_own_loss:loss"})).memory
+    assert own.weights == weights and own.activations > 0  # type: ignore[union-attr]
+    slow = dry_run(recipe.changed({"loss": "my_slow_loss:loss"})).memory
+    assert isinstance(slow, str) and slow.startswith("not counted: ")
 
 
 @pytest.mark.parametrize(
