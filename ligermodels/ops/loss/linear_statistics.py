@@ -104,5 +104,6 @@ class _LinearStatistics(torch.autograd.Function):
             )  # fmt: skip
         return linear_gradients(
             hidden, weight, bias, target, maxima, totals, entropies, *gradients, class_weights,
-            ctx.options.ignore_index, ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3], *sampler[:2],
+            ctx.options.ignore_index, ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget,
+            ctx.needs_input_grad[:3], *sampler[:2],
         )  # fmt: skip
