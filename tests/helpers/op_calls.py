@@ -182,12 +182,16 @@ def linear_cross_entropy(
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
-@calls("linear_log_probs", dtype=FLOATS, vocabulary=(1000, 32000), softcap=(None, 30.0), entropy=BOTH)
-def linear_log_probs(dtype: torch.dtype, vocabulary: int, softcap: float | None, entropy: bool) -> None:
+@calls("linear_log_probs", dtype=FLOATS, vocabulary=(1000, 32000), softcap=(None, 30.0), entropy=BOTH, sampler=BOTH)
+def linear_log_probs(dtype: torch.dtype, vocabulary: int, softcap: float | None, entropy: bool, sampler: bool) -> None:
     hidden, weight = leaf(6, 16, dtype=dtype), leaf(vocabulary, 16, dtype=dtype)
     names = "return_entropy", "return_lse", "return_predicted", "return_rank", "entropy_in_loss"
-    found = ops.linear_log_probs(hidden, weight, torch.arange(6), softcap=softcap, **dict.fromkeys(names, entropy))
-    backward(*(found[:3] if entropy else (found,)))
+    options: dict[str, Any] = {"temperature": torch.ones(6), "top_p": 0.9} if sampler else {}
+    for trained in (weight, weight.detach()):
+        found = ops.linear_log_probs(
+            hidden, trained, torch.arange(6), softcap=softcap, **dict.fromkeys(names, entropy), **options
+        )
+        backward(*(found[:3] if entropy else (found,)))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

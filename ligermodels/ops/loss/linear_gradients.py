@@ -93,7 +93,8 @@ def fill_gradients(
     """
     dx, dw, db = (g if g.numel() else None for g in gradients)
     by_rows, x, y, V = row_gradients.flat(), as_rows(hidden), target.flatten(), len(weight)
-    by_row = [None if t is None else t.reshape(-1) for t in (maxima, totals, entropies)]
+    maxima, totals = maxima.reshape(-1), totals.reshape(-1)
+    entropies = None if entropies is None else entropies.reshape(-1)
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
     num_kept = 0 if kept is None else kept.num_rows
     in_place = kept is not None and len(kept.apart) == len(x) and size >= V
@@ -111,11 +112,10 @@ def fill_gradients(
             logits_into(logits[rest], x[rest], weight[classes], None if bias is None else bias[classes])
             blocks.append((rest, None))
         for rows, block in blocks:
-            of_rows = [None if t is None else t[rows] for t in by_row]
             gradient_in_place(
-                logits[rows], y[rows], *of_rows[:2], by_rows.rows(rows), options, entropies=of_rows[2],
-                class_weights=class_weights, first=first, num_classes=V, kept=block,
-                sampler=sampler.rows(rows),
+                logits[rows], y[rows], maxima[rows], totals[rows], by_rows.rows(rows), options,
+                entropies=None if entropies is None else entropies[rows], class_weights=class_weights, first=first,
+                num_classes=V, kept=block, sampler=sampler.rows(rows),
             )  # fmt: skip
         if dx_sum is not None:
             dx_sum.add(logits.t(), weight[classes])

@@ -89,18 +89,21 @@ class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        *inputs, class_weights, maxima, totals, entropies, dx, temperatures, bits = ctx.saved_tensors
-        sampler = RowSampler(temperatures, bits)
-        gradients = unpack_gradients(ctx.outputs, maxima, by_fields if bits is None else by_fields[:-1])
+        hidden, weight, bias, target, class_weights, maxima, totals, entropies, dx, *of_sampler = ctx.saved_tensors
+        sampler = RowSampler(*of_sampler)
+        if sampler.dropped_bits is not None:
+            by_fields = by_fields[:-1]  # the log masses have no gradient
+        gradients = unpack_gradients(ctx.outputs, maxima, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
             return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
         kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them
         if kept is not None:
             return gradients_from_kept(
-                kept, *inputs, maxima, totals, entropies, gradients, class_weights, ctx.options, sampler,
-                ctx.needs_input_grad[:3],
+                kept, hidden, weight, bias, target, maxima, totals, entropies, gradients, class_weights, ctx.options,
+                sampler, ctx.needs_input_grad[:3],
             )  # fmt: skip
         return linear_gradients(
-            *inputs, maxima, totals, entropies, *gradients, class_weights, ctx.options.ignore_index,
-            ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3], *sampler[:2],
+            hidden, weight, bias, target, maxima, totals, entropies, *gradients, class_weights,
+            ctx.options.ignore_index, ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget,
+            ctx.needs_input_grad[:3], *sampler[:2],
         )  # fmt: skip

@@ -11,7 +11,7 @@ from softmax(x / t) over K. K is found as by transformers' warpers, in their ord
 So K is an interval of logits, but for the first classes of those at its lower end (`cutoffs`).
 """
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptio
     if top_k is not None and (not isinstance(top_k, Integral) or isinstance(top_k, bool) or top_k < 0):
         raise InputError(f"{op}: top_k must be a whole number, 0 or above, or None, the same for all rows; got {top_k}")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None and (not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value <= 1):
+        if value is not None and (not _is_number(value) or not 0 <= value <= 1):
             raise InputError(f"{op}: {name} must be a number in [0, 1] or None, the same for all rows; got {value}")
     return SamplerOptions(int(top_k or 0), 1.0 if top_p is None else float(top_p), float(min_p or 0.0))
 
@@ -151,9 +151,13 @@ def inverse_temperatures(
         valid = target != ignore_index
         torch._assert_async(((temperature > 0) | ~valid).all(), f"{op}: temperature must be positive")
         return torch.where(valid, temperature.detach().to(dtype), 1.0).reciprocal()
-    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+    if not _is_number(temperature) or not 0 < temperature < float("inf"):
         raise InputError(f"{op}: temperature must be a positive number or a tensor, got {temperature!r}")
     return None if temperature == 1 else torch.full(target.shape, 1 / temperature, dtype=dtype, device=target.device)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def dropped_reference(x: Tensor, kept: SamplerOptions) -> Tensor:

@@ -175,18 +175,21 @@ class _ShardedLinearStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        *inputs, maxima, totals, entropies, inside, class_weights, temperatures, bits = ctx.saved_tensors
-        by_statistics = unpack_gradients(ctx.outputs, maxima, by_fields if bits is None else by_fields[:-1])
-        gradients = _local_gradients(by_statistics, inside, ctx.shard)
+        hidden, weight, bias, target, *saved = ctx.saved_tensors
+        maxima, totals, entropies, inside, class_weights, *of_sampler = saved
+        sampler = RowSampler(*of_sampler)
+        if sampler.dropped_bits is not None:
+            by_fields = by_fields[:-1]  # the log masses have no gradient
+        gradients = _local_gradients(unpack_gradients(ctx.outputs, maxima, by_fields), inside, ctx.shard)
         kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them
         if kept is not None:
             return gradients_from_kept(
-                kept, *inputs, maxima, totals, entropies, gradients, class_weights, ctx.options,
-                RowSampler(temperatures, bits), ctx.needs_input_grad[:3],
+                kept, hidden, weight, bias, target, maxima, totals, entropies, gradients, class_weights, ctx.options,
+                sampler, ctx.needs_input_grad[:3],
             )  # fmt: skip
         return linear_gradients(
-            *inputs, maxima, totals, entropies, *gradients, class_weights, IGNORED, ctx.options.softcap,
-            ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3], temperatures, bits,
+            hidden, weight, bias, target, maxima, totals, entropies, *gradients, class_weights, IGNORED,
+            ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget, ctx.needs_input_grad[:3], *sampler[:2],
         )  # fmt: skip
 
 
