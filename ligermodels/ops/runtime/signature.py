@@ -55,12 +55,7 @@ class Signature:
             if like is not None:
                 dtypes = (tensors[like].dtype,)
             known = len(sizes)
-            if (
-                not isinstance(x, Tensor)
-                or (device is not None and x.device != device)
-                or not (x.dtype in dtypes if dtypes else x.is_floating_point())
-                or not _bind(x.shape, shape, sizes)
-            ):
+            if not isinstance(x, Tensor) or not _fits(x, shape, device, dtypes, sizes):
                 raise _error(op, name, x, shape, device, dtypes, dict(list(sizes.items())[:known]))
             device, plain = x.device, plain and type(x) in PLAIN
         for letter in self._positive:
@@ -89,8 +84,13 @@ def _parsed(name: str, text: str, names: list[str]) -> _Spec:
     return _Spec(name, tuple(sizes), tuple(dtypes), like, "?" in text)
 
 
-def _bind(found: Any, shape: Shape, sizes: dict[str, Any]) -> bool:
-    """Whether the sizes `found` are a `shape`. Adds letters of the shape to `sizes`."""
+def _fits(
+    x: Tensor, shape: Shape, device: torch.device | None, dtypes: tuple[torch.dtype, ...], sizes: dict[str, Any]
+) -> bool:
+    """Whether x is as declared. Adds the letters of its shape to `sizes`."""
+    if (device is not None and x.device != device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
+        return False
+    found: Any = x.shape
     if shape and shape[0] is ...:
         split = max(len(found) - len(shape) + 1, 0)
         leading, found, shape = found[:split], found[split:], shape[1:]

@@ -53,14 +53,11 @@ def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
     )
 
 
-def check_rows(op: str, name: str, x: Tensor, **weights: Tensor | None) -> None:
-    """Raises InputError, naming `op`, unless x, the argument `name`, is floating (..., N) with N > 0, and each of the
-    `weights`, by their names, is floating (N,) on x's device or None."""
+def check_rows(op: str, name: str, x: Tensor) -> None:
+    """Raises InputError, naming `op`, unless x, the argument `name`, is floating (..., N) with N > 0."""
     check_tensor(op, name, x, (..., "N"))
     if x.shape[-1] == 0:
         raise InputError(f"{op}: {name} must be of shape (..., N) with N > 0; got {tuple(x.shape)}")
-    for weight_name, weight in weights.items():
-        check_tensor(op, weight_name, weight, x.shape[-1:], x.device, optional=True)
 
 
 def check_strides(op: str, **caches: Tensor) -> None:
