@@ -70,7 +70,7 @@ class Provider(NamedTuple):
 
 FORMATS = {"bf16": Provider(), "float8": Provider(prepare=lm.float8)}
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "muon", "muon8bit")
-PROVIDERS = {**FORMATS, **{name: Provider(name) for name in OPTIMIZERS}}
+PROVIDERS: dict[str, Provider] = FORMATS | {str(name): Provider(name) for name in OPTIMIZERS}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ligermodels.arguments import OptimizerName, check_count, check_optimizer
 from ligermodels.errors import ConfigError, InputError
@@ -238,7 +238,7 @@ def worst_memory(
 
 def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
     load = EXPERT_LOAD if degrees.expert > 1 else 1.0
-    over = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
+    over: dict[str, Any] = {"context": degrees.context, "tensor": degrees.tensor, "expert": degrees.expert}
     return StepTrace(model, micro, seq_len, **over, expert_load=load)
 
 
