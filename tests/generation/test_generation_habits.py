@@ -271,7 +271,7 @@ def test_ids_of_any_kind(pair: tuple[Any, lm.CausalLM]) -> None:
     )
     for counts in ({"max_new_tokens": numpy.int64(4)}, {"max_length": numpy.int32(6)}):
         assert torch.equal(pair[1].generate(ids, eos_token_id=[7, 8], **counts), wanted)
-    with pytest.raises(InputError, match="tree: must be a Tree, got int"):
+    with pytest.raises(InputError, match="tree: must be a Tree or a DynamicTree, got int"):
         lm.MedusaModel.from_base(pair[1], num_heads=1).generate([5, 6], 4, tree=3)
 
 

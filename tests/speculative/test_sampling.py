@@ -170,3 +170,28 @@ def test_draw_is_the_inverse_of_the_cumulative_sum() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 5.0, 0.0])
     uniforms = torch.tensor([0.0, 0.2499, 0.25, 0.374, 0.375, 1 - 2**-53], dtype=torch.float64)
     assert draw(weights.expand(6, 6), uniforms).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@pytest.mark.parametrize("tree", [chain(3), BUSHY, DynamicTree(3, 2, 6)], ids=["chain", "tree", "dynamic tree"])
+def test_by_graphs_as_without(base: lm.CausalLM, tree: Any) -> None:
+    """Each replay draws new numbers: the same samples as without a graph, with the distribution of the model."""
+    device = torch.device("cuda")
+    model = lm.from_config(CONFIG, dtype="float32", device=device).eval()
+    model.load_state_dict(base.state_dict())
+    heads = lm.Eagle3Model.from_base(model, 3)
+    with torch.no_grad():
+        for parameter in heads.head_parameters():
+            parameter.normal_(0, 0.4, generator=torch.Generator(device).manual_seed(1))
+    options = {"do_sample": True, "num_return_sequences": SAMPLES, "pad_token_id": 0, "tree": tree, "top_p": 0.9}
+    found = [
+        heads.generate(PROMPTS, NEW, generator=torch.Generator(device).manual_seed(5), cuda_graph=graph, **options)
+        for graph in (False, True)
+    ]
+    assert torch.equal(*found)
+    place = VOCAB ** torch.arange(NEW - 1, -1, -1)
+    for index, prompt in enumerate(PROMPTS):
+        new = found[1][index * SAMPLES : (index + 1) * SAMPLES, -NEW:].cpu()
+        statistic, freedom = chi_square((new * place).sum(1), exact(base, prompt, {"top_p": 0.9}))
+        assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)
