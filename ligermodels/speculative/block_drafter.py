@@ -41,13 +41,14 @@ class BlockDrafter:
         self.head, self.embed, self.project, self.token_ids = head, embed, project, token_ids
         self.boundaries = head.config.boundaries
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: Callable[..., Tensor] | None = None) -> None:
         config, device = self.head.config, self.head.fc.weight.device
         if tree.max_depth > config.num_drafts:
             raise InputError(f"tree: is {tree.max_depth} tokens deep, but a block proposes {config.num_drafts}")
         if tree.width > config.draft_vocab_size:
             raise InputError(f"tree: has {tree.width} candidates per token, of {config.draft_vocab_size} tokens")
         self.tree, size = tree, config.block_size
+        self.choose = choose or self._most_probable
         self._caches: Any = self.head.new_state(batch_size, max_length + size + tree.max_depth, device).layers
         self._rows = torch.arange(batch_size, device=device)[:, None]
         self._slots = torch.arange(size, device=device)
@@ -62,19 +63,25 @@ class BlockDrafter:
         self._append(states.gather(1, nodes), slots[:, 0])
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
-        depth, width = self.tree.max_depth, self.tree.width
+        depth = self.tree.max_depth
         if not depth:
             return sequences.root.new_zeros(len(sequences.root), 0, 0)
         hidden = self._block(sequences)[:, :depth]
         logits, markov = self.project(hidden), self.head.markov
         if markov is None:
-            return self.token_ids(ops.topk_indices(logits, width))
-        found, previous, state = list[Tensor](), sequences.root, None
-        for slot in range(depth):
-            code, state = markov.step(markov.w1(previous), hidden[:, slot], state)
-            found.append(self.token_ids(ops.topk_indices((logits[:, slot] + markov.w2(code))[:, None], width)))
-            previous = found[-1][:, 0, 0]
-        return torch.cat(found, dim=1)
+            found = self.choose(logits, 0, self.token_ids)
+        else:
+            chosen, previous, state = list[Tensor](), sequences.root, None
+            for slot in range(depth):
+                code, state = markov.step(markov.w1(previous), hidden[:, slot], state)
+                corrected = (logits[:, slot] + markov.w2(code))[:, None]
+                chosen.append(self.choose(corrected, slot, self.token_ids))
+                previous = chosen[-1][:, 0, 0]
+            found = torch.cat(chosen, dim=1)
+        return found
+
+    def _most_probable(self, logits: Tensor, depth: int, token_ids: Callable[[Tensor], Tensor]) -> Tensor:
+        return token_ids(ops.topk_indices(logits, self.tree.width))
 
     def _block(self, sequences: ops.Sequences) -> Tensor:
         """The hidden states (B, K, H) of the slots of a block from each root."""

@@ -108,8 +108,8 @@ class _BlockLosses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needed = any(ctx.needs_input_grad[:3])
-        dh, dc = (torch.empty_like(x) if needed else None for x in (hidden, codes))
-        dw = torch.zeros(code_weight.shape, dtype=wide, device=weight.device) if needed else None
+        dh, dc = (x.new_empty(x.shape if needed else 0) for x in (hidden, codes))
+        dw = code_weight.new_zeros(code_weight.shape if needed else 0, dtype=wide)
         results = list[tuple[Tensor, ...]]()
         slots, size = targets.shape[1], max(1, options.memory_budget // (BUFFERS * 4 * len(weight) * targets.shape[1]))
         for start in range(0, len(targets), size):

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
-from ligermodels.speculative.block_draft import BlockDraftModel, default_layer_ids
+from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_files import load_head, save_head
 from ligermodels.speculative.block_head import BlockDraftConfig
+from ligermodels.speculative.block_training import default_layer_ids
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.markov_head import MarkovHeadType

@@ -16,7 +16,8 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative.block_anchors import sample_blocks
-from ligermodels.speculative.block_draft import BlockDraftModel, default_layer_ids
+from ligermodels.speculative.block_draft import BlockDraftModel
+from ligermodels.speculative.block_training import default_layer_ids
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import Tree
 
