@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.lm_head import check_loss_options
@@ -52,7 +53,11 @@ class BlockDraftModel(DraftHeadModel):
 
     Attributes:
         training_options: how the head is trained.
+        confidence_threshold: of DSpark: in a step the model checks drafts while the product of the confidences up to
+            them is at least this, for some sequence of the batch. 0, the default, for all drafts.
     """
+
+    confidence_threshold: float = 0.0
 
     from_anchor: ClassVar[bool]
     """`BlockDraftConfig.sample_from_anchor` of these heads."""
@@ -311,7 +316,10 @@ class BlockDraftModel(DraftHeadModel):
         project = cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             project = partial(F.linear, weight=self.projection.rows(self.head.dtype))
-        return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids)
+        threshold = check_number("confidence_threshold", self.confidence_threshold)
+        if threshold and self.head.confidence is None:
+            raise InputError("confidence_threshold: this head has no confidence head; leave it 0")
+        return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids, threshold)
 
 
 def _accepted(found: BlockLosses, mask: Tensor) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class BlockDrafter:
         embed: token ids (B, T) -> embeddings (B, T, H).
         project: hidden states (..., H) -> logits (..., V_d), without the Markov head's.
         token_ids: ids of the draft vocabulary -> ids of the model's tokens.
+        confidence_threshold: a slot is drafted while the product of the confidences up to it is at least this, of some
+            sequence of the batch. 0 for all slots, without the confidence head.
     """
 
     reads_states = True
@@ -37,8 +39,10 @@ class BlockDrafter:
         embed: Callable[[Tensor], Tensor],
         project: Callable[[Tensor], Tensor],
         token_ids: Callable[[Tensor], Tensor],
+        confidence_threshold: float = 0.0,
     ) -> None:
         self.head, self.embed, self.project, self.token_ids = head, embed, project, token_ids
+        self.threshold, self.cuts = confidence_threshold, confidence_threshold > 0
         self.boundaries = head.config.boundaries
 
     def begin(self, batch_size: int, max_length: int, tree: Tree, choose: Callable[..., Tensor] | None = None) -> None:
@@ -78,7 +82,20 @@ class BlockDrafter:
                 chosen.append(self.choose(corrected, slot, self.token_ids))
                 previous = chosen[-1][:, 0, 0]
             found = torch.cat(chosen, dim=1)
+        if self.cuts:
+            self._depth = self._confident(sequences, hidden, found)
         return found
+
+    def num_nodes(self) -> int:
+        """Number of nodes of the tree that are worth checking, after `draft`. Waits for the device."""
+        return int((self.tree.depth <= int(self._depth)).sum())
+
+    def _confident(self, sequences: ops.Sequences, hidden: Tensor, found: Tensor) -> Tensor:
+        """The largest depth, of the sequences that are not done, up to which the slots are confident."""
+        previous = torch.cat([sequences.root[:, None], found[:, :-1, 0]], dim=1)
+        logits = self.head.drafted(hidden, previous).confidence
+        confident = logits.float().sigmoid().cumprod(1) >= self.threshold
+        return confident.sum(1).masked_fill(sequences.done, 0).max()
 
     def _most_probable(self, logits: Tensor, depth: int, token_ids: Callable[[Tensor], Tensor]) -> Tensor:
         return token_ids(ops.topk_indices(logits, self.tree.width))

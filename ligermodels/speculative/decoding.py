@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,7 +124,8 @@ def speculative_generate(
         ids, attention = prompts.to(state.device)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, typical)
         sequences = step.start(ids, attention)
-        cuda_graph, all_done = cuda_graph and not is_sharded(model), end_of_decoding(model)
+        cuda_graph = cuda_graph and not (is_sharded(model) or drafter.cuts)
+        all_done = end_of_decoding(model)
         take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
         switches = bool(step.thresholds.switches)
@@ -173,6 +174,26 @@ def medusa_generate(model: DecodingModel, propose: Propose, input_ids: TokenIds,
     return speculative_generate(model, HeadsDrafter(propose), input_ids, **options)
 
 
+class TreeNodes(NamedTuple):
+    """The nodes of a tree as tensors on the device of a model: their paths, ranks, and the arguments of a pass."""
+
+    paths: ops.Paths
+    rank: Tensor
+    tokens: TreeTokens
+
+    @classmethod
+    def of(cls, tree: Tree, device: torch.device) -> TreeNodes:
+        """All nodes of `tree`."""
+        paths = ops.Paths(*(tensor.to(device) for tensor in (tree.parent, tree.depth, tree.route)))
+        return cls(paths, tree.rank.to(device), TreeTokens(tree.mask.to(device), paths.parent, paths.depth))
+
+    def first(self, count: int) -> TreeNodes:
+        """The first `count` nodes, which are a tree of less depth."""
+        paths = ops.Paths(*(tensor[:count] for tensor in vars(self.paths).values()))
+        tokens = TreeTokens(self.tokens.mask[:count, :count], paths.parent, paths.depth)
+        return TreeNodes(paths, self.rank[:count], tokens)
+
+
 class TreeStep(Step):
     """A step of tree decoding.
 
@@ -203,9 +224,7 @@ class TreeStep(Step):
         super().__init__(model, state, max_new_tokens, eos_ids, places=tree.max_depth + 1)
         drafter.begin(state.batch_size, state.max_length, tree)
         self.drafter, self.tree, self.typical = drafter, tree, typical
-        self.paths = ops.Paths(*(tensor.to(state.device) for tensor in (tree.parent, tree.depth, tree.route)))
-        self.rank = tree.rank.to(state.device)
-        self.tokens = TreeTokens(tree.mask.to(state.device), self.paths.parent, self.paths.depth)
+        self.nodes = TreeNodes.of(tree, state.device)
         switches, moving = self.thresholds
         stops = [*switches, *(() if moving is None else (moving,))]
         self.stops = torch.tensor(stops, dtype=torch.long, device=state.device)
@@ -238,12 +257,15 @@ class TreeStep(Step):
 
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step; changes `sequences` in place."""
+        drafted, nodes = self.drafter.draft(sequences), self.nodes
+        if self.drafter.cuts:
+            nodes = nodes.first(self.drafter.num_nodes())
         tokens, positions = ops.tree_inputs(
-            self.drafter.draft(sequences),
+            drafted,
             sequences.root,
             sequences.cache_seqlens,
-            self.paths.depth,
-            self.rank,
+            nodes.paths.depth,
+            nodes.rank,
             self.stops,
             self.thresholds.moving,
         )
@@ -253,16 +275,16 @@ class TreeStep(Step):
             tokens,
             position_ids=positions,
             state=self.state,
-            tree=self.tokens,
+            tree=nodes.tokens,
             return_logits=True,
             return_last_hidden_state=True,
             **reads,
         )
         accepted = (
-            (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, self.paths.parent)
+            (None, None) if self.typical is None else self.typical.accept_mask(out.logits, tokens, nodes.paths.parent)
         )
-        nodes = tokens, positions, self.choose(out.logits), out.last_hidden_state
-        slots = ops.accept_path(sequences, self.paths, *nodes, self.eos, self.max_new_tokens, *accepted)
+        checked = tokens, positions, self.choose(out.logits), out.last_hidden_state
+        slots = ops.accept_path(sequences, nodes.paths, *checked, self.eos, self.max_new_tokens, *accepted)
         self.state.commit(slots)
         states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state
         self.drafter.follow(sequences, slots, states)

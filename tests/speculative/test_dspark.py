@@ -374,6 +374,46 @@ def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
         assert found.tolist() == wanted
 
 
+@pytest.mark.parametrize("kind, name", [("vanilla", "llama"), ("gated", "qwen3_next")])
+def test_drafts_without_confidence_are_not_checked(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step checks as many drafts as the products of confidences allow, the same tokens result."""
+    base = target({"llama": TARGET, **ALL}[name], "float32")
+    model, prompts = stirred(kind, base), [[3, 1, 4, 1, 5], [8, 2]]
+    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "return_stats": True}
+    plain = base.generate(prompts, max_new_tokens=12, pad_token_id=0, do_sample=False)
+    drafter_class, confident = type(model.drafter(model.default_tree())), list[int]()
+    compute = drafter_class._confident
+
+    def recorded(self: Any, sequences: Any, hidden: Tensor, found: Tensor) -> Tensor:
+        before, e = [sequences.root, *found[:, :-1, 0].unbind(1)], model.head.markov.w1
+        embeds = torch.stack([e(token) for token in before], dim=1)
+        features = torch.cat([hidden, embeds], dim=-1) if kind == "vanilla" else hidden
+        products = model.head.confidence.proj(features)[..., 0].sigmoid().cumprod(1)
+        rows = [row for row, done in zip(products, sequences.done, strict=True) if not done]
+        confident.append(max((int((row >= 0.2).sum()) for row in rows), default=0))
+        return compute(self, sequences, hidden, found)
+
+    checked = list[int]()
+    base.register_forward_pre_hook(lambda _, args: checked.append(args[0].shape[1]))
+    for threshold in (0.0, 0.2, 1.1):
+        model.confidence_threshold = threshold
+        checked.clear()
+        if threshold == 0.2:
+            monkeypatch.setattr(drafter_class, "_confident", recorded)
+        out = model.generate(prompts, **options)
+        assert torch.equal(out.sequences, plain)
+        if threshold == 0.2:
+            monkeypatch.undo()
+            assert [n - 1 for n in checked[1:]] == confident[: len(checked) - 1] and len(set(confident)) > 1
+        else:
+            assert set(checked[1:]) == {1 if threshold else 1 + BLOCK}
+    assert out.tokens_per_step == 1
+    bare = stirred("bare", base)
+    bare.confidence_threshold = 0.5
+    with pytest.raises(InputError, match="has no confidence head"):
+        bare.generate(prompts, **options)
+
+
 @pytest.mark.parametrize("kind", ["dflash", "vanilla"])
 def test_a_trained_head_proposes_more_than_two_tokens_a_step(kind: str) -> None:
     """On a target that knows a text: a few steps of training, and acceptance in `generate` as in the metrics."""
