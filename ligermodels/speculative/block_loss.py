@@ -23,7 +23,7 @@ BUFFERS = 7
 
 
 class SlotLoss(NamedTuple):
-    """What the loss of a slot is made of.
+    """The terms of the loss of a slot.
 
     ce_weight: weight of the cross entropy.
     divergence: name of a divergence of `ops.linear_distillation`.

@@ -62,7 +62,7 @@ _REPLACED: Condition = (
 
 
 class DFlashRecipe(BlockRecipe):
-    """Settings of a run that trains a DFlash head. The defaults are those of the published heads.
+    """Settings of a run that trains a DFlash head. The defaults are the published settings.
 
     Examples:
         >>> recipe = DFlashRecipe(base="Qwen/Qwen3-8B", data="chats.jsonl", block_size=16)
@@ -81,7 +81,7 @@ class DFlashRecipe(BlockRecipe):
 
 
 class DSparkRecipe(BlockRecipe):
-    """Settings of a run that trains a DSpark head. The defaults are those of the published heads.
+    """Settings of a run that trains a DSpark head. The defaults are the published settings.
 
     Examples:
         >>> recipe = DSparkRecipe(base="Qwen/Qwen3-8B", data="chats.jsonl", block_size=7)
