@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class BlockDrafter:
     def _confident(self, sequences: ops.Sequences, hidden: Tensor, found: Tensor) -> Tensor:
         """The largest depth, of the sequences that are not done, up to which the slots are confident."""
         previous = torch.cat([sequences.root[:, None], found[:, :-1, 0]], dim=1)
-        logits = self.head.drafted(hidden, previous).confidence
+        logits = cast(Tensor, self.head.drafted(hidden, previous).confidence)
         confident = logits.float().sigmoid().cumprod(1) >= self.threshold
         return confident.sum(1).masked_fill(sequences.done, 0).max()
 

@@ -22,8 +22,8 @@ class BlockTraining:
         divergence: from the model's distribution: a name of `ops.linear_distillation`.
         divergence_weight: weight of the divergence.
         confidence_weight: weight of the confidence head's loss.
-        dpace_alpha: constant of D-PACE in [0, 1]. Its weights then replace the weights of `gamma`: see `SlotLoss`. None:
-            no D-PACE.
+        dpace_alpha: constant of D-PACE in [0, 1]: its weights replace the weights of `gamma`, see `SlotLoss`. None: no
+            D-PACE.
         seed: seed of the anchors.
 
     Raises:
