@@ -117,7 +117,7 @@ class BlockDraftModel(DraftHeadModel):
 
         The anchors are tokens whose label, and whose next token's label, is not -100. A block is trained up to the
         first token without a label. The loss is the mean over the slots, with the weights of `loss_weights`. Anchors
-        depend on the labels and `seed` alone: a pass over the same batch has the same anchors.
+        of a sequence depend on its labels and `seed` alone: they are the same in every pass over it.
 
         Args:
             input_ids: (B, T) long.
@@ -158,10 +158,9 @@ class BlockDraftModel(DraftHeadModel):
         if labels is None:
             return self._logits(batch)
         own = batch.layout.packing.take(labels, IGNORE_INDEX).flatten()
-        row = self._row(batch, own)
-        following = cast(Any, batch.targets).values.flatten(1)
-        options = self.training_options
-        blocks = sample_blocks(own, following, options.num_anchors * len(labels), options.seed)
+        row, options = self._row(batch, own), self.training_options
+        following = cast(Any, batch.targets).values
+        blocks = sample_blocks(labels, following, batch.layout.packing, options.num_anchors, options.seed)
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
             weights = blocks.after(batch.layout.packing.take(weights).flatten(), 1)
@@ -301,9 +300,9 @@ class BlockDraftModel(DraftHeadModel):
         shape = (labels.shape[0], labels.shape[1])
         layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
-        following = torch.stack([shift_labels(rows, each, layout.cu_seqlens).flatten() for each in ahead])
+        following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options
-        return sample_blocks(rows.flatten(), following, options.num_anchors * len(labels), options.seed).counts
+        return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
-from ligermodels.speculative.block_anchors import sample_blocks
+from ligermodels.layers.tokens import Tokens
+from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_training import default_layer_ids
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
@@ -257,26 +258,47 @@ def test_the_network_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_anchors() -> None:
-    """Without replacement, ascending, among tokens that are supervised together with the next one; the same each time;
-    other ones with another seed or text."""
-    labels = ids_of(40)[0]
-    labels[[3, 4, 20]] = -100
-    following = torch.stack([F.pad(labels[k:], (0, k), value=-100) for k in (1, 2, 3)])
-    allowed = {t for t in range(39) if labels[t] >= 0 and labels[t + 1] >= 0}
-    blocks = sample_blocks(labels, following, 10, seed=0)
+    """Without replacement, ascending, among tokens that are supervised together with the next one; the same each time
+    and beside other sequences; other ones with another seed."""
+    labels = ids_of(40, 2)
+    labels[0, [3, 4, 20]] = -100
+    following = torch.stack([F.pad(labels[:, k:], (0, k), value=-100) for k in (1, 2, 3)])
+    allowed = {t for t in range(39) if labels[0, t] >= 0 and labels[0, t + 1] >= 0}
+
+    def sample(row: slice, count: int, seed: int) -> Blocks:
+        return sample_blocks(labels[row], following[:, row], Tokens(), count, seed)
+
+    blocks = sample(slice(0, 1), 10, 0)
     chosen = blocks.anchors.tolist()
     assert len(set(chosen)) == 10 and chosen == sorted(chosen) and set(chosen) <= allowed
     for anchor, row in zip(chosen, blocks.targets.tolist(), strict=True):
-        ahead = [*labels[anchor + 1 : anchor + 4].tolist(), -100, -100, -100][:3]
+        ahead = [*labels[0, anchor + 1 : anchor + 4].tolist(), -100, -100, -100][:3]
         end = ahead.index(-100) if -100 in ahead else 3
         assert row == ahead[:end] + [-100] * (3 - end)
-    assert torch.equal(sample_blocks(labels, following, 10, seed=0).anchors, blocks.anchors)
-    assert not torch.equal(sample_blocks(labels, following, 10, seed=1).anchors, blocks.anchors)
-    every = sample_blocks(labels, following, 99, seed=0)
+    assert not torch.equal(sample(slice(0, 1), 10, 1).anchors, blocks.anchors)
+    other, both = sample(slice(1, 2), 10, 0), sample(slice(0, 2), 10, 0)
+    assert torch.equal(both.anchors, torch.cat([blocks.anchors, 40 + other.anchors]))
+    assert torch.equal(both.targets, torch.cat([blocks.targets, other.targets]))
+    every = sample(slice(0, 1), 99, 0)
     found = (every.targets[:, 0] >= 0).sum()
     assert len(every.anchors) == 40 and set(every.anchors[:found].tolist()) == allowed and found == len(allowed)
-    often = torch.bincount(torch.cat([sample_blocks(labels, following, 10, seed).anchors for seed in range(700)]))
+    often = torch.bincount(torch.cat([sample(slice(0, 1), 10, seed).anchors for seed in range(700)]))
     assert (often[list(allowed)] / 700 - 10 / len(allowed)).abs().max() < 0.08
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_have_the_anchors_of_the_batch(packed: bool) -> None:
+    """With fewer anchors than tokens: a batch is the sum of its sequences, packed or not."""
+    model, ids = stirred("vanilla", target(), num_anchors=4), ids_of(20, 3)
+    positions = torch.cat([torch.arange(13), torch.arange(7)]).expand(3, -1) if packed else None
+    whole = model(ids, labels=ids, position_ids=positions)
+    items = model.num_targets(ids, position_ids=positions)
+    assert items[0] == 12 and torch.equal(items, whole.counts)
+    parts = [
+        model(ids[[i]], labels=ids[[i]], position_ids=None if positions is None else positions[[i]],
+              num_items_in_batch=items).loss for i in range(3)
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole.loss)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla"])
