@@ -19,8 +19,9 @@ from ligermodels.layers.tokens import Tokens
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_training import default_layer_ids
+from ligermodels.speculative.decoding import TreeStep
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {
@@ -434,6 +435,21 @@ def test_drafts_without_confidence_are_not_checked(kind: str, name: str, monkeyp
     bare.confidence_threshold = 0.5
     with pytest.raises(InputError, match="has no confidence head"):
         bare.generate(prompts, **options)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "rnn"])
+def test_nothing_waits_for_the_device(kind: str) -> None:
+    """On the meta device no value can be looked at: a CUDA graph can hold a step of drafting, and the loss."""
+    base, (model_class, options) = lm.from_config(TARGET, device="meta").eval(), VARIANTS[kind]
+    model = model_class.from_base(base, BLOCK, num_layers=2, **options)
+    step = TreeStep(base, model.drafter(chain(3)), base.new_state(3, 40), chain(3), 9, [2, 5])
+    with torch.no_grad():
+        rows = step.start(
+            torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=torch.bool, device="meta")
+        )
+        step(rows)
+    ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+    model(ids, labels=ids, num_items_in_batch=torch.ones(model.num_heads, device="meta")).loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla"])
