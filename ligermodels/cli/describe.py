@@ -71,10 +71,9 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
 
             folder = heads_folder(path)
         if (draft := draft_facts(folder)) is not None:
-            kind, facts = draft
-            return {f"{kind}_head": str(path), **facts}
-        if (facts := mtp_facts(folder)) is not None:
-            return {"mtp_head": str(path), **facts}
+            return {f"{draft[0]}_head": str(path), **draft[1]}
+        if (mtp := mtp_facts(folder)) is not None:
+            return {"mtp_head": str(path), **mtp}
         return {"medusa_heads": str(path), **heads_facts(folder)}
     if weights:
         folder = models.locate(path)

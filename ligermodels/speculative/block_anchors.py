@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX
+from ligermodels.layers.tokens import Tokens
 
 _MULTIPLIERS = -4658895280553007687, -7723592293110705685  # of splitmix64
 
@@ -34,31 +35,36 @@ class Blocks(NamedTuple):
         return x[(self.anchors[:, None] + slots).clamp(max=len(x) - 1)]
 
 
-def sample_blocks(labels: Tensor, following: Tensor, num_anchors: int, seed: int) -> Blocks:
+def sample_blocks(labels: Tensor, following: Tensor, packing: Tokens, num_anchors: int, seed: int) -> Blocks:
     """Sample anchors without replacement, among tokens that have a label and whose next token has one too.
 
-    The choice depends on the labels and the seed alone: it is the same in every pass over the same row, and on every
-    device.
+    The choice in a sequence depends on its labels and the seed alone: it is the same in every pass, on every device,
+    and beside any other sequences.
 
     Args:
-        labels: long (T,), -100 where ignored.
-        following: long (K, T), the labels 1 to K tokens further on, -100 also beyond the end of the document.
-        num_anchors: most anchors.
+        labels: long (B, T), -100 where ignored.
+        following: long (K, rows, length), for the tokens in the layout of `packing` the labels 1 to K tokens further
+            on, -100 also beyond the end of the document.
+        packing: the layout of the tokens.
+        num_anchors: most anchors of a sequence.
         seed: seed of the choice.
 
     Returns:
-        min(num_anchors, T) blocks, of which those that no anchor was found for are the last, without targets.
+        B * min(num_anchors, T) blocks of the flattened rows. Blocks without an anchor are the last, without targets.
     """
-    candidate = (labels != IGNORE_INDEX) & (following[0] != IGNORE_INDEX)
-    index = torch.arange(len(labels), device=labels.device)
-    content = _mixed(labels + _mixed(index + seed)).sum()
-    keys = _mixed(index + content) & (2**62 - 1)
-    keys = keys.masked_fill(~candidate, 2**62)
-    chosen = keys.topk(min(num_anchors, len(labels)), largest=False).indices
-    chosen = chosen.masked_fill(~candidate[chosen], len(labels)).sort().values
-    found = chosen < len(labels)
-    anchors = chosen.masked_fill(~found, 0)
-    targets = following[:, anchors].T
+    targets, count = following.flatten(1), following[0].numel()
+    place = torch.arange(count, device=labels.device).view_as(following[0])
+    first = packing.restore(following[0], IGNORE_INDEX)
+    candidate = (labels != IGNORE_INDEX) & (first != IGNORE_INDEX)
+    index = torch.arange(labels.shape[1], device=labels.device)
+    content = _mixed(labels + _mixed(index + seed)).sum(1, keepdim=True)
+    keys = (_mixed(index + content) & (2**62 - 1)).masked_fill(~candidate, 2**62)
+    chosen = keys.topk(min(num_anchors, labels.shape[1]), largest=False).indices
+    anchors = packing.restore(place).gather(1, chosen).masked_fill(~candidate.gather(1, chosen), count)
+    anchors = anchors.flatten().sort().values
+    found = anchors < count
+    anchors = anchors.masked_fill(~found, 0)
+    targets = targets[:, anchors].T
     supervised = ((targets != IGNORE_INDEX) & found[:, None]).cumprod(1).bool()
     return Blocks(anchors, targets.masked_fill(~supervised, IGNORE_INDEX))
 

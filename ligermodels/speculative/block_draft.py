@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import check_count, check_number
-from ligermodels.errors import InputError, short
+from ligermodels.arguments import check_number
+from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.packing import check_plain, packed_positions
@@ -21,66 +21,16 @@ from ligermodels.layers.tokens import token_layout
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
-from ligermodels.ops.loss.divergences import DIVERGENCES, Divergence
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_attention import block_context_attention
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
+from ligermodels.speculative.block_training import BlockTraining
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import MultiHeadOutput
-from ligermodels.speculative.tree import Tree, chain
-
-
-@dataclass(frozen=True)
-class BlockTraining:
-    """How a head is trained on blocks. Slot k of the K that propose tokens has the weight exp(-k / gamma).
-
-    Args:
-        num_anchors: most blocks for each sequence of a batch.
-        gamma: decay of the slots' weights; None for equal weights.
-        ce_weight: weight of the cross entropy to the text.
-        divergence: from the model's distribution: a name of `ops.linear_distillation`.
-        divergence_weight: weight of the divergence.
-        confidence_weight: weight of the confidence head's loss.
-        dpace_alpha: constant of D-PACE in [0, 1], whose weights then replace those of `gamma`: see `SlotLoss`. None:
-            no D-PACE.
-        seed: seed of the anchors.
-
-    Raises:
-        InputError: a value is out of range; or D-PACE is given with a divergence.
-    """
-
-    num_anchors: int = 512
-    gamma: float | None = 4.0
-    ce_weight: float = 1.0
-    divergence: Divergence = "l1"
-    divergence_weight: float = 0.0
-    confidence_weight: float = 1.0
-    dpace_alpha: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("num_anchors", self.num_anchors)
-        check_count("seed", self.seed, least=0)
-        for name in ("ce_weight", "divergence_weight", "confidence_weight"):
-            check_number(name, getattr(self, name))
-        if self.gamma is not None:
-            check_number("gamma", self.gamma, positive=True)
-        if self.divergence not in DIVERGENCES:
-            raise InputError(f"divergence: must be one of {', '.join(DIVERGENCES)}, got {short(self.divergence)}")
-        if self.dpace_alpha is not None:
-            if not check_number("dpace_alpha", self.dpace_alpha) <= 1:
-                raise InputError(f"dpace_alpha: must be at most 1, got {self.dpace_alpha}")
-            if self.divergence_weight or not self.ce_weight:
-                raise InputError("dpace_alpha: D-PACE weighs the cross entropy; give ce_weight, no divergence_weight")
-
-    def slot_weights(self, count: int) -> list[float]:
-        """The weights of `count` slots, before D-PACE."""
-        if self.gamma is None or self.dpace_alpha is not None:
-            return [1.0] * count
-        return torch.exp(-torch.arange(count, dtype=torch.float64) / self.gamma).tolist()
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 
 class _Row(NamedTuple):
@@ -103,7 +53,11 @@ class BlockDraftModel(DraftHeadModel):
 
     Attributes:
         training_options: how the head is trained.
+        confidence_threshold: of DSpark: in a step the model checks drafts while the product of the confidences up to
+            them is at least this, for some sequence of the batch. 0, the default, for all drafts.
     """
+
+    confidence_threshold: float = 0.0
 
     from_anchor: ClassVar[bool]
     """`BlockDraftConfig.sample_from_anchor` of these heads."""
@@ -163,7 +117,7 @@ class BlockDraftModel(DraftHeadModel):
 
         The anchors are tokens whose label, and whose next token's label, is not -100. A block is trained up to the
         first token without a label. The loss is the mean over the slots, with the weights of `loss_weights`. Anchors
-        depend on the labels and `seed` alone: a pass over the same batch has the same anchors.
+        of a sequence depend on its labels and `seed` alone: they are the same in every pass over it.
 
         Args:
             input_ids: (B, T) long.
@@ -204,10 +158,9 @@ class BlockDraftModel(DraftHeadModel):
         if labels is None:
             return self._logits(batch)
         own = batch.layout.packing.take(labels, IGNORE_INDEX).flatten()
-        row = self._row(batch, own)
-        following = cast(Any, batch.targets).values.flatten(1)
-        options = self.training_options
-        blocks = sample_blocks(own, following, options.num_anchors * len(labels), options.seed)
+        row, options = self._row(batch, own), self.training_options
+        following = cast(Any, batch.targets).values
+        blocks = sample_blocks(labels, following, batch.layout.packing, options.num_anchors, options.seed)
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
             weights = blocks.after(batch.layout.packing.take(weights).flatten(), 1)
@@ -305,7 +258,12 @@ class BlockDraftModel(DraftHeadModel):
         if reduction == "mean" or items is not None:
             total, losses = per_item(total, whole), losses / numbers.masked_fill(numbers == 0, 1)
             confidence = None if confidence is None else per_item(confidence.detach(), whole)
-        fields = {"loss": total, "head_losses": losses, "confidence_loss": confidence, "counts": blocks.counts}
+        fields: dict[str, Any] = {
+            "loss": total,
+            "head_losses": losses,
+            "confidence_loss": confidence,
+            "counts": blocks.counts,
+        }
         fields |= _accepted(found, mask)
         if torch.is_grad_enabled():
             return MultiHeadOutput(**fields)
@@ -342,9 +300,9 @@ class BlockDraftModel(DraftHeadModel):
         shape = (labels.shape[0], labels.shape[1])
         layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
-        following = torch.stack([shift_labels(rows, each, layout.cu_seqlens).flatten() for each in ahead])
+        following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options
-        return sample_blocks(rows.flatten(), following, options.num_anchors * len(labels), options.seed).counts
+        return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -352,12 +310,17 @@ class BlockDraftModel(DraftHeadModel):
         """A chain of the K tokens of a block."""
         return chain(self.num_heads)
 
-    def drafter(self, tree: Tree) -> BlockDrafter:
+    def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""
+        if isinstance(tree, DynamicTree):
+            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
         project = cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             project = partial(F.linear, weight=self.projection.rows(self.head.dtype))
-        return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids)
+        threshold = check_number("confidence_threshold", self.confidence_threshold)
+        if threshold and self.head.confidence is None:
+            raise InputError("confidence_threshold: this head has no confidence head; leave it 0")
+        return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids, threshold)
 
 
 def _accepted(found: BlockLosses, mask: Tensor) -> dict[str, Any]:
@@ -368,19 +331,3 @@ def _accepted(found: BlockLosses, mask: Tensor) -> dict[str, Any]:
         trials[name] = reached.sum(0)
         shares[name] = (reached * accepted).sum(0) / trials[name].clamp(min=1e-9)
     return {**shares, "trials": trials}
-
-
-def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """The ids of the layers that DFlash heads read by default: `round(1 + i (N - 4) / (n - 1))`, or N // 2 for n = 1.
-
-    Layers that a small model does not have, or has once, are left out.
-
-    Args:
-        num_layers: n, layers of the head.
-        num_target_layers: N, layers of the model.
-    """
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    ids = (round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
-    return tuple(sorted({min(max(layer, 0), num_target_layers - 1) for layer in ids}))

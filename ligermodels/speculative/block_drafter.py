@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.speculative.block_head import BlockHead
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.drafting import ChooseDrafts
 
 
 class BlockDrafter:
@@ -27,6 +27,8 @@ class BlockDrafter:
         embed: token ids (B, T) -> embeddings (B, T, H).
         project: hidden states (..., H) -> logits (..., V_d), without the Markov head's.
         token_ids: ids of the draft vocabulary -> ids of the model's tokens.
+        confidence_threshold: a slot is drafted while the product of the confidences up to it is at least this, of some
+            sequence of the batch. 0 for all slots, without the confidence head.
     """
 
     reads_states = True
@@ -37,17 +39,20 @@ class BlockDrafter:
         embed: Callable[[Tensor], Tensor],
         project: Callable[[Tensor], Tensor],
         token_ids: Callable[[Tensor], Tensor],
+        confidence_threshold: float = 0.0,
     ) -> None:
         self.head, self.embed, self.project, self.token_ids = head, embed, project, token_ids
+        self.threshold, self.cuts = confidence_threshold, confidence_threshold > 0
         self.boundaries = head.config.boundaries
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Any, choose: ChooseDrafts) -> None:
         config, device = self.head.config, self.head.fc.weight.device
         if tree.max_depth > config.num_drafts:
             raise InputError(f"tree: is {tree.max_depth} tokens deep, but a block proposes {config.num_drafts}")
         if tree.width > config.draft_vocab_size:
             raise InputError(f"tree: has {tree.width} candidates per token, of {config.draft_vocab_size} tokens")
         self.tree, size = tree, config.block_size
+        self.choose = choose
         self._caches: Any = self.head.new_state(batch_size, max_length + size + tree.max_depth, device).layers
         self._rows = torch.arange(batch_size, device=device)[:, None]
         self._slots = torch.arange(size, device=device)
@@ -62,19 +67,35 @@ class BlockDrafter:
         self._append(states.gather(1, nodes), slots[:, 0])
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
-        depth, width = self.tree.max_depth, self.tree.width
+        depth = self.tree.max_depth
         if not depth:
             return sequences.root.new_zeros(len(sequences.root), 0, 0)
         hidden = self._block(sequences)[:, :depth]
         logits, markov = self.project(hidden), self.head.markov
         if markov is None:
-            return self.token_ids(ops.topk_indices(logits, width))
-        found, previous, state = list[Tensor](), sequences.root, None
-        for slot in range(depth):
-            code, state = markov.step(markov.w1(previous), hidden[:, slot], state)
-            found.append(self.token_ids(ops.topk_indices((logits[:, slot] + markov.w2(code))[:, None], width)))
-            previous = found[-1][:, 0, 0]
-        return torch.cat(found, dim=1)
+            found = self.choose(logits, 0, self.token_ids)
+        else:
+            chosen, previous, state = list[Tensor](), sequences.root, None
+            for slot in range(depth):
+                code, state = markov.step(markov.w1(previous), hidden[:, slot], state)
+                corrected = (logits[:, slot] + markov.w2(code))[:, None]
+                chosen.append(self.choose(corrected, slot, self.token_ids))
+                previous = chosen[-1][:, 0, 0]
+            found = torch.cat(chosen, dim=1)
+        if self.cuts:
+            self._depth = self._confident(sequences, hidden, found)
+        return found
+
+    def num_nodes(self) -> int:
+        """Number of nodes of the tree that are worth checking, after `draft`. Waits for the device."""
+        return int((self.tree.depth <= int(self._depth)).sum())
+
+    def _confident(self, sequences: ops.Sequences, hidden: Tensor, found: Tensor) -> Tensor:
+        """The largest depth, of the sequences that are not done, up to which the slots are confident."""
+        previous = torch.cat([sequences.root[:, None], found[:, :-1, 0]], dim=1)
+        logits = cast(Tensor, self.head.drafted(hidden, previous).confidence)
+        confident = logits.float().sigmoid().cumprod(1) >= self.threshold
+        return confident.sum(1).masked_fill(sequences.done, 0).max()
 
     def _block(self, sequences: ops.Sequences) -> Tensor:
         """The hidden states (B, K, H) of the slots of a block from each root."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ligermodels.convert.json_values import object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.layers import AttentionConfig
 from ligermodels.models.capture import boundaries_of, layer_ids_of
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, draft_type
 from ligermodels.speculative.block_head import BlockAttention, BlockDraftConfig
@@ -130,7 +131,9 @@ def weight_map(config: BlockDraftConfig, *, lm_head: bool) -> WeightMap:
         native, prefix = f"head.layers.{i}", f"layers.{i}"
         entries.append(rename(f"{native}.mixer_norm.weight", f"{prefix}.input_layernorm.weight"))
         entries.append(rename(f"{native}.mlp_norm.weight", f"{prefix}.post_attention_layernorm.weight"))
-        entries += BlockAttention.weight_mappings(block.mixer, f"{native}.mixer", f"{prefix}.self_attn")
+        entries += BlockAttention.weight_mappings(
+            cast(AttentionConfig, block.mixer), f"{native}.mixer", f"{prefix}.self_attn"
+        )
         entries += block.mlp.weight_mappings(size, f"{native}.mlp", prefix, {})
     entries += _markov(config)
     if lm_head:

@@ -33,7 +33,7 @@ class BlockDraftConfig:
     """A DFlash or DSpark head as data. Names are the fields of published heads, where these have one name.
 
     Args:
-        layers: Hugging Face config of a Qwen3 model, whose layers are the head's.
+        layers: Hugging Face config of a Qwen3 model with the head's layers.
         boundaries: the states that the head reads, in ascending order: L is the residual stream after L layers.
         target_hidden_size: channels of the model's states.
         draft_vocab_size: number of tokens that the head can propose.
@@ -100,7 +100,7 @@ class BlockDraftConfig:
 
 
 class BlockAttention(nn.Module):
-    """The attention of a layer, whose keys and values of the context and of blocks come from the same projection.
+    """The attention of a layer. Keys and values of the context and of blocks come from the same projection.
 
     Args:
         hidden_size: H.
@@ -130,7 +130,16 @@ class BlockAttention(nn.Module):
         return KeysValues(ops.rope(k, k[:, :, :0], *tables)[0], v)
 
     def forward(self, x: Tensor, tables: Tables, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """x (N, B, H) of N blocks -> (N, B, H), by `attend`, an `Attend` of this layer."""
+        """Run the layer.
+
+        Args:
+            x: (N, B, H), the states of N blocks, after the norm.
+            tables: cos and sin of the slots' positions, (N, B, D / 2).
+            attend: q, k, v -> the heads' outputs: an `Attend` of this layer.
+
+        Returns:
+            (N, B, H).
+        """
         q = self.q(x).unflatten(-1, (self.config.num_heads, -1))
         k, v = self.keys_values(x)
         q, k = ops.rope(q if self.q_norm is None else self.q_norm(q), k, *tables)
@@ -175,13 +184,22 @@ class BlockLayer(nn.Module):
         self.mlp = config.mlp.build(hidden_size)
 
     def forward(self, x: Tensor, tables: Tables, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """x (N, B, H) of N blocks -> (N, B, H)."""
+        """Run the layer.
+
+        Args:
+            x: (N, B, H), the states of N blocks.
+            tables: cos and sin of the slots' positions, (N, B, D / 2).
+            attend: q, k, v -> the heads' outputs: an `Attend` of this layer.
+
+        Returns:
+            (N, B, H).
+        """
         x = x + self.mixer(self.mixer_norm(x), tables, attend)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
 class Drafted(NamedTuple):
-    """What the slots of N blocks that propose tokens give.
+    """Results of the slots that propose tokens, of N blocks.
 
     hidden: (N, K, H), after the final norm.
     codes: (N, K, r) of the Markov head, or None.
@@ -274,7 +292,8 @@ class BlockHead(nn.Module):
         return Drafted(hidden, codes, confidence)
 
     def new_state(self, batch_size: int, max_length: int, device: torch.device) -> DecodingState:
-        """Empty caches of the context's keys and values for `batch_size` sequences of up to `max_length` tokens."""
+        """Empty caches of the context's keys and values, on `device`, for `batch_size` sequences of up to `max_length`
+        tokens."""
         mixers = [block.mixer for block in self.config.decoder.blocks]
         options: dict[str, Any] = {"hidden_size": self.config.decoder.hidden_size, "dtype": self.dtype}
         return DecodingState(mixers, batch_size, max_length, device=device, **options)

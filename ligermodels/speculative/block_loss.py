@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.ops.loss.divergences import DIVERGENCES, acceptance
+from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7
@@ -23,7 +24,7 @@ BUFFERS = 7
 
 
 class SlotLoss(NamedTuple):
-    """What the loss of a slot is made of.
+    """The terms of the loss of a slot.
 
     ce_weight: weight of the cross entropy.
     divergence: name of a divergence of `ops.linear_distillation`.
@@ -108,15 +109,16 @@ class _BlockLosses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needed = any(ctx.needs_input_grad[:3])
-        dh, dc = (torch.empty_like(x) if needed else None for x in (hidden, codes))
-        dw = torch.zeros(code_weight.shape, dtype=wide, device=weight.device) if needed else None
+        dh, dc = (x.new_empty(x.shape if needed else 0) for x in (hidden, codes))
+        dw = code_weight.new_empty(code_weight.shape if needed else 0)
+        total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
         slots, size = targets.shape[1], max(1, options.memory_budget // (BUFFERS * 4 * len(weight) * targets.shape[1]))
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
             logits = (h @ weight.T).to(wide)
-            logits = torch.addmm(logits, c.to(wide), code_weight.T.to(wide)) if c.shape[1] else logits
+            logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
             truth = _teacher_logits(teacher, chunk, wide)
             valid = mask[chunk]
             *values, gradient = _slot_losses(logits, truth, targets[chunk], valid, weights[chunk], options, needed)
@@ -125,11 +127,12 @@ class _BlockLosses(torch.autograd.Function):
                 d = gradient.to(hidden.dtype)
                 dh[chunk] = (d @ weight).unflatten(0, (-1, slots))
                 dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
-                dw += (d.T @ c).to(wide)
+                if total is not None:
+                    total.add(d, c)
         losses, final, *others = (torch.cat(parts) for parts in zip(*results, strict=True))
         ctx.mark_non_differentiable(losses, final, *others)
         if needed:
-            ctx.save_for_backward(dh, dc, dw.to(code_weight.dtype))
+            ctx.save_for_backward(dh, dc, dw if total is None else total.close())
         return (losses * final).sum(), losses, final, *others
 
     @staticmethod

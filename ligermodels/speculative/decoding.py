@@ -150,7 +150,8 @@ def speculative_generate(
         rule = rule_of(model, tree, batch, state.device, do_sample, shaping, (epsilon, delta), generator)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, rule)
         sequences = step.start(ids, attention)
-        cuda_graph, all_done = cuda_graph and not is_sharded(model), end_of_decoding(model)
+        cuda_graph = cuda_graph and not (is_sharded(model) or drafter.cuts)
+        all_done = end_of_decoding(model)
         take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
         switches = bool(step.thresholds.switches)
@@ -268,6 +269,8 @@ class TreeStep(Step):
         """Take a step; changes `sequences` in place."""
         candidates = self.drafter.draft(sequences)
         layout = cast(TreeDrafter, self.drafter).layout if self.layout is None else self.layout
+        if self.drafter.cuts:
+            layout = layout.first(self.drafter.num_nodes())
         tokens, positions = ops.tree_inputs(
             candidates,
             sequences.root,

@@ -216,7 +216,7 @@ def native_state(model: DraftHeadModel) -> dict[str, Tensor]:
 
 
 def other_tensors(names: Sequence[str] = ()) -> list[str]:
-    """Patterns of tensors that are not in the weight map of a head: `names`, and those of all formats."""
+    """Patterns of tensors that are not in the weight map of a head: `names`, and the ones that any format may have."""
     known = "|".join(name.replace(".", "[.]") for name in (EMBEDDING, D2T, T2D, *names))
     return [rf"^({known}|verifier_.*|.*rotary_emb\.inv_freq)$"]
 

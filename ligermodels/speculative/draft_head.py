@@ -77,7 +77,14 @@ class DraftHeadModel(MultiHeadModel):
         base_model: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write the head for a server: see the subclasses."""
+        """Write the head for a server: see the subclasses.
+
+        Args:
+            folder: created if need be.
+            profile: name of the format.
+            base_model: the base model's hub id or folder, for config.json.
+            overwrite: replace a checkpoint in the folder.
+        """
         raise NotImplementedError
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -63,6 +63,11 @@ class Drafter(Protocol):
     boundaries: tuple[int, ...]
     """The model's states that `start` and `follow` read, side by side: L is the residual stream after L layers. Empty:
     the hidden states after the final norm."""
+    cuts: bool
+    """Whether a step checks only the first `num_nodes` nodes of the tree. No CUDA graph can then capture it."""
+
+    def num_nodes(self) -> int:
+        """Called after `draft` if the drafter `cuts`: the number of nodes to check, at least 1, the root."""
 
     def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         """Prepare for a batch.
@@ -105,12 +110,17 @@ class HeadsDrafter:
 
     reads_states = False
     boundaries: tuple[int, ...] = ()
+    cuts = False
 
     def __init__(self, propose: Propose) -> None:
         self.propose = propose
 
     def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         self.tree, self.choose = tree, choose
+
+    def num_nodes(self) -> int:
+        """All nodes."""
+        return len(self.tree)
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         """Nothing to do."""

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
-from ligermodels.speculative.block_draft import BlockDraftModel, default_layer_ids
+from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_files import load_head, save_head
 from ligermodels.speculative.block_head import BlockDraftConfig
+from ligermodels.speculative.block_training import default_layer_ids
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.markov_head import MarkovHeadType
@@ -52,7 +53,7 @@ class DFlashModel(BlockDraftModel):
                 layer of the head, spread over the model: see `default_layer_ids`.
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
             vocabulary: the tokens that the head can propose; None for all.
-            layers: Hugging Face config of a Qwen3 model, whose layers the head has. Default: the sizes of the model's
+            layers: Hugging Face config of a Qwen3 model with the head's layers. Default: the sizes of the base model's
                 layers.
             training: fields of `BlockTraining`, such as num_anchors, gamma and dpace_alpha.
 
@@ -163,7 +164,7 @@ class DSparkModel(BlockDraftModel):
                 layer of the head, spread over the model: see `default_layer_ids`.
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
             vocabulary: the tokens that the head can propose; None for all.
-            layers: Hugging Face config of a Qwen3 model, whose layers the head has. Default: the sizes of the model's
+            layers: Hugging Face config of a Qwen3 model with the head's layers. Default: the sizes of the base model's
                 layers.
             markov_rank: rank of the Markov head; 0 for none.
             markov_head_type: "vanilla", "gated" or "rnn": see `MarkovHead`.
@@ -262,7 +263,7 @@ def _new(
 
     Args:
         model_class: class of the model.
-        base: the base model, whose parameters are frozen.
+        base: the base model; its parameters are frozen.
         num_layers: layers of the head, where `layers` is None.
         layers: Hugging Face config of the layers, or None.
         vocabulary: the tokens that the head can propose; None for all.

@@ -81,9 +81,9 @@ class Sampling:
     def _choice(self, p: Tensor, tokens: Tensor, level: int) -> Tensor:
         """The token, long (B,), after a node at this level, where p (B, V) is the model's distribution."""
         q = None if self.drafts is None else self.drafts.probabilities(level, p.shape[1])
-        if q is None:
-            return draw(p, self._choosing[:, level])
         draft = tokens[:, level + 1 : level + 2]  # of a chain
+        if q is None or not draft.numel():  # no draft, or one that the drafter has cut
+            return draw(p, self._choosing[:, level])
         accepted = self._accepting[:, level, None] * q.gather(1, draft) < p.gather(1, draft)
         return torch.where(accepted[:, 0], draft[:, 0], draw((p - q).clamp(min=0), self._choosing[:, level]))
 

@@ -35,7 +35,7 @@ class StepDrafter:
         boundaries: see `Drafter`.
     """
 
-    reads_states = True
+    reads_states, cuts = True, False
 
     def __init__(
         self,
@@ -57,6 +57,10 @@ class StepDrafter:
         self.tree, self.choose = tree, choose
         # A path or a draft may extend beyond the end of the text.
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers
+
+    def num_nodes(self) -> int:
+        """All nodes."""
+        return len(self.tree)
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         states = self.read(states)

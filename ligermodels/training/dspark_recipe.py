@@ -20,6 +20,9 @@ DSPARK = (*DFLASH, "markov_rank", "markov_head_type", "confidence", "confidence_
 class BlockRecipe(DraftRecipe):
     """Settings of a run that trains a head on blocks of a text."""
 
+    from_anchor: ClassVar[bool] = True
+    """Whether the anchor's own slot proposes a token too."""
+
     block_size: int = Field(2, ge=1, description="Slots of a block, of which the first holds the last verified token.")
     num_layers: int = Field(5, ge=1, description="Layers of the head.")
     mask_token_id: int | None = Field(
@@ -43,10 +46,10 @@ class BlockRecipe(DraftRecipe):
         def __init__(self, **settings: Any) -> None: ...
 
     def check(self) -> None:
-        if self.seq_len < self.block_size + 1:
+        if self.seq_len < (least := self.block_size + self.from_anchor):
             raise ConfigError(
                 f"seq_len: sequences of {self.seq_len} tokens have no target for the last slot of a block; it must be "
-                f"at least {self.block_size + 1}"
+                f"at least {least}"
             )
         if self.dpace_alpha is not None and (self.divergence_weight or not self.ce_weight):
             raise ConfigError("dpace_alpha: D-PACE weighs the cross entropy; give ce_weight, no divergence_weight")
@@ -59,13 +62,14 @@ _REPLACED: Condition = (
 
 
 class DFlashRecipe(BlockRecipe):
-    """Settings of a run that trains a DFlash head. The defaults are those of the published heads.
+    """Settings of a run that trains a DFlash head. The defaults are the published settings.
 
     Examples:
         >>> recipe = DFlashRecipe(base="Qwen/Qwen3-8B", data="chats.jsonl", block_size=16)
     """
 
     kind: ClassVar[str] = "dflash"
+    from_anchor: ClassVar[bool] = False
     conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DFLASH), _REPLACED)
 
     block_size: int = Field(16, ge=2, description="Slots of a block; one token fewer is proposed.")
@@ -77,7 +81,7 @@ class DFlashRecipe(BlockRecipe):
 
 
 class DSparkRecipe(BlockRecipe):
-    """Settings of a run that trains a DSpark head. The defaults are those of the published heads.
+    """Settings of a run that trains a DSpark head. The defaults are the published settings.
 
     Examples:
         >>> recipe = DSparkRecipe(base="Qwen/Qwen3-8B", data="chats.jsonl", block_size=7)

@@ -21,12 +21,14 @@ from zoo import make_checkpoint
 from ligermodels.errors import ConfigError
 from ligermodels.training import (
     Console,
+    DSparkRecipe,
     EagleRecipe,
     FineTuningRecipe,
     MedusaRecipe,
     MTPRecipe,
     TrainingRecipe,
     fine_tune,
+    train_dspark,
     train_eagle,
     train_heads,
     train_mtp,
@@ -36,6 +38,7 @@ from ligermodels.training.checkpoints import Checkpoints
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAFT = {"num_steps": 3, "draft_vocab_size": 60}
+BLOCKS = {"block_size": 3, "num_layers": 1, "num_anchors": 5, "markov_rank": 8}
 EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 5, "checkpoint_every": None}
 
 
@@ -62,6 +65,7 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
         "eagle": eagle,
         "eagle, shared lm_head": eagle.changed({"lm_head": "shared"}),
+        "dspark": DSparkRecipe().changed({**common(recipe_for(base, data), DSparkRecipe), **EXACT, **BLOCKS}),
         "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
@@ -71,6 +75,7 @@ TRAIN: dict[type, Any] = {
     MedusaRecipe: train_heads,
     MTPRecipe: train_mtp,
     EagleRecipe: train_eagle,
+    DSparkRecipe: train_dspark,
 }
 
 
@@ -116,7 +121,7 @@ def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path)
         run(tuning(base, data, batch_tokens=48, micro_batch_tokens=None), folder / "none")
     with pytest.raises(ConfigError, match="optimizer: adafactor does not work on sharded"):
         run(tuning(base, data, optimizer="adafactor"), folder / "none")
-    for kind in (MedusaRecipe, MTPRecipe, EagleRecipe):
+    for kind in (MedusaRecipe, MTPRecipe, EagleRecipe, DSparkRecipe):
         with pytest.raises(ConfigError, match=r"parallel\.tensor: is for whole models"):
             kind(parallel={"tensor": 2})
     with pytest.raises(ConfigError, match="shard: 3, times 1, is 3 ranks, and there are 2"):

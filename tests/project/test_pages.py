@@ -61,6 +61,7 @@ PAGES = {
     "docs/quantized-decoding.md": set[str](),
     "docs/mtp.md": {"with-head", "head", "own.jsonl", "mtp-head", "with-mtp"},
     "docs/eagle.md": {"own.jsonl", "head", "own-head", "run", "for-vllm", "for-sglang"},
+    "docs/dspark.md": {"own.jsonl", "head", "flash", "own-head", "run", "for-vllm", "for-sglang", "flash-sglang"},
     "docs/objectives.md": {"preferred", "judged", "student", "own"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
@@ -95,6 +96,10 @@ SIZES = {
     "eagle train": [*TRAINING, "--device", "cpu"],
     "eagle eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
     "eagle self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
+    "dflash train": [*TRAINING, "--num-layers", "1", "--device", "cpu"],
+    "dspark train": [*TRAINING, "--num-layers", "1", "--device", "cpu"],
+    "dspark eval": ["--prompts", "4", "--max-new-tokens", "4", "--seq-len", "64", "--device", "cpu"],
+    "dspark self-distillation-data": ["--max-new-tokens", "6", "--device", "cpu"],
     "generate": ["--max-new-tokens", "6", "--device", "cpu"],
     "chat": ["--max-new-tokens", "6", "--device", "cpu"],
 }

@@ -15,10 +15,13 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
-from ligermodels.speculative.block_anchors import sample_blocks
-from ligermodels.speculative.block_draft import BlockDraftModel, default_layer_ids
+from ligermodels.layers.tokens import Tokens
+from ligermodels.speculative.block_anchors import Blocks, sample_blocks
+from ligermodels.speculative.block_draft import BlockDraftModel
+from ligermodels.speculative.block_training import default_layer_ids
+from ligermodels.speculative.decoding import TreeStep
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.tree import Tree
+from ligermodels.speculative.tree import Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {
@@ -256,26 +259,47 @@ def test_the_network_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_anchors() -> None:
-    """Without replacement, ascending, among tokens that are supervised together with the next one; the same each time;
-    other ones with another seed or text."""
-    labels = ids_of(40)[0]
-    labels[[3, 4, 20]] = -100
-    following = torch.stack([F.pad(labels[k:], (0, k), value=-100) for k in (1, 2, 3)])
-    allowed = {t for t in range(39) if labels[t] >= 0 and labels[t + 1] >= 0}
-    blocks = sample_blocks(labels, following, 10, seed=0)
+    """Without replacement, ascending, among tokens that are supervised together with the next one; the same each time
+    and beside other sequences; other ones with another seed."""
+    labels = ids_of(40, 2)
+    labels[0, [3, 4, 20]] = -100
+    following = torch.stack([F.pad(labels[:, k:], (0, k), value=-100) for k in (1, 2, 3)])
+    allowed = {t for t in range(39) if labels[0, t] >= 0 and labels[0, t + 1] >= 0}
+
+    def sample(row: slice, count: int, seed: int) -> Blocks:
+        return sample_blocks(labels[row], following[:, row], Tokens(), count, seed)
+
+    blocks = sample(slice(0, 1), 10, 0)
     chosen = blocks.anchors.tolist()
     assert len(set(chosen)) == 10 and chosen == sorted(chosen) and set(chosen) <= allowed
     for anchor, row in zip(chosen, blocks.targets.tolist(), strict=True):
-        ahead = [*labels[anchor + 1 : anchor + 4].tolist(), -100, -100, -100][:3]
+        ahead = [*labels[0, anchor + 1 : anchor + 4].tolist(), -100, -100, -100][:3]
         end = ahead.index(-100) if -100 in ahead else 3
         assert row == ahead[:end] + [-100] * (3 - end)
-    assert torch.equal(sample_blocks(labels, following, 10, seed=0).anchors, blocks.anchors)
-    assert not torch.equal(sample_blocks(labels, following, 10, seed=1).anchors, blocks.anchors)
-    every = sample_blocks(labels, following, 99, seed=0)
+    assert not torch.equal(sample(slice(0, 1), 10, 1).anchors, blocks.anchors)
+    other, both = sample(slice(1, 2), 10, 0), sample(slice(0, 2), 10, 0)
+    assert torch.equal(both.anchors, torch.cat([blocks.anchors, 40 + other.anchors]))
+    assert torch.equal(both.targets, torch.cat([blocks.targets, other.targets]))
+    every = sample(slice(0, 1), 99, 0)
     found = (every.targets[:, 0] >= 0).sum()
     assert len(every.anchors) == 40 and set(every.anchors[:found].tolist()) == allowed and found == len(allowed)
-    often = torch.bincount(torch.cat([sample_blocks(labels, following, 10, seed).anchors for seed in range(700)]))
+    often = torch.bincount(torch.cat([sample(slice(0, 1), 10, seed).anchors for seed in range(700)]))
     assert (often[list(allowed)] / 700 - 10 / len(allowed)).abs().max() < 0.08
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_have_the_anchors_of_the_batch(packed: bool) -> None:
+    """With fewer anchors than tokens: a batch is the sum of its sequences, packed or not."""
+    model, ids = stirred("vanilla", target(), num_anchors=4), ids_of(20, 3)
+    positions = torch.cat([torch.arange(13), torch.arange(7)]).expand(3, -1) if packed else None
+    whole = model(ids, labels=ids, position_ids=positions)
+    items = model.num_targets(ids, position_ids=positions)
+    assert items[0] == 12 and torch.equal(items, whole.counts)
+    parts = [
+        model(ids[[i]], labels=ids[[i]], position_ids=None if positions is None else positions[[i]],
+              num_items_in_batch=items).loss for i in range(3)
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole.loss)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla"])
@@ -371,6 +395,61 @@ def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
             logits, _ = reference({k: x for k, x in w.items() if "confidence" not in k}, hidden[: slot + 1], before)
             wanted.append(int(tokens[logits[slot].argmax()]))
         assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize("kind, name", [("vanilla", "llama"), ("gated", "qwen3_next")])
+def test_drafts_without_confidence_are_not_checked(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step checks as many drafts as the products of confidences allow, the same tokens result."""
+    base = target({"llama": TARGET, **ALL}[name], "float32")
+    model, prompts = stirred(kind, base), [[3, 1, 4, 1, 5], [8, 2]]
+    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "return_stats": True}
+    plain = base.generate(prompts, max_new_tokens=12, pad_token_id=0, do_sample=False)
+    drafter_class, confident = type(model.drafter(model.default_tree())), list[int]()
+    compute = drafter_class._confident
+
+    def recorded(self: Any, sequences: Any, hidden: Tensor, found: Tensor) -> Tensor:
+        before, e = [sequences.root, *found[:, :-1, 0].unbind(1)], model.head.markov.w1
+        embeds = torch.stack([e(token) for token in before], dim=1)
+        features = torch.cat([hidden, embeds], dim=-1) if kind == "vanilla" else hidden
+        products = model.head.confidence.proj(features)[..., 0].sigmoid().cumprod(1)
+        rows = [row for row, done in zip(products, sequences.done, strict=True) if not done]
+        confident.append(max((int((row >= 0.2).sum()) for row in rows), default=0))
+        return compute(self, sequences, hidden, found)
+
+    checked = list[int]()
+    base.register_forward_pre_hook(lambda _, args: checked.append(args[0].shape[1]))
+    for threshold in (0.0, 0.2, 1.1):
+        model.confidence_threshold = threshold
+        checked.clear()
+        if threshold == 0.2:
+            monkeypatch.setattr(drafter_class, "_confident", recorded)
+        out = model.generate(prompts, **options)
+        assert torch.equal(out.sequences, plain)
+        if threshold == 0.2:
+            monkeypatch.undo()
+            assert [n - 1 for n in checked[1:]] == confident[: len(checked) - 1] and len(set(confident)) > 1
+        else:
+            assert set(checked[1:]) == {1 if threshold else 1 + BLOCK}
+    assert out.tokens_per_step == 1
+    bare = stirred("bare", base)
+    bare.confidence_threshold = 0.5
+    with pytest.raises(InputError, match="has no confidence head"):
+        bare.generate(prompts, **options)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "rnn"])
+def test_nothing_waits_for_the_device(kind: str) -> None:
+    """On the meta device no value can be looked at: a CUDA graph can hold a step of drafting, and the loss."""
+    base, (model_class, options) = lm.from_config(TARGET, device="meta").eval(), VARIANTS[kind]
+    model = model_class.from_base(base, BLOCK, num_layers=2, **options)
+    step = TreeStep(base, model.drafter(chain(3)), base.new_state(3, 40), chain(3), 9, [2, 5])
+    with torch.no_grad():
+        rows = step.start(
+            torch.zeros(3, 7, dtype=torch.long, device="meta"), torch.ones(3, 7, dtype=torch.bool, device="meta")
+        )
+        step(rows)
+    ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+    model(ids, labels=ids, num_items_in_batch=torch.ones(model.num_heads, device="meta")).loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla"])
