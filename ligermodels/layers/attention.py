@@ -214,11 +214,11 @@ class Attention(Layer):
         else:
             if state is not None:
                 state.fill(k, v)
-            options["backend"] = config.backend
             if context.shard is None:
-                out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
+                out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
             else:
                 keys, values = context.shard.all_tokens(k), context.shard.all_tokens(v)
+                options["backend"] = config.backend
                 out = shard_attention(q, keys, values, context.cu_seqlens, context.shard, **options)
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())

@@ -111,7 +111,8 @@ def test_resumed_runs_are_those_without_a_stop(base: Path, data: Path, tmp_path:
 
 def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> None:
     for kind, change, message in (
-        ("dflash", {"seq_len": 4}, "seq_len: sequences of 4 tokens"),
+        ("dflash", {"seq_len": 3}, "seq_len: sequences of 3 tokens.* at least 4"),
+        ("dspark", {"seq_len": 4}, "seq_len: sequences of 4 tokens.* at least 5"),
         ("dspark", {"dpace_alpha": 0.5}, "dpace_alpha: D-PACE weighs the cross entropy"),
         ("dflash", {"mask_token_id": 10**6}, "mask_token_id"),
         ("dflash", {"boundaries": (0, 99)}, "boundaries"),
