@@ -21,8 +21,8 @@ from ligermodels.layers.tokens import token_layout
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
+from ligermodels.ops import block_context_attention
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
-from ligermodels.speculative.block_attention import block_context_attention
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss

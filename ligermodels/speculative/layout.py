@@ -53,7 +53,7 @@ class Candidates:
         self.beam_scores = scores
 
     def grow(self, log_probabilities: Tensor) -> Tensor:
-        """Add a level, whose k most probable paths continue.
+        """Add a level. Its k most probable paths continue.
 
         Args:
             log_probabilities: (B, k, k), of the candidates after each candidate of `beam`, given that candidate.

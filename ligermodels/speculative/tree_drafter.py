@@ -21,8 +21,7 @@ class TreeDrafter(StepDrafter):
     """A `StepDrafter` of a head with one layer that drafts a `DynamicTree`.
 
     At each level the head runs over the tokens of all levels above, as one tree after the text: each token attends to
-    the text and to its ancestors. The tokens of earlier levels are computed again, which costs little beside reading
-    the head's weights, and needs no cache of drafts.
+    the text and to its ancestors. The tokens of earlier levels are computed again, so there is no cache of drafts.
 
     layout: the tree of each sequence, after `draft`.
     """
@@ -35,7 +34,7 @@ class TreeDrafter(StepDrafter):
         super().begin(batch_size, max_length + tree.max_depth * tree.top_k, tree, choose)
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
-        """Candidate tokens, long (B, depth, k ** 2), whose tree is then in `layout`."""
+        """Candidate tokens, long (B, depth, k ** 2). Their tree is then in `layout`."""
         k, end = self.tree.top_k, sequences.cache_seqlens
         tokens, scores = self._candidates(self._hidden[0])
         best, growth = [tokens[:, 0]], Candidates(self.tree, scores[:, 0])
@@ -85,7 +84,14 @@ class _Drafted:
 
     @classmethod
     def after(cls, above: _Drafted | None, tokens: Tensor, hidden: Tensor, parent: Tensor) -> _Drafted:
-        """`above` and a further level of k tokens (B, k), with the inputs (B, k, H) of the head, and parents (B, k)."""
+        """The tokens above and a further level.
+
+        Args:
+            above: the tokens of the levels above; None for the first level.
+            tokens: long (B, k).
+            hidden: (B, k, H), the inputs of the head.
+            parent: long (B, k), indices of tokens above; -1 in the first level.
+        """
         k = tokens.shape[1]
         own = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         if above is None:

@@ -100,7 +100,7 @@ def test_samples_have_the_distribution_of_the_model(
 class Perfect:
     """Drafts by the model itself, without a cache."""
 
-    reads_states, boundaries = False, ()
+    reads_states, boundaries, cuts = False, (), False
 
     def __init__(self, model: lm.CausalLM) -> None:
         self.model = model
@@ -128,6 +128,20 @@ def test_drafts_of_the_models_own_distribution_are_all_accepted(base: lm.CausalL
         options: dict[str, Any] = {"tree": chain(3), "max_new_tokens": 13, "do_sample": True, **shaping}
         out = speculative_generate(base, Perfect(base), ids, generator=torch.Generator().manual_seed(1), **options)
         assert out.tokens_per_step > 3.98 and len(out.sequences.unique(dim=0)) > 40
+
+
+def test_acceptance_is_that_of_the_metrics(base: lm.CausalLM) -> None:
+    """Tokens per step, against tau on the same kind of text: 1 + the products of mean sums of min(p, q)."""
+    model, ids = heads_on(base, "EAGLE-3"), torch.tensor([[3, 1, 4, 1, 2]]).repeat(300, 1)
+    options: dict[str, Any] = {"do_sample": True, "generator": torch.Generator().manual_seed(1)}
+    text = base.generate(ids, 56, **options)
+    labels = text.clone()
+    labels[:, :6] = -100
+    with torch.no_grad():
+        acceptance = model(text, labels=labels).acceptance
+    tau = 1 + acceptance.cumprod(0).sum()
+    found = model.generate(ids, 56, return_stats=True, **options).tokens_per_step
+    assert 2.5 < tau < 3.5 and abs(found - tau) < 0.04 * tau, (acceptance, tau, found)  # the last step is cut short
 
 
 @pytest.mark.parametrize("tree", [chain(3), BUSHY], ids=["chain", "tree"])
