@@ -218,7 +218,7 @@ def test_rows_without_targets_are_left_out(where: Where, ignored: float, memory_
             inputs = [t.detach().requires_grad_(not frozen or i == 0) for i, t in enumerate((hidden, weight, bias))]
             found = linear_log_probs(inputs[0], inputs[1], y, inputs[2], **options)
             (found.log_probs if frozen else sum(found[:3])).sum().backward()
-            assert all(t.isfinite().all() for t in found) and not inputs[0].grad[y == -100].any()
+            assert all(t.isfinite().all() for t in found[:5]) and not inputs[0].grad[y == -100].any()
             assert all(t.grad is None or t.grad.isfinite().all() for t in inputs)
 
 
