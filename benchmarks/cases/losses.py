@@ -89,8 +89,7 @@ def linear_log_probs(
 ) -> Case:
     """Log-probabilities of target tokens, and the entropy.
 
-    The lower bound is the GEMMs: two if the head is frozen and the entropy needs no gradient; otherwise one for the
-    logits, one to recompute them, and one for each gradient.
+    The lower bound is the GEMMs: one for the logits, and one for each gradient.
 
     Args:
         tokens: Number of tokens.
@@ -124,9 +123,6 @@ def linear_log_probs(
         return outputs(*found) if entropy else found[0]
 
     def gemms(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        logits = x @ w.t()
-        if frozen and (logged or not entropy):
-            return (logits @ w,)
         logits = x @ w.t()
         return (logits @ w,) if frozen else (logits @ w, logits.t() @ x)
 

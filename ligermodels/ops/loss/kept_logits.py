@@ -7,8 +7,8 @@ completes some rows of the weight's gradient. Two kinds of memory are free for l
 - The memory of the weight's gradient (V, H). It has room for H rows of logits: the block (H, n) of a chunk of n classes
   has as many elements as the chunk's rows (n, H) of the gradient, which replace it after its last use.
 
-A kept row saves a quarter of the work of a trained head, which is four GEMMs per row without it. For 8192 rows of H =
-4096 and V = 151936 the default budget keeps 78 % of the rows.
+A kept row saves one of the four GEMMs of a trained head. For 8192 rows of H = 4096 and V = 151936 in bfloat16 the
+default budget keeps 78 % of the rows. On an H100 that took 51.7 ms in place of 60.3, and 45.8 ms with all rows kept.
 """
 
 import math
@@ -42,12 +42,17 @@ LEAST_KEPT = 0.1  # of the rows; below that the other gradients' chunks have bet
 
 
 class KeptLogits(NamedTuple):
-    """The logits of the first rows: some in memory of their own, the next ones in that of the weight's gradient."""
+    """The logits of the first rows, in memory of their own, and of the next rows, in the weight gradient's memory."""
 
     apart: Tensor  # (A, V)
     inside: int  # number of rows in the memory of dw, at most H
     dw: Tensor  # (V, H), or without elements
     size: int  # number of classes of a chunk of the backward pass
+
+    @classmethod
+    def none(cls, weight: Tensor, size: int) -> "KeptLogits":
+        """No kept logits, of a weight (V, H); chunks have `size` classes."""
+        return cls(weight.new_empty(0, len(weight)), 0, weight.new_empty(0), size)
 
     @property
     def num_rows(self) -> int:

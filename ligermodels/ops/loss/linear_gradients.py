@@ -6,6 +6,7 @@ gradient of the hidden states, the smaller one, is summed over chunks.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def linear_gradients(
         size = classes_per_chunk(as_rows(hidden), weight, options, memory_budget, needs[0])
         fill_gradients(
             gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-            RowSampler(inverse_temperatures, dropped_bits), size,
+            RowSampler(inverse_temperatures, dropped_bits), KeptLogits.none(weight, size),
         )  # fmt: skip
     return gradients
 
@@ -71,7 +72,7 @@ def linear_gradients(
 def fill_gradients(
     gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
     totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
-    options: LossOptions, sampler: RowSampler, size: int, kept: KeptLogits | None = None,
+    options: LossOptions, sampler: RowSampler, kept: KeptLogits,
 ) -> None:  # fmt: skip
     """Fills the gradients of hidden, weight and bias by chunks of classes.
 
@@ -88,35 +89,32 @@ def fill_gradients(
         class_weights: (V,), or None.
         options: the options of the loss.
         sampler: the temperature and the dropped classes, (...).
-        size: the number of classes of a chunk.
-        kept: logits that the forward pass has kept; the other logits are recomputed. They are overwritten.
+        kept: logits that the forward pass has kept, which are overwritten; the other logits are recomputed. `kept.size`
+            is the number of classes of a chunk.
     """
     dx, dw, db = (g if g.numel() else None for g in gradients)
-    by_rows, x, y, V = row_gradients.flat(), as_rows(hidden), target.flatten(), len(weight)
-    maxima, totals = maxima.reshape(-1), totals.reshape(-1)
-    entropies = None if entropies is None else entropies.reshape(-1)
+    x, V, size = as_rows(hidden), len(weight), kept.size
+    rows = _Rows(
+        target.flatten(), maxima.reshape(-1), totals.reshape(-1), None if entropies is None else entropies.reshape(-1),
+        row_gradients.flat(), sampler,
+    )  # fmt: skip
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
-    num_kept = 0 if kept is None else kept.num_rows
-    in_place = kept is not None and len(kept.apart) == len(x) and size >= V
+    in_place = len(kept.apart) == len(x) and size >= V
     workspace = hidden.new_empty(0 if in_place else len(x) * size)
     for first in range(0, V, size):
         classes = slice(first, min(first + size, V))
         n = classes.stop - first
-        if in_place and kept is not None:
+        if in_place:
             logits = kept.apart
         else:  # Rows as wide as the workspace are aligned on CUDA. CPU GEMMs may read the gaps between them.
             logits = workspace.view(-1, size)[:, :n] if hidden.is_cuda else workspace[: len(x) * n].view(-1, n)
-        blocks: list[tuple[slice, Tensor | None]] = [] if kept is None else [*kept.blocks(classes)]
-        if num_kept < len(x) or kept is None:
-            rest = slice(num_kept, len(x))
+        blocks: list[tuple[slice, Tensor | None]] = [*kept.blocks(classes)]
+        if kept.num_rows < len(x):
+            rest = slice(kept.num_rows, len(x))
             logits_into(logits[rest], x[rest], weight[classes], None if bias is None else bias[classes])
             blocks.append((rest, None))
-        for rows, block in blocks:
-            gradient_in_place(
-                logits[rows], y[rows], maxima[rows], totals[rows], by_rows.rows(rows), options,
-                entropies=None if entropies is None else entropies[rows], class_weights=class_weights, first=first,
-                num_classes=V, kept=block, sampler=sampler.rows(rows),
-            )  # fmt: skip
+        for chunk, block in blocks:
+            rows.chunk(chunk).replace(logits[chunk], block, options, class_weights, first, V)
         if dx_sum is not None:
             dx_sum.add(logits.t(), weight[classes])
         if dw is not None:
@@ -125,6 +123,35 @@ def fill_gradients(
             db[classes] = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
     if dx_sum is not None:
         dx_sum.close()
+
+
+class _Rows(NamedTuple):
+    """Numbers of each row, (T,): see `linear_gradients`."""
+
+    target: Tensor
+    maxima: Tensor
+    totals: Tensor
+    entropies: Tensor | None
+    gradients: RowGradients
+    sampler: RowSampler
+
+    def chunk(self, rows: slice) -> "_Rows":
+        """Views of some rows."""
+        return _Rows(
+            self.target[rows], self.maxima[rows], self.totals[rows],
+            None if self.entropies is None else self.entropies[rows], self.gradients.rows(rows),
+            self.sampler.rows(rows),
+        )  # fmt: skip
+
+    def replace(
+        self, logits: Tensor, kept: Tensor | None, options: LossOptions, class_weights: Tensor | None, first: int,
+        num_classes: int,
+    ) -> None:  # fmt: skip
+        """`gradient_in_place` of logits (T, n) of the classes from `first` on, or of kept logits."""
+        gradient_in_place(
+            logits, self.target, self.maxima, self.totals, self.gradients, options, entropies=self.entropies,
+            class_weights=class_weights, first=first, num_classes=num_classes, kept=kept, sampler=self.sampler,
+        )  # fmt: skip
 
 
 def gradients_from_kept(
@@ -153,7 +180,7 @@ def gradients_from_kept(
     gradients = [dx, kept.dw if kept.inside else dw, db]
     fill_gradients(
         gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-        sampler, kept.size, kept,
+        sampler, kept,
     )  # fmt: skip
     return gradients
 
