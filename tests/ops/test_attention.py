@@ -44,8 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 WIDE = ["plain", "one-kv-head", "all-options", "sinks-mask", "sinks-packed-window", "wide-values-mask-decode-some"]
 WIDE += ["narrow-values-softcap", "packed-last-places-window"]
-"""Cases in which the Triton kernels of 256 channels in float32 run, each option in one of them: to compile such a
-kernel takes 20 s. Other sizes run every case."""
+"""Cases in which the Triton kernels of 128 and 256 channels in float32 run, each option in one of them: to compile one
+for 256 takes 20 s. Those of 80 channels, whose tiles have 128, run every case."""
 DEVICES = [
     pytest.param("cpu", torch.float64, 14, id="cpu-fp64"),
     pytest.param("cpu", torch.float32, 16, id="cpu-fp32"),
@@ -100,7 +100,8 @@ def by_definition(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("device", "dtype", "head_dim"), DEVICES)
 def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
-    if (name, device, dtype, head_dim) == ("triton", "cuda", torch.float32, 256) and case not in WIDE:
+    few = (name, device, dtype) == ("triton", "cuda", torch.float32) and head_dim >= 128
+    if few and case not in WIDE:
         pytest.skip("other cases show its options")
     options = dict(CASES[case])
     bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)

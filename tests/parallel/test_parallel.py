@@ -59,29 +59,40 @@ def check_equal(
             torch.testing.assert_close(whole(found[name]), tensor, **options, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def from_first_rank(plain: nn.Module, *others: Tensor) -> None:
+    """Give every rank what the first one has computed: gradients, parameters and buffers of `plain`, and `others`."""
+    parameters = dict(plain.named_parameters())
+    trained = [{name for name, p in parameters.items() if p.grad is not None}]
+    dist.broadcast_object_list(trained)
+    for name, p in parameters.items():
+        p.grad = (torch.zeros_like(p) if p.grad is None else p.grad) if name in trained[0] else None
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    for x in (*others, *plain.buffers(), *(p.data for p in parameters.values()), *gradients):
+        dist.broadcast(x, 0)
+
+
 def check_training(
     spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], tensor: int = 1, **close: Any
 ) -> None:
-    """A gradient, then steps with accumulation and clipping: those of one process on the batches of all ranks, of which
-    `tensor` neighbours have the same."""
-    ranks = DataRanks.of(spread)
+    """A gradient, then steps with accumulation and clipping: those of one process, the first rank, on the batches of
+    all ranks, of which `tensor` neighbours have the same."""
+    ranks, is_first = DataRanks.of(spread), dist.get_rank() == 0
     assert ranks.size == dist.get_world_size() // tensor and ranks.rank == dist.get_rank() // tensor
     every = [batch(i) for i in range(6 * ranks.size)]
     items = torch.stack([plain.num_targets(each["labels"]) for each in every[: ranks.size]]).sum(0)
     loss = spread(**every[ranks.rank], num_items_in_batch=items).loss
     (loss * ranks.size).backward()
     total = torch.zeros(())
-    for each in every[: ranks.size]:
+    for each in every[: ranks.size] if is_first else ():
         one = plain(**each, num_items_in_batch=items).loss
         one.backward()
         total += one.detach()
+    from_first_rank(plain, total)
     torch.testing.assert_close(ranks.sum(loss), total)
     check_equal(spread, plain, lambda p: p.grad, **close)
     reports: list[list[StepMetrics]] = [[], []]
-    for model, share, steps, out in (
-        (spread, every[ranks.rank :: ranks.size], 2, reports[0]),
-        (plain, every, 2 * ranks.size, reports[1]),
-    ):
+    jobs = [(spread, every[ranks.rank :: ranks.size], 2, reports[0]), (plain, every, 2 * ranks.size, reports[1])]
+    for model, share, steps, out in jobs if is_first else jobs[:1]:
         model.zero_grad()
         trained = [p for p in model.parameters() if p.requires_grad]
         train(
@@ -94,7 +105,9 @@ def check_training(
             on_step=out.append,
             report_every=1,
         )
-    for found, wanted in zip(*reports, strict=True):
+    from_first_rank(plain)
+    dist.broadcast_object_list(one_process := [reports[1]])
+    for found, wanted in zip(reports[0], one_process[0], strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
         assert (found.targets, found.each[0].tokens) == (wanted.targets, wanted.each[0].tokens)

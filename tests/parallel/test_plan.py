@@ -77,9 +77,8 @@ def test_every_family_can_be_asked(name: str) -> None:
         with pytest.raises(ConfigError, match=re.escape(str(error))):
             step_memory(model, 2, 40, tensor=2)
     else:
-        half = step_memory(model, 2, 40, tensor=2)
-        assert step_memory(model, 2, 40).weights / 2 <= half.weights < 0.7 * step_memory(model, 2, 40).weights
-        assert half.activations < step_memory(model, 2, 40).activations
+        half, whole = step_memory(model, 2, 40, tensor=2), step_memory(model, 2, 40)
+        assert whole.weights / 2 <= half.weights < 0.7 * whole.weights and half.activations < whole.activations
         lm.add_lora(model, 3)
         adapted, whole = step_memory(model, 2, 40, tensor=2), step_memory(model, 2, 40)
         assert half.weights < adapted.weights == half.weights + adapted.optimizer_states // 2

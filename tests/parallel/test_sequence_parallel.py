@@ -265,7 +265,8 @@ def test_blocks_are_compiled_whole(tmp_path: Path) -> None:
 
 
 def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    plain, model = build("gemma2"), build("gemma2")
+    CONFIGS["two layers"] = {**CONFIGS["gemma2"], "num_hidden_layers": 2}  # a window, and none
+    plain, model = build("two layers"), build("two layers")
     tensor_parallel(model, mesh)
     for block in model.decoder.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
