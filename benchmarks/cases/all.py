@@ -46,8 +46,7 @@ COMMANDS = {
     ],
     "demo": ["demo"],
     "loading": ["loading {folder}"],
-    "float8-loss": ["float8_loss"],
-    "optimizer-loss": ["float8_loss --layers 4 --providers adamw adamw8bit muon muon8bit"],
+    "float8-loss": ["float8_loss", "float8_loss --layers 4 --providers adamw adamw8bit muon muon8bit"],
 }
 """Name -> commands: a benchmark and its arguments. {folder} is --folder, or a temporary folder."""
 

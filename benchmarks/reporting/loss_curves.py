@@ -11,9 +11,8 @@ Record = dict[str, Any]
 
 
 class Comparison(NamedTuple):
-    """Two providers of a benchmark; `baseline` has the spread of seeds."""
+    """Two providers; `baseline` has the spread of seeds."""
 
-    benchmark: str
     baseline: str
     other: str
 
@@ -24,11 +23,11 @@ class Comparison(NamedTuple):
 
 
 COMPARISONS = {
-    "float8-loss": Comparison("float8-loss", "ligermodels bf16", "ligermodels float8"),
-    "adamw8bit-loss": Comparison("optimizer-loss", "ligermodels adamw", "ligermodels adamw8bit"),
-    "muon8bit-loss": Comparison("optimizer-loss", "ligermodels muon", "ligermodels muon8bit"),
+    "float8-loss": Comparison("ligermodels bf16", "ligermodels float8"),
+    "adamw8bit-loss": Comparison("ligermodels adamw", "ligermodels adamw8bit"),
+    "muon8bit-loss": Comparison("ligermodels muon", "ligermodels muon8bit"),
 }
-"""Name of a picture -> its comparison."""
+"""Name of a picture -> its comparison; the records of all are those of the benchmark float8-loss."""
 COLOURS = ("#1f77b4", "#d62728")
 SAME = ("tokens", "parameters", "layers", "data")
 """Fields that must be equal in compared runs."""
@@ -49,7 +48,7 @@ def of_seeds(
             curves.pop(record["provider"], None)  # a failed run replaces an earlier run
             if "failed" not in record:
                 curves[record["provider"]] = [(tokens, held_out) for tokens, _, held_out in record["points"]]
-    return {seed: curves for seed, curves in sorted(seeds.items()) if {*comparison[1:]} <= curves.keys()}
+    return {seed: curves for seed, curves in sorted(seeds.items()) if {*comparison} <= curves.keys()}
 
 
 def spreads(curves: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
@@ -64,7 +63,7 @@ def of_spread(records: Sequence[Record], comparison: Comparison = COMPARISONS["f
     if len(found) < 3:
         return None
     spread = spreads(curves[comparison.baseline] for curves in found.values())[-1]
-    means = [mean(curves[provider][-1][1] for curves in found.values()) for provider in comparison[1:]]
+    means = [mean(curves[provider][-1][1] for curves in found.values()) for provider in comparison]
     return abs(means[0] - means[1]) / spread if spread else None
 
 
@@ -73,13 +72,13 @@ def draw(records: Sequence[Record], path: Path, comparison: Comparison = COMPARI
     import matplotlib.pyplot as plt
 
     found, last = of_seeds(records, comparison), records[-1]
-    (_, *providers), (baseline, other) = comparison, comparison.names
+    baseline, other = comparison.names
     figure, (losses, differences) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
     for i, (seed, curves) in enumerate(found.items()):
         options: dict[str, Any] = {"linestyle": ("-", "--", ":", "-.")[i % 4], "linewidth": 1.2}
         tokens = _millions(count for count, _ in curves[comparison.baseline])
-        held_out = [[loss for _, loss in curves[provider]] for provider in providers]
-        for provider, values, colour in zip(providers, held_out, COLOURS, strict=True):
+        held_out = [[loss for _, loss in curves[provider]] for provider in comparison]
+        for provider, values, colour in zip(comparison, held_out, COLOURS, strict=True):
             losses.plot(tokens, values, color=colour, label=f"{provider}, seed {seed}", **options)
         gaps = [b - a for a, b in zip(*held_out, strict=True)]
         differences.plot(tokens, gaps, color=COLOURS[1], label=f"{other} - {baseline}, seed {seed}", **options)

@@ -90,7 +90,7 @@ REFERENCES = {"gemms": "the GEMMs alone", "ligermodels": "ours in bf16", "ligerm
 BENCHMARK_OF = {
     **{name: plot.benchmark for name, plot in PLOTS.items()},
     "demo": "demo",
-    **{name: comparison.benchmark for name, comparison in loss_curves.COMPARISONS.items()},
+    **dict.fromkeys(loss_curves.COMPARISONS, "float8-loss"),
 }
 """Name of a picture -> its benchmark."""
 
@@ -192,7 +192,7 @@ def draw(found: Mapping[str, list[Record]], folder: Path) -> list[str]:
         speed_ups.draw(records, folder / "demo.png")
         drawn.append("demo")
     for name, comparison in loss_curves.COMPARISONS.items():
-        if loss_curves.of_seeds(records := found.get(comparison.benchmark, []), comparison):
+        if loss_curves.of_seeds(records := found.get("float8-loss", []), comparison):
             loss_curves.draw(records, folder / f"{name}.png", comparison)
             drawn.append(name)
     return drawn

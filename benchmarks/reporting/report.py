@@ -15,7 +15,7 @@ Record = dict[str, Any]
 DOCS = RESULTS.parent.parent / "docs"
 NAMES = (
     "ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo",
-    "loading", "float8-loss", "optimizer-loss",
+    "loading", "float8-loss",
 )  # fmt: skip
 """Names of benchmarks; their results are in NAME-GPU.jsonl."""
 

@@ -22,8 +22,7 @@ TITLES = {
     "medusa": "Medusa",
     "demo": "The GPU demo",
     "loading": "Loading",
-    "float8-loss": "Loss curves of float8",
-    "optimizer-loss": "Loss curves of 8-bit optimizers",
+    "float8-loss": "Loss curves of float8 and of 8-bit states",
 }
 COLUMNS = {
     "ops": (
@@ -56,7 +55,7 @@ COLUMNS = {
     "medusa": ("step_ms", "tokens_per_s", "peak_gib", "held_gib", "gradients_gib", "floor_ms", "of_floor", "loss"),
     "demo": ("speed_up", "tokens_per_step", "tree", "plain_seconds", "seconds", "same", "prompts", "float32_same"),
     "loading": ("load_s", "ready_s", "host_peak_bytes", "host_after_bytes"),
-    **dict.fromkeys(("float8-loss", "optimizer-loss"), ("held_out_loss", "tokens", "epochs", "parameters", "peak_gib")),
+    "float8-loss": ("held_out_loss", "tokens", "epochs", "parameters", "peak_gib"),
 }
 """Columns of each benchmark; columns without a value are left out."""
 

@@ -270,7 +270,7 @@ def _loss_curves(found: Mapping[str, list[Record]]) -> Iterator[Row]:
         what = (
             f"{other}, held-out loss: distance from {baseline}, means of seeds, over the spread of seeds of {baseline}"
         )
-        yield what, "≤", 1, loss_curves.of_spread(found.get(comparison.benchmark, []), comparison)
+        yield what, "≤", 1, loss_curves.of_spread(found.get("float8-loss", []), comparison)
 
 
 def _inverse(value: float | None) -> float | None:

@@ -120,7 +120,7 @@ def _records(gap: float, name: str = "float8-loss", **other: Any) -> list[dict[s
          "provider": provider, "held_out_loss": 1.5 + seed / 100 + more, **other,
          "points": [[x * 1e8, 3 / x, 1.5 + (3 - x) / 2 + seed / 100 + more] for x in (1, 2, 3)]}
         for seed in (0, 1, 2)
-        for provider, more in zip(loss_curves.COMPARISONS[name][1:], (0.0, gap), strict=True)
+        for provider, more in zip(loss_curves.COMPARISONS[name], (0.0, gap), strict=True)
     ]  # fmt: skip
 
 
@@ -130,15 +130,11 @@ def _records(gap: float, name: str = "float8-loss", **other: Any) -> list[dict[s
 def test_report(tmp_path: Path, name: str, gap: float, met: bool) -> None:
     comparison = loss_curves.COMPARISONS[name]
     records = [*_records(9.0, name, data="other"), *_records(gap, name)]
-    recording.write(tmp_path / f"{comparison.benchmark}-h200.jsonl", records)
+    recording.write(tmp_path / "float8-loss-h200.jsonl", records)
     found = report.read(tmp_path, "h200")
     (target,) = targets.targets(found)
     assert (target.measured, target.met) == (pytest.approx(abs(gap) / 0.02), met)
-    assert [len(curves) for curves in loss_curves.of_seeds(found[comparison.benchmark], comparison).values()] == [
-        2,
-        2,
-        2,
-    ]
+    assert [len(curves) for curves in loss_curves.of_seeds(found["float8-loss"], comparison).values()] == [2, 2, 2]
     names = [path.name for path in report.write(tmp_path, "h200", tmp_path / "out")]
     assert names == ["benchmark-tables.md", "results.md", f"{name}.png"]
     assert (tmp_path / "out" / names[2]).stat().st_size > 20_000
