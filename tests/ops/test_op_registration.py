@@ -208,7 +208,7 @@ CASES = {
             return_log_kept_mass=True,
             temperature=torch.full_like(h[:, 0], 0.7).detach(),
             min_p=1e-30,
-        ),  # fmt: skip
+        ),
         ((4, 8), (50, 8)),
         ("loss_weights", "linear_loss", "linear_gradients"),
     ),
