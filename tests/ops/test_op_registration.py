@@ -209,7 +209,16 @@ CASES = {
     ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(
-            h, w, target(h), return_entropy=True, return_lse=True, return_predicted=True, return_rank=True
+            h,
+            w,
+            target(h),
+            return_entropy=True,
+            return_lse=True,
+            return_predicted=True,
+            return_rank=True,
+            return_log_kept_mass=True,
+            temperature=torch.full_like(h[:, 0], 0.7).detach(),
+            min_p=1e-30,
         ),
         ((4, 8), (50, 8)),
         ("loss_weights", "linear_loss", "linear_gradients"),
