@@ -395,7 +395,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             with pytest.raises(InputError, match=f"base: takes a native CausalLM, got a {type(other).__name__}"):
                 make(other)
     model = lm.MTPModel.from_base(base)
-    for given, name in (({"draft": "medusa"}, "draft"), ({"tree": 3}, "tree"), ({"do_sample": True}, "do_sample")):
+    for given, name in (({"draft": "medusa"}, "draft"), ({"tree": 3}, "tree"), ({"top_k": 3}, "top_k")):
         with pytest.raises(InputError, match=name):
             model.generate([[1]], 4, **given)
     with pytest.raises(InputError, match="131"):
