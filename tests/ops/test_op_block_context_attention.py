@@ -27,15 +27,15 @@ CASES: dict[str, dict[str, Any]] = {
     "window below a block": {"window": 3, "block": 9},
     "window of one key": {"window": 1},
     "causal in a window": {"window": 5, "causal": True},
-    "one slot": {"block": 1, "softmax_scale": 0.5, "slack": 4.0},
+    "one slot": {"block": 1, "softmax_scale": 0.5, "slack": 8.0},
     "one block larger than a tile": {"block": 37, "anchors": [[50]], "causal": True},
-    "many blocks": {"block": 1, "tokens": 20, "anchors": [[0] * 250 + [*range(20)]], "slack": 2.0},
+    "many blocks": {"block": 1, "tokens": 20, "anchors": [[0] * 250 + [*range(20)]], "slack": 3.0},
     "no context": {"tokens": 0, "anchors": [[0, 0]]},
     "heads of 80": {"dim": 80},
 }
 DEFAULTS = {"anchors": [SPREAD], "tokens": 70, "block": 7, "kv_heads": 1, "dim": 16, "bounds": None}
-# slack: the backward pass starts from rounded results; the rounding shows in slots that see few keys, most of all where
-# the only key has the probability 1 and so no gradient.
+# slack: the backward pass starts from rounded results; the rounding shows in slots that see few keys. Where the only key
+# has the probability 1, its gradient is the difference of two equal sums, which GPUs round differently.
 
 
 def by_mask(

@@ -154,10 +154,10 @@ def test_great_logits(where: Where, divergence: str) -> None:
         torch.testing.assert_close(ours.double(), true, rtol=2 * torch.finfo(where.dtype).eps, atol=atol)
 
 
-@pytest.mark.parametrize("teacher", [torch.float32, torch.bfloat16], ids=str)
-def test_a_teacher_of_another_dtype(where: Where, teacher: torch.dtype) -> None:
-    for divergence in DIVERGENCES.values():
-        Heads(where, (40,), 12, 300, teacher=teacher).compare(memory_budget=TINY, **divergence)
+def test_a_teacher_of_another_dtype(where: Where) -> None:
+    for teacher in {torch.float32, torch.bfloat16} - {where.dtype}:
+        for divergence in DIVERGENCES.values():
+            Heads(where, (40,), 12, 300, teacher=teacher).compare(memory_budget=TINY, **divergence)
 
 
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
