@@ -34,8 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 80": {"dim": 80},
 }
 DEFAULTS = {"anchors": [SPREAD], "tokens": 70, "block": 7, "kv_heads": 1, "dim": 16, "bounds": None}
-# slack: the backward pass starts from rounded results; the rounding shows in slots that see few keys. Where the only key
-# has the probability 1, its gradient is the difference of two equal sums, which GPUs round differently.
+# slack: the backward pass starts from rounded results; the rounding shows in slots that see few keys. Where the only
+# key has the probability 1, its gradient is the difference of two equal sums, which GPUs round differently.
 
 
 def by_mask(
