@@ -94,20 +94,14 @@ def fill_gradients(
     """
     dx, dw, db = (g if g.numel() else None for g in gradients)
     x, V, size = as_rows(hidden), len(weight), kept.size
-    rows = _Rows(
-        target.flatten(), maxima.reshape(-1), totals.reshape(-1), None if entropies is None else entropies.reshape(-1),
-        row_gradients.flat(), sampler,
-    )  # fmt: skip
+    rows = _Rows(target, maxima, totals, entropies, row_gradients, sampler).flat()
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
-    in_place = len(kept.apart) == len(x) and size >= V
-    workspace = hidden.new_empty(0 if in_place else len(x) * size)
+    workspace = None
+    if len(kept.apart) < len(x) or size < V:
+        workspace = hidden.new_empty(len(x) * size)
     for first in range(0, V, size):
         classes = slice(first, min(first + size, V))
-        n = classes.stop - first
-        if in_place:
-            logits = kept.apart
-        else:  # Rows as wide as the workspace are aligned on CUDA. CPU GEMMs may read the gaps between them.
-            logits = workspace.view(-1, size)[:, :n] if hidden.is_cuda else workspace[: len(x) * n].view(-1, n)
+        logits = kept.apart if workspace is None else _as_logits(workspace, len(x), classes.stop - first, size)
         blocks: list[tuple[slice, Tensor | None]] = [*kept.blocks(classes)]
         if kept.num_rows < len(x):
             rest = slice(kept.num_rows, len(x))
@@ -125,8 +119,16 @@ def fill_gradients(
         dx_sum.close()
 
 
+def _as_logits(workspace: Tensor, num_rows: int, num_classes: int, size: int) -> Tensor:
+    """Memory for logits (num_rows, num_classes) in a workspace for `size` classes. Rows as wide as the workspace are
+    aligned on CUDA; GEMMs of the CPU may read the gaps between them."""
+    if workspace.is_cuda:
+        return workspace.view(-1, size)[:, :num_classes]
+    return workspace[: num_rows * num_classes].view(-1, num_classes)
+
+
 class _Rows(NamedTuple):
-    """Numbers of each row, (T,): see `linear_gradients`."""
+    """Numbers of each row, (...) or, flat, (T,): see `linear_gradients`."""
 
     target: Tensor
     maxima: Tensor
@@ -134,6 +136,12 @@ class _Rows(NamedTuple):
     entropies: Tensor | None
     gradients: RowGradients
     sampler: RowSampler
+
+    def flat(self) -> "_Rows":
+        """Numbers (T,) from numbers (...). A sampler flattens its own with `rows`."""
+        entropies = None if self.entropies is None else self.entropies.reshape(-1)
+        numbers = self.target.flatten(), self.maxima.reshape(-1), self.totals.reshape(-1)
+        return _Rows(*numbers, entropies, self.gradients.flat(), self.sampler)
 
     def chunk(self, rows: slice) -> "_Rows":
         """Views of some rows."""
