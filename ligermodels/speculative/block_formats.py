@@ -170,30 +170,12 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
     """
     if draft_type(stored) != kind:
         raise ConfigError(f"architectures: names no {kind} head; loads {short(draft_type(stored))} with another class")
-    flat = "speculators_model_type" not in stored
     nested = object_field(stored, NESTED) if NESTED in stored else {}
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
-    if flat:
-        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
-        if set(layers.get("layer_types") or ()) == {"full_attention"}:
-            del layers["layer_types"]  # the default
-    else:
-        layers = {name: x for name, x in object_field(stored, "transformer_layer_config").items()}
-    layers.pop("architectures", None)
-    if not flat and kind == DSPARK_TYPE and "sample_from_anchor" not in stored:
-        warnings.warn(
-            "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
-            "into the file",
-            ConfigWarning,
-            stacklevel=3,
-        )
-    missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
-    if missing or not (BOUNDARIES in fields or LAYER_IDS in fields):
-        raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
-    markov = {name: stored[name] for name in MARKOV if stored.get(name) is not None} if kind == DSPARK_TYPE else {}
-    if not markov.get("markov_rank"):
-        markov["confidence_head_with_markov"] = False
+    layers = _layers(stored)
+    _warn_of_missing_anchor(stored, kind)
+    _require_fields(fields)
     return BlockDraftConfig(
         layers=layers,
         boundaries=_boundaries(fields),
@@ -202,8 +184,44 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
         block_size=fields["block_size"],
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
-        **markov,
+        **(_markov_fields(stored) if kind == DSPARK_TYPE else {}),
     )
+
+
+def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The Hugging Face config of the head's layers: nested in speculators' form, flat in the others."""
+    if "speculators_model_type" in stored:
+        layers = dict(object_field(stored, "transformer_layer_config"))
+    else:
+        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
+        if set(layers.get("layer_types") or ()) == {"full_attention"}:
+            del layers["layer_types"]  # the default
+    layers.pop("architectures", None)
+    return layers
+
+
+def _markov_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a DSpark head's Markov head and confidence head."""
+    fields = {name: stored[name] for name in MARKOV if stored.get(name) is not None}
+    return fields if fields.get("markov_rank") else {**fields, "confidence_head_with_markov": False}
+
+
+def _warn_of_missing_anchor(stored: Mapping[str, Any], kind: str) -> None:
+    """A ConfigWarning for a DSpark head in speculators' form without `sample_from_anchor`."""
+    if kind == DSPARK_TYPE and "speculators_model_type" in stored and "sample_from_anchor" not in stored:
+        warnings.warn(
+            "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
+            "into the file",
+            ConfigWarning,
+            stacklevel=4,
+        )
+
+
+def _require_fields(fields: Mapping[str, Any]) -> None:
+    """ConfigError for a missing field that every head needs."""
+    missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
+    if missing or not (BOUNDARIES in fields or LAYER_IDS in fields):
+        raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
 
 
 def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -158,4 +158,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "First mismatch: norms: fc_norm: is set, and" in result.output
     found = json.loads(CliRunner().invoke(app, ["verify", str(folder), str(model), "--json"]).stdout)
     assert not found["passed"] and found["first_mismatch"] == "norms" and found["checks"][-1]["passed"] is None
-    assert CliRunner().invoke(app, ["verify", str(folder), str(model), "--float8"]).exit_code == 2
+    for option in (["--float8"], ["--tokens", "9"], ["--dtype", "float32"], ["--quantize-head", "int4"]):
+        assert CliRunner().invoke(app, ["verify", str(folder), str(model), *option]).exit_code == 2
