@@ -67,8 +67,9 @@ def verify(
     perplexities. Exit code 1 if --tolerance is given and the KL divergence is above it. Give a --text: perplexities of
     random tokens mean nothing.
 
-    With MODEL, PATH has Medusa, MTP or EAGLE-3 heads for it. Layer ids, norms, vocabulary tables, shapes and values are
-    checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1 on a mismatch.
+    With MODEL, PATH has Medusa, MTP, EAGLE-3, DFlash or DSpark heads for it. Layer ids, norms, vocabulary tables, shapes
+    and values are checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1 on a
+    mismatch.
     """
     if model is not None:
         _refuse_options(ctx)
@@ -93,7 +94,7 @@ def _verify_model(
 ) -> None:
     """Compare a checkpoint with transformers, with exit code 1 on a mismatch.
 
-    `compared`: `tokens`, `attention` and `tolerance`, as for `ligermodels.verify.verify`.
+    `compared`: the arguments `tokens`, `attention` and `tolerance` of `ligermodels.verify.verify`.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch

@@ -23,6 +23,7 @@ from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
     LM_HEAD,
     Target,
+    agreed_boundaries,
     other_tensors,
     read_ids,
     stored_base,
@@ -174,11 +175,20 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
     layers = _layers(stored)
-    _warn_of_missing_anchor(stored, kind)
-    _require_fields(fields)
+    if kind == DSPARK_TYPE and misses_anchor(stored):
+        warnings.warn(
+            "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
+            "into the file",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    boundaries = agreed_boundaries(stored_boundaries(stored))
+    missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
+    if missing or boundaries is None:
+        raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
     return BlockDraftConfig(
         layers=layers,
-        boundaries=_boundaries(fields),
+        boundaries=boundaries,
         target_hidden_size=stored.get("target_hidden_size") or hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layers.get("vocab_size") or 0,
         block_size=fields["block_size"],
@@ -206,22 +216,9 @@ def _markov_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
     return fields if fields.get("markov_rank") else {**fields, "confidence_head_with_markov": False}
 
 
-def _warn_of_missing_anchor(stored: Mapping[str, Any], kind: str) -> None:
-    """A ConfigWarning for a DSpark head in speculators' form without `sample_from_anchor`."""
-    if kind == DSPARK_TYPE and "speculators_model_type" in stored and "sample_from_anchor" not in stored:
-        warnings.warn(
-            "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
-            "into the file",
-            ConfigWarning,
-            stacklevel=4,
-        )
-
-
-def _require_fields(fields: Mapping[str, Any]) -> None:
-    """ConfigError for a missing field that every head needs."""
-    missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
-    if missing or not (BOUNDARIES in fields or LAYER_IDS in fields):
-        raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
+def misses_anchor(stored: Mapping[str, Any]) -> bool:
+    """Whether config.json of a DSpark head, in speculators' form, has no `sample_from_anchor`."""
+    return "speculators_model_type" in stored and "sample_from_anchor" not in stored
 
 
 def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -240,10 +237,15 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
             raise ConfigError(f"{name}: {short(fields[name])} is not implemented")
 
 
-def _boundaries(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    if BOUNDARIES in fields:
-        return read_ids(BOUNDARIES, fields[BOUNDARIES])
-    return boundaries_of(read_ids(LAYER_IDS, fields[LAYER_IDS]))
+def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The boundaries that each field of config.json names, by the field; the field with precedence first."""
+    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    fields = (
+        (BOUNDARIES, stored.get(BOUNDARIES), tuple),
+        (f"{NESTED}.{LAYER_IDS}", nested.get(LAYER_IDS), boundaries_of),
+        (LAYER_IDS, stored.get(LAYER_IDS), boundaries_of),
+    )
+    return {name: convert(read_ids(name, ids)) for name, ids, convert in fields if ids is not None}
 
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "base_model": stored_base(stored),
         "layers": whole.get("num_hidden_layers"),
-        "boundaries": _boundaries(fields) if fields.keys() & {BOUNDARIES, LAYER_IDS} else None,
+        "boundaries": agreed_boundaries(stored_boundaries(stored)),
         "block_size": fields.get("block_size"),
         "mask_token_id": fields.get("mask_token_id"),
         "markov_rank": stored.get("markov_rank"),
