@@ -92,7 +92,7 @@ def evaluate(
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads)
+    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads, grown)
     scores = _scored(medusa, documents, indices, recipe, seq_len or recipe.seq_len, batch_size)
     fit, benchmarks = None, list[dict[str, Any]]()
     if token_prompts:

@@ -67,9 +67,9 @@ def verify(
     perplexities. Exit code 1 if --tolerance is given and the KL divergence is above it. Give a --text: perplexities of
     random tokens mean nothing.
 
-    With MODEL, PATH has Medusa, MTP, EAGLE-3, DFlash or DSpark heads for it. Layer ids, norms, vocabulary tables, shapes
-    and values are checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1 on a
-    mismatch.
+    With MODEL, PATH has Medusa, MTP, EAGLE-3, DFlash or DSpark heads for it. Layer ids, norms, vocabulary tables,
+    shapes and values are checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1
+    on a mismatch.
     """
     if model is not None:
         _refuse_options(ctx)
