@@ -22,15 +22,7 @@ COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer or,
 
 def chat(
     path: models.Model,
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            "--heads",
-            "--medusa",
-            help="Draft heads, a folder or a hub id (PATH, if it holds them): faster answers, of the same "
-            "distribution.",
-        ),
-    ] = None,
+    heads: decoding.Heads = None,
     draft_tree: decoding.DraftTree = None,
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
@@ -70,7 +62,7 @@ def chat(
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
     model = source.load(dtype, device, attention, rounding)
-    medusa = options.load_heads(model, heads) if heads else None
+    medusa = options.load_heads(model, heads, decoding.tree_of(draft_tree)) if heads else None
     arguments = decode.arguments(model, device)
     # Some checkpoints name only the end of a text as their EOS, not the token that ends a turn.
     ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}

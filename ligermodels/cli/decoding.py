@@ -27,12 +27,22 @@ TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most p
 TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
 Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed of sampling.")]
 
+Heads = Annotated[
+    str | None,
+    typer.Option(
+        "--heads",
+        "--medusa",
+        help="Draft heads (Medusa, MTP, EAGLE-3, DFlash or DSpark), a folder or a hub id (PATH, if it holds them): the "
+        "same tokens, or with --sample samples of the same distribution, in fewer steps.",
+    ),
+]
 DraftTree = Annotated[
     str | None,
     typer.Option(
         metavar="DEPTH,WIDTH,NODES",
         help="With EAGLE-3 or MTP heads: draft a tree that grows from their probabilities, with this many levels, "
-        "candidates per token, and nodes.  [default: a chain]",
+        "candidates per token, and nodes; as exact as a chain, greedy and with --sample.  [default: a chain; a fixed "
+        "tree of Medusa heads]",
     ),
 ]
 

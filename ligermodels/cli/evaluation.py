@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ligermodels.data.documents import Documents
     from ligermodels.data.orders import Indices
     from ligermodels.data.packing import PackedBatches
+    from ligermodels.speculative.benchmark import TreeFit
     from ligermodels.speculative.evaluation import HeadScores
     from ligermodels.speculative.multi_head import MultiHeadModel
     from ligermodels.speculative.tree import DynamicTree, Tree
@@ -79,11 +80,8 @@ def evaluate(
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     device = options.device_named(device)
 
-    from ligermodels.data.packing import PackedBatches
     from ligermodels.data.prompts import opening_prompts
     from ligermodels.speculative.benchmark import fit_tree
-    from ligermodels.speculative.evaluation import evaluate_heads
-    from ligermodels.speculative.tree import expected_tokens, grow
 
     folder = options.folder_of(base)
     for each in (heads, *(compare or [])):
@@ -94,42 +92,76 @@ def evaluate(
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads)
+    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads, grown)
+    scores = _scored(medusa, documents, indices, recipe, seq_len or recipe.seq_len, batch_size)
+    fit, benchmarks = None, list[dict[str, Any]]()
+    if token_prompts:
+        with progress("generating") as update:
+            fit = fit_tree(medusa, token_prompts, nodes=nodes, max_new_tokens=max_new_tokens, progress=update)
+        benchmarks = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [],
+                                 token_prompts[1::2], max_new_tokens)  # fmt: skip
+    results = _results(scores, fit, benchmarks, nodes)
+    if plot is not None:
+        plot_scores(plot, results)
+        say(f"wrote {plot}")
+    if as_json:
+        print_json(results)
+    else:
+        _show(scores, fit, results)
+
+
+def _scored(
+    model: MultiHeadModel, documents: Documents, indices: Indices, recipe: MedusaRecipe, seq_len: int, batch_size: int
+) -> HeadScores:
+    """The scores of the heads on one pass over the documents of `indices`."""
+    from ligermodels.data.packing import PackedBatches
+    from ligermodels.speculative.evaluation import evaluate_heads
+
+    sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "epochs": 1}
     with progress("scoring") as update:
-        sizes: dict[str, Any] = {"seq_len": seq_len or recipe.seq_len, "batch_size": batch_size}
         strategy = recipe.excess_length_strategy
-        batches = PackedBatches(documents, indices, **sizes, epochs=1, excess_length_strategy=strategy)
-        scores = own = evaluate_heads(medusa, _counted(batches, update))
+        batches = PackedBatches(documents, indices, **sizes, excess_length_strategy=strategy)
+        return evaluate_heads(model, _counted(batches, update))
+
+
+def _results(scores: HeadScores, fit: TreeFit | None, benchmarks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
+    """The results for --json and --plot.
+
+    Args:
+        scores: scores of the heads on the text.
+        fit: the tree fitted on the model's own continuations and its benchmark; None without prompts.
+        benchmarks: rows of `_benchmarks`.
+        nodes: number of candidates in the tree that is grown from `scores`, without prompts.
+    """
+    from ligermodels.speculative.tree import expected_tokens, grow
+
     results: dict[str, Any] = {
         "targets": scores.counts.long().tolist(),
         "losses": scores.losses.tolist(),
         "accuracies": {k: scores.accuracy(k).tolist() for k in RANKS},
         **{name: share.tolist() for name, share in scores.accepted.items()},
     }
-    if token_prompts:
-        with progress("generating") as update:
-            fit = fit_tree(medusa, token_prompts, nodes=nodes, max_new_tokens=max_new_tokens, progress=update)
-        tree, own = fit.tree, fit.continuations.scores
-        results["own_accuracies"] = {k: own.accuracy(k).tolist() for k in RANKS}
-        results["predicted_tokens_per_step"] = fit.predicted
-        results["generation"] = {**asdict(fit.benchmark), "speed_up": fit.benchmark.speed_up}
-        rows = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [], token_prompts[1::2],
-                           max_new_tokens)  # fmt: skip
-        results["benchmarks"] = rows
-    else:
-        tree = grow(own.hits, nodes)
-    results |= {"tree": tree.paths, "expected_tokens_per_step": expected_tokens(tree, own.hits)}
-    if plot is not None:
-        plot_scores(plot, results)
-        say(f"wrote {plot}")
-    if as_json:
-        print_json(results)
-        return
+    if fit is None:
+        tree = grow(scores.hits, nodes)
+        return results | {"tree": tree.paths, "expected_tokens_per_step": expected_tokens(tree, scores.hits)}
+    own = fit.continuations.scores
+    return results | {
+        "own_accuracies": {k: own.accuracy(k).tolist() for k in RANKS},
+        "predicted_tokens_per_step": fit.predicted,
+        "generation": {**asdict(fit.benchmark), "speed_up": fit.benchmark.speed_up},
+        "benchmarks": benchmarks,
+        "tree": fit.tree.paths,
+        "expected_tokens_per_step": fit.expected,
+    }
+
+
+def _show(scores: HeadScores, fit: TreeFit | None, results: Mapping[str, Any]) -> None:
+    """Print tables of the scores, of decoding, and of the benchmarks in `results`."""
     show_scores(scores, RANKS)
     speeds = [("tokens per step, if heads err independently", f"{results['expected_tokens_per_step']:.2f}")]
-    if token_prompts:
+    if fit is not None:
         typer.echo(f"On the model's own continuations of {len(fit.continuations.lengths)} prompts:")
-        show_scores(own, RANKS)
+        show_scores(fit.continuations.scores, RANKS)
         outcome = fit.benchmark
         speeds += [
             ("tokens per step, predicted from these", _number(fit.predicted)),
@@ -140,7 +172,7 @@ def evaluate(
             ("identical output", f"{outcome.same} of {outcome.prompts} prompts"),
         ]
     show_table(["", ""], speeds, numbers=[1])
-    if results.get("benchmarks"):
+    if rows := results.get("benchmarks"):
         columns = ["heads", "drafts", "batch_size", "tokens_per_step", "plain", "tokens_per_second", "speed_up"]
         lines = [[_number(x) if isinstance(x := row[name], float) else str(x) for name in columns] for row in rows]
         names = ["heads", "drafts", "batch", "tokens per step", "tokens/s, plain", "tokens/s", "speed-up"]

@@ -31,15 +31,7 @@ def generate(
     top_k: decoding.TopK = None,
     top_p: decoding.TopP = None,
     seed: decoding.Seed = None,
-    medusa: Annotated[
-        str | None,
-        typer.Option(
-            "--medusa",
-            "--heads",
-            help="Draft heads, a folder or a hub id (PATH, if it holds them): the same tokens, or with --sample "
-            "samples of the same distribution, in fewer steps.",
-        ),
-    ] = None,
+    medusa: decoding.Heads = None,
     draft_tree: decoding.DraftTree = None,
     adapter: models.Adapter = None,
     dtype: options.DtypeOption = None,
@@ -71,7 +63,7 @@ def generate(
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
     model = source.load(dtype, device, attention, rounding)
-    heads = options.load_heads(model, medusa) if medusa else None
+    heads = options.load_heads(model, medusa, decoding.tree_of(draft_tree)) if medusa else None
     arguments = decode.arguments(model, device)
     eos = as_eos_ids(model.generation_defaults().get("eos_token_id"))
 

@@ -21,6 +21,7 @@ from ligermodels.training.renamed import flag, warn
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.speculative.multi_head import MultiHeadModel
+    from ligermodels.speculative.tree import DynamicTree
 
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -133,12 +134,22 @@ def require_heads(heads: str) -> None:
     hub.resolve(heads, weights=False)
 
 
-def load_heads(base: CausalLM, heads: str) -> MultiHeadModel:
-    """Load draft heads for `base`, from a folder or the hub, with a progress bar."""
+def load_heads(base: CausalLM, heads: str, draft_tree: DynamicTree | None = None) -> MultiHeadModel:
+    """Load draft heads, with a progress bar.
+
+    Args:
+        base: their base model.
+        heads: folder or hub id of the heads.
+        draft_tree: the tree of --draft-tree; InputError if these heads cannot draft it.
+    """
     from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:
-        return load_multi_head(base, heads, progress=update)
+        model = load_multi_head(base, heads, progress=update)
+    if draft_tree is not None:
+        with arguments_named(tree="--draft-tree"):
+            model.drafter(draft_tree)
+    return model
 
 
 def require_free(folder: Path, overwrite: bool) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def verify(
+    ctx: typer.Context,
     path: Annotated[
         str,
         typer.Argument(metavar="PATH", help="A checkpoint folder, a Hugging Face hub id, or draft heads for MODEL."),
@@ -66,25 +67,35 @@ def verify(
     perplexities. Exit code 1 if --tolerance is given and the KL divergence is above it. Give a --text: perplexities of
     random tokens mean nothing.
 
-    With MODEL, PATH has Medusa, MTP or EAGLE-3 heads for it. Layer ids, norms, vocabulary tables, shapes and values are
-    checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1 on a mismatch.
+    With MODEL, PATH has Medusa, MTP, EAGLE-3, DFlash or DSpark heads for it. Layer ids, norms, vocabulary tables,
+    shapes and values are checked, and results are compared with the formulas. MODEL's weights are not read. Exit code 1
+    on a mismatch.
     """
     if model is not None:
-        given = reference or text or float8 or float8_exclude or quantize or tolerance is not None
-        if given:
-            raise typer.BadParameter("verifying heads takes no option but --json", param_hint="MODEL")
+        _refuse_options(ctx)
         return _verify_heads(path, model, as_json)
     if tolerance is not None:
         check_number("--tolerance", tolerance)
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     _check_combination(float8, float8_exclude, rounding is not None, reference)
-    if float8 or rounding is not None:
-        folder = options.folder_of(path)
-        load = partial(options.load, folder, dtype, options.device_named(device), attention)
-        ids_for = partial(_ids, folder=folder, text=text, tokens=tokens)
-        if rounding is not None:
-            return _verify_quantized(load, ids_for, rounding, tolerance, as_json)
-        return _verify_float8(load, ids_for, float8_exclude or [], tolerance, as_json)
+    if not float8 and rounding is None:
+        compared: dict[str, Any] = {"tokens": tokens, "attention": attention, "tolerance": tolerance}
+        return _verify_model(path, reference, text, dtype, device, as_json, **compared)
+    folder = options.folder_of(path)
+    load = partial(options.load, folder, dtype, options.device_named(device), attention)
+    ids_for = partial(_ids, folder=folder, text=text, tokens=tokens)
+    if rounding is not None:
+        return _verify_quantized(load, ids_for, rounding, tolerance, as_json)
+    return _verify_float8(load, ids_for, float8_exclude or [], tolerance, as_json)
+
+
+def _verify_model(
+    path: str, reference: Path | None, text: Path | None, dtype: str, device: str | None, as_json: bool, **compared: Any
+) -> None:
+    """Compare a checkpoint with transformers, with exit code 1 on a mismatch.
+
+    `compared`: the arguments `tokens`, `attention` and `tolerance` of `ligermodels.verify.verify`.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
@@ -95,22 +106,28 @@ def verify(
     folder = options.folder_of(path)
     if reference is not None and not reference.is_dir():
         raise InputError(f"--reference {reference}: no such folder")
-    ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[:tokens]
+    ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[: compared["tokens"]]
     with progress(f"loading {path}", in_bytes=True) as update:
         report = compare(
             folder,
             reference=reference,
             input_ids=ids,
-            tokens=tokens,
             dtype=getattr(torch, dtype),
             device=device,
-            attention=attention,
-            tolerance=tolerance,
             progress=update,
+            **compared,
         )
     _show(report, as_json)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """Raise typer.BadParameter if the command line has options that verifying heads does not read."""
+    for name in ctx.params.keys() - {"path", "model", "as_json"}:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter("verifying heads takes no option but --json", param_hint="MODEL")
 
 
 def _verify_heads(heads: str, model: str, as_json: bool) -> None:

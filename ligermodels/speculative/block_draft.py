@@ -30,7 +30,7 @@ from ligermodels.speculative.block_training import BlockTraining
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import MultiHeadOutput
-from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree, chain, require_fixed
 
 
 class _Row(NamedTuple):
@@ -312,8 +312,7 @@ class BlockDraftModel(DraftHeadModel):
 
     def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""
-        if isinstance(tree, DynamicTree):
-            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
+        require_fixed(tree, self.kind)
         project = cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             project = partial(F.linear, weight=self.projection.rows(self.head.dtype))

@@ -23,6 +23,7 @@ from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
     LM_HEAD,
     Target,
+    agreed_boundaries,
     other_tensors,
     read_ids,
     stored_base,
@@ -170,40 +171,54 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
     """
     if draft_type(stored) != kind:
         raise ConfigError(f"architectures: names no {kind} head; loads {short(draft_type(stored))} with another class")
-    flat = "speculators_model_type" not in stored
     nested = object_field(stored, NESTED) if NESTED in stored else {}
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
-    if flat:
-        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
-        if set(layers.get("layer_types") or ()) == {"full_attention"}:
-            del layers["layer_types"]  # the default
-    else:
-        layers = {name: x for name, x in object_field(stored, "transformer_layer_config").items()}
-    layers.pop("architectures", None)
-    if not flat and kind == DSPARK_TYPE and "sample_from_anchor" not in stored:
+    layers = _layers(stored)
+    if kind == DSPARK_TYPE and misses_anchor(stored):
         warnings.warn(
             "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
             "into the file",
             ConfigWarning,
             stacklevel=3,
         )
+    boundaries = agreed_boundaries(stored_boundaries(stored))
     missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
-    if missing or not (BOUNDARIES in fields or LAYER_IDS in fields):
+    if missing or boundaries is None:
         raise ConfigError(f"{(missing or [BOUNDARIES])[0]}: config.json of the head does not have it")
-    markov = {name: stored[name] for name in MARKOV if stored.get(name) is not None} if kind == DSPARK_TYPE else {}
-    if not markov.get("markov_rank"):
-        markov["confidence_head_with_markov"] = False
     return BlockDraftConfig(
         layers=layers,
-        boundaries=_boundaries(fields),
+        boundaries=boundaries,
         target_hidden_size=stored.get("target_hidden_size") or hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layers.get("vocab_size") or 0,
         block_size=fields["block_size"],
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
-        **markov,
+        **(_markov_fields(stored) if kind == DSPARK_TYPE else {}),
     )
+
+
+def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The Hugging Face config of the head's layers: nested in speculators' form, flat in the others."""
+    if "speculators_model_type" in stored:
+        layers = dict(object_field(stored, "transformer_layer_config"))
+    else:
+        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
+        if set(layers.get("layer_types") or ()) == {"full_attention"}:
+            del layers["layer_types"]  # the default
+    layers.pop("architectures", None)
+    return layers
+
+
+def _markov_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a DSpark head's Markov head and confidence head."""
+    fields = {name: stored[name] for name in MARKOV if stored.get(name) is not None}
+    return fields if fields.get("markov_rank") else {**fields, "confidence_head_with_markov": False}
+
+
+def misses_anchor(stored: Mapping[str, Any]) -> bool:
+    """Whether config.json of a DSpark head, in speculators' form, has no `sample_from_anchor`."""
+    return "speculators_model_type" in stored and "sample_from_anchor" not in stored
 
 
 def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -222,10 +237,15 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
             raise ConfigError(f"{name}: {short(fields[name])} is not implemented")
 
 
-def _boundaries(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    if BOUNDARIES in fields:
-        return read_ids(BOUNDARIES, fields[BOUNDARIES])
-    return boundaries_of(read_ids(LAYER_IDS, fields[LAYER_IDS]))
+def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The boundaries that each field of config.json names, by the field; the field with precedence first."""
+    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    fields = (
+        (BOUNDARIES, stored.get(BOUNDARIES), tuple),
+        (f"{NESTED}.{LAYER_IDS}", nested.get(LAYER_IDS), boundaries_of),
+        (LAYER_IDS, stored.get(LAYER_IDS), boundaries_of),
+    )
+    return {name: convert(read_ids(name, ids)) for name, ids, convert in fields if ids is not None}
 
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +255,7 @@ def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "base_model": stored_base(stored),
         "layers": whole.get("num_hidden_layers"),
-        "boundaries": _boundaries(fields) if fields.keys() & {BOUNDARIES, LAYER_IDS} else None,
+        "boundaries": agreed_boundaries(stored_boundaries(stored)),
         "block_size": fields.get("block_size"),
         "mask_token_id": fields.get("mask_token_id"),
         "markov_rank": stored.get("markov_rank"),

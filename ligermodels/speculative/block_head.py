@@ -69,7 +69,7 @@ class BlockDraftConfig:
         for block in self.decoder.blocks:
             if cast(AttentionConfig, block.mixer).window is not None:
                 raise ConfigError("sliding_window: layers with a sliding window are not implemented in these heads")
-        check_ascending("target_layer_ids", self.boundaries)
+        check_ascending(self.boundaries)
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
         check_count("block_size", self.block_size, least=1 if self.sample_from_anchor else 2)
         check_count("mask_token_id", self.mask_token_id, least=0, most=self.decoder.vocab_size - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor, WeightMap
-from ligermodels.errors import CheckpointError, ConfigError, InputError, short
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.families import family_of
@@ -98,6 +99,22 @@ def read_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(is_int(each) for each in ids):
         raise ConfigError(f"{name}: must be a list of whole numbers, got {short(ids)}")
     return tuple(ids)
+
+
+def agreed_boundaries(named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The boundaries that config.json names, or None. A ConfigWarning if its fields contradict one another.
+
+    Args:
+        named: field of config.json -> the boundaries that it names, the field with precedence first.
+    """
+    if len(set(named.values())) > 1:
+        layers = ", ".join(f"{name} {list(boundaries)}" for name, boundaries in named.items())
+        warnings.warn(
+            f"config.json: its fields name different layers, as boundaries: {layers}; the first field is used",
+            ConfigWarning,
+            stacklevel=4,
+        )
+    return next(iter(named.values()), None)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

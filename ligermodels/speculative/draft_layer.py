@@ -48,7 +48,7 @@ def layer_like(config: DecoderConfig, kind: str, num_layers: int = 1) -> dict[st
     }
 
 
-def check_ascending(name: str, boundaries: Sequence[int]) -> None:
-    """ConfigError, with the `name` of the field, unless `boundaries` are different layers in ascending order."""
+def check_ascending(boundaries: Sequence[int]) -> None:
+    """ConfigError unless `boundaries` are different layers in ascending order."""
     if not boundaries or list(boundaries) != sorted(set(boundaries)) or min(boundaries) < 0:
-        raise ConfigError(f"{name}: must be different layers in ascending order, got {tuple(boundaries)}")
+        raise ConfigError(f"boundaries: must be different layers in ascending order, got {tuple(boundaries)}")

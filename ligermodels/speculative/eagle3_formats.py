@@ -22,6 +22,7 @@ from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
 from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
     Target,
+    agreed_boundaries,
     other_tensors,
     read_ids,
     stored_base,
@@ -234,7 +235,7 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
         flags["norm_before_residual"] = True
     return Eagle3Config(
         layer={"model_type": "llama"} | layer,
-        boundaries=_boundaries(stored) or default_boundaries(num_layers),  # as servers do
+        boundaries=agreed_boundaries(stored_boundaries(stored)) or default_boundaries(num_layers),  # as servers do
         target_hidden_size=stored.get("target_hidden_size") or hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
         **flags,
@@ -251,19 +252,6 @@ def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         (f"eagle_config.{BOUNDARIES}", nested.get(BOUNDARIES), boundaries_of),
     )
     return {name: convert(_ids(name, given)) for name, given, convert in fields if given is not None}
-
-
-def _boundaries(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The boundaries that config.json names, or None. A ConfigWarning if its fields contradict one another."""
-    named = stored_boundaries(stored)
-    if len(set(named.values())) > 1:
-        layers = ", ".join(f"{name} {list(boundaries)}" for name, boundaries in named.items())
-        warnings.warn(
-            f"config.json: its fields name different layers, as boundaries: {layers}; the first field is used",
-            ConfigWarning,
-            stacklevel=4,
-        )
-    return next(iter(named.values()), None)
 
 
 def _ids(name: str, given: Any) -> tuple[int, ...]:
@@ -288,7 +276,7 @@ def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "base_model": stored_base(stored) or stored.get("target_model_name_or_path"),
         "layer": whole.get("model_type"),
-        "boundaries": _boundaries(stored),
+        "boundaries": agreed_boundaries(stored_boundaries(stored)),
         "draft_vocab_size": stored.get("draft_vocab_size", whole.get("vocab_size")),
         "num_steps": stored_steps(stored),
         **{name: whole.get(name) for name in ("hidden_size", "vocab_size")},

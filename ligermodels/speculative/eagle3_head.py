@@ -68,7 +68,7 @@ class Eagle3Config:
             raise ConfigError(f"transformer_layer_config: model_type must be one of {', '.join(KINDS)}, got {kind}")
         if len(self.decoder.blocks) != 1:
             raise ConfigError(f"num_hidden_layers: heads of one layer are implemented, got {len(self.decoder.blocks)}")
-        check_ascending("eagle_aux_hidden_state_layer_ids", self.boundaries)
+        check_ascending(self.boundaries)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc: excludes fc_norm; a head has one of them at most")
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)

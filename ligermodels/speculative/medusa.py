@@ -29,7 +29,7 @@ from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
-from ligermodels.speculative.tree import DynamicTree, Tree, default_tree
+from ligermodels.speculative.tree import DynamicTree, Tree, default_tree, require_fixed
 
 
 class MedusaModel(MultiHeadModel):
@@ -143,8 +143,7 @@ class MedusaModel(MultiHeadModel):
 
     def drafter(self, tree: Tree | DynamicTree) -> HeadsDrafter:
         """A drafter that runs only the heads that `tree` uses."""
-        if isinstance(tree, DynamicTree):
-            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
+        require_fixed(tree, self.kind)
         return HeadsDrafter(partial(self.propose, num_heads=max(1, tree.max_depth)))
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -164,6 +164,15 @@ class DynamicTree:
         return min(self.nodes, self.pool) + 1
 
 
+def require_fixed(tree: Tree | DynamicTree, kind: str) -> None:
+    """InputError for a `DynamicTree`, with heads of this kind, which have no probabilities after a candidate."""
+    if isinstance(tree, DynamicTree):
+        raise InputError(
+            f"tree: a DynamicTree is for EAGLE-3 and MTP heads; {kind} heads have no probabilities after each "
+            "candidate; give a Tree, or leave it out"
+        )
+
+
 def chain(num_heads: int) -> Tree:
     """A tree with a single path: the first candidate of each head."""
     return Tree.from_paths([(0,) * depth for depth in range(1, num_heads + 1)])

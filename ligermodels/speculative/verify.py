@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
-from ligermodels.errors import InputError
 from ligermodels.layers import NormConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import EAGLE_TYPE, HEADS, MEDUSA_COUNTS, draft_type
+from ligermodels.models.extra_heads import EAGLE_TYPE, MEDUSA_COUNTS, draft_type
 from ligermodels.pretrained import from_config
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
 from ligermodels.speculative.files import CONFIG, Heads, open_heads
@@ -29,17 +28,19 @@ from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.mtp_files import load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.profiles import HeadsShape
+from ligermodels.speculative.verify_blocks import verify_blocks
 from ligermodels.speculative.verify_eagle3 import verify_eagle3
 
 TOKENS = 8
 
 
 def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | Mapping[str, Any]) -> HeadsReport:
-    """Verify the files of Medusa, MTP or EAGLE-3 heads against the config of their model.
+    """Verify the files of Medusa, MTP, EAGLE-3, DFlash or DSpark heads against the config of their model.
 
-    The checks stop at the first mismatch, which `HeadsReport.first_mismatch` names. For an EAGLE-3 head they are: the
-    fields of config.json; layer ids, in every convention; norms, the flags and the tensors; vocabulary tables; names
-    and shapes of all tensors; finite values; and the results of three steps, compared with the formulas in float64
+    The checks stop at the first mismatch, which `HeadsReport.first_mismatch` names. For an EAGLE-3, DFlash or DSpark
+    head they are: the fields of config.json; layer ids, in every convention; norms, the flags and the tensors;
+    vocabulary tables; of DSpark the tensors of the Markov head and the confidence head; names and shapes of all
+    tensors; finite values; and the results of three steps, or of three blocks, compared with the formulas in float64
     with the states of a stub target. For Medusa heads: numbers of heads, shapes, values and logits. For an MTP head:
     number of layers, shapes, values, and the computation around its block.
 
@@ -62,10 +63,9 @@ def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | 
     base = from_config(model, device="meta")
     folder = hub.resolve(heads, weights=False)
     stored = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if (kind := draft_type(stored)) == EAGLE_TYPE:
-        return verify_eagle3(base, hub.resolve(heads))
-    if kind is not None:
-        raise InputError(f"heads: verify does not know {HEADS[kind][0]}; it checks Medusa, MTP and EAGLE-3 heads")
+    if (kind := draft_type(stored)) is not None:
+        verify = verify_eagle3 if kind == EAGLE_TYPE else verify_blocks
+        return verify(base, hub.resolve(heads))
     if (folder / CONFIG).is_file() and set(MEDUSA_COUNTS).isdisjoint(stored) and _has_mtp(base, heads):
         return report_of("MTP", _mtp_checks(base, hub.resolve(heads)))
     path = heads_folder(heads)

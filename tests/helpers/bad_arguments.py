@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from bad_calls import Place, fault
@@ -123,7 +123,7 @@ def folders_without_a_model() -> Any:
     openers: dict[str, Any] = {
         "from_pretrained": lambda folder, out: lm.from_pretrained(folder),
         "from_config": lambda folder, out: lm.from_config(folder),
-        "verify": lambda folder, out: cli.verify.verify(folder),
+        "verify": lambda folder, out: cli.verify.verify(cast(Any, None), folder),
         "plan": lambda folder, out: cli.plan.plan(folder, 1, "80GB", 1024),
         "generate": lambda folder, out: cli.models.find(folder).load(None, "cpu"),
         "fine_tune": lambda folder, out: fine_tune(FineTuningRecipe(base=folder, **run), out),

@@ -11,6 +11,7 @@ import ligermodels as lm
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import warp
+from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.decoding import speculative_generate
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.sampling import draw
@@ -25,6 +26,7 @@ PROMPTS = [[3, 1, 4, 1, 2], [0]]
 SAMPLES, NEW = 3000, 4
 BUSHY = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 SHAPINGS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.4, "top_p": 0.8}]
+FEW = DraftVocabulary(torch.tensor([0, 2, 3]), VOCAB)
 
 
 @torch.no_grad()
@@ -47,9 +49,16 @@ def heads_on(base: lm.CausalLM, name: str) -> Any:
         model: Any = lm.MedusaModel.from_base(base, 3)
     elif name.startswith("MTP"):
         model = lm.MTPModel.from_base(base, 3, num_layers=int(name[-1]))
+    elif name == "DFlash":
+        model = lm.DFlashModel.from_base(base, 4, num_layers=1)
+    elif name.startswith("DSpark"):
+        kind: Any = name.split()[1].rstrip(",")
+        vocabulary = FEW if name.endswith("reduced") else None
+        model = lm.DSparkModel.from_base(
+            base, 3, num_layers=1, markov_rank=4, markov_head_type=kind, vocabulary=vocabulary
+        )
     else:
-        few = DraftVocabulary(torch.tensor([0, 2, 3]), VOCAB) if name == "EAGLE-3, reduced" else None
-        model = lm.Eagle3Model.from_base(base, 3, vocabulary=few)
+        model = lm.Eagle3Model.from_base(base, 3, vocabulary=FEW if name == "EAGLE-3, reduced" else None)
     random(model.head_parameters(), 0.4)
     return model
 
@@ -79,7 +88,9 @@ def chi_square(found: Tensor, p: Tensor) -> tuple[float, int]:
     ("Medusa", chain(3), SHAPINGS[0]), ("Medusa", BUSHY, SHAPINGS[1]), ("MTP 1", chain(3), SHAPINGS[2]),
     ("MTP 2", chain(2), SHAPINGS[0]), ("EAGLE-3", chain(3), SHAPINGS[0]), ("EAGLE-3", chain(3), SHAPINGS[1]),
     ("EAGLE-3", BUSHY, SHAPINGS[2]), ("EAGLE-3", DynamicTree(3, 2, 6), SHAPINGS[0]),
-    ("EAGLE-3, reduced", chain(2), SHAPINGS[2]),
+    ("EAGLE-3, reduced", chain(2), SHAPINGS[2]), ("DFlash", chain(3), SHAPINGS[1]),
+    ("DSpark vanilla", chain(3), SHAPINGS[0]), ("DSpark gated, reduced", chain(2), SHAPINGS[2]),
+    ("DSpark rnn", chain(3), SHAPINGS[1]),
 ], ids=lambda value: f"{len(value.paths)} nodes" if isinstance(value, Tree) else str(value))  # fmt: skip
 def test_samples_have_the_distribution_of_the_model(
     base: lm.CausalLM, name: str, tree: Tree, shaping: dict[str, Any]
@@ -90,11 +101,40 @@ def test_samples_have_the_distribution_of_the_model(
     options = {"do_sample": True, "num_return_sequences": SAMPLES, "generator": generator, "pad_token_id": 0, **shaping}
     out = model.generate(PROMPTS, NEW, tree=tree, return_stats=True, **options)
     assert 1.05 < out.tokens_per_step < 3 and out.steps < out.passes * 2 * SAMPLES
+    check_distribution(base, out.sequences, shaping)
+
+
+def check_distribution(base: lm.CausalLM, sequences: Tensor, shaping: dict[str, Any]) -> None:
+    """The chi-square test of SAMPLES continuations of each prompt, in adjacent rows (SAMPLES * P, T + NEW)."""
     place = VOCAB ** torch.arange(NEW - 1, -1, -1)
-    for index, prompt in enumerate(PROMPTS):
-        new = out.sequences[index * SAMPLES : (index + 1) * SAMPLES, -NEW:]
-        statistic, freedom = chi_square((new * place).sum(1), exact(base, prompt, shaping))
+    for prompt, rows in zip(PROMPTS, sequences.cpu().split(SAMPLES), strict=True):
+        statistic, freedom = chi_square((rows[:, -NEW:] * place).sum(1), exact(base, prompt, shaping))
         assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+@pytest.mark.parametrize(("name", "tree", "shaping", "threshold"), [
+    ("DSpark vanilla", chain(3), SHAPINGS[0], 0.97), ("DSpark gated", chain(3), SHAPINGS[1], 0.05),
+    ("DSpark rnn, reduced", chain(3), SHAPINGS[2], 0.7), ("DSpark rnn", BUSHY, SHAPINGS[0], 0.5),
+], ids=["vanilla", "gated", "rnn, reduced", "tree"])  # fmt: skip
+def test_drafts_cut_by_confidence_leave_the_distribution(
+    base: lm.CausalLM, name: str, tree: Tree, shaping: dict[str, Any], threshold: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small batches: a step checks the drafts that are confident in any sequence of its batch."""
+    model, checked, num_nodes = heads_on(base, name), list[int](), BlockDrafter.num_nodes
+    with torch.no_grad():
+        model.head.confidence.proj.weight.mul_(4)  # confidences that differ from text to text
+    model.confidence_threshold = threshold
+
+    def recorded(drafter: BlockDrafter) -> int:
+        checked.append(num_nodes(drafter))
+        return checked[-1]
+
+    monkeypatch.setattr(BlockDrafter, "num_nodes", recorded)
+    generator, batch = torch.Generator().manual_seed(5), 50
+    options = {"do_sample": True, "num_return_sequences": batch, "generator": generator, "pad_token_id": 0, **shaping}
+    calls = [model.generate(PROMPTS, NEW, tree=tree, **options).split(batch) for _ in range(SAMPLES // batch)]
+    assert len(set(checked)) > 2
+    check_distribution(base, torch.cat([rows for of_prompt in zip(*calls, strict=True) for rows in of_prompt]), shaping)
 
 
 class Perfect:
@@ -204,8 +244,4 @@ def test_by_graphs_as_without(base: lm.CausalLM, tree: Any) -> None:
         for graph in (False, True)
     ]
     assert torch.equal(*found)
-    place = VOCAB ** torch.arange(NEW - 1, -1, -1)
-    for index, prompt in enumerate(PROMPTS):
-        new = found[1][index * SAMPLES : (index + 1) * SAMPLES, -NEW:].cpu()
-        statistic, freedom = chi_square((new * place).sum(1), exact(base, prompt, {"top_p": 0.9}))
-        assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)
+    check_distribution(base, found[1], {"top_p": 0.9})

@@ -1,0 +1,178 @@
+"""Checks of the files of a DFlash or DSpark head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.convert.json_values import object_field
+from ligermodels.convert.reading import reading
+from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import DSPARK_TYPE, draft_type
+from ligermodels.models.state_dict import StateDict
+from ligermodels.ops import block_context_attention
+from ligermodels.speculative import block_formats as formats
+from ligermodels.speculative.block_draft import BlockDraftModel
+from ligermodels.speculative.block_formulas import CONFIDENCE, GATES, MARKOV, Slots, formulas
+from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead
+from ligermodels.speculative.checks import ROWS, HeadsReport, compare, random, report_of, require
+from ligermodels.speculative.draft_checks import DraftFiles
+from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, open_head, stored_tokens
+from ligermodels.speculative.dspark import DFlashModel, DSparkModel
+
+LENGTH, ANCHORS = 12, (0, 5, 11)
+"""Tokens of the context, and the tokens of it that start a block."""
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+NAMES = ("hidden states", "logits", "logits with the Markov head", "confidence")
+"""Names of the results in `Slots`."""
+
+
+def verify_blocks(base: CausalLM, folder: Path) -> HeadsReport:
+    """The checks of a DFlash or DSpark head.
+
+    Args:
+        base: the base model, on the meta device.
+        folder: folder of the head.
+    """
+    with reading(folder, partial(open_head, folder, names=formats.tensor_name)) as (stored, reader):
+        files = _BlockFiles(base, folder, stored, dict(reader.headers))
+        return report_of(files.model_class.kind, files.checks())
+
+
+class _BlockFiles(DraftFiles[BlockDraftConfig]):
+    @property
+    def model_class(self) -> type[BlockDraftModel]:
+        return DSparkModel if draft_type(self.stored) == DSPARK_TYPE else DFlashModel
+
+    @property
+    def config(self) -> BlockDraftConfig:
+        return formats.read_config(self.stored, cast(str, draft_type(self.stored)), self.base.config.hidden_size)
+
+    @property
+    def named_boundaries(self) -> dict[str, tuple[int, ...]]:
+        return formats.stored_boundaries(self.stored)
+
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        yield "config.json", self.fields
+        yield "layer ids", self.layer_ids
+        yield "norms", self.norms
+        yield "vocabulary tables", self.vocabulary
+        yield "Markov and confidence heads", self.markov
+        yield "shapes", self.shapes
+        yield "values", self.values
+        yield "logits", self.logits
+
+    def fields(self) -> str:
+        """Sizes of the model, and fields that do not contradict one another."""
+        config, kind = self.config, draft_type(self.stored)
+        self.check_sizes()
+        nested = self.stored.get(formats.NESTED) or {}
+        for name in ("block_size", "mask_token_id"):
+            inner, outer = nested.get(name), self.stored.get(name)
+            same = None in (inner, outer) or inner == outer
+            require(same, f"{name}: is {outer}, but {formats.NESTED}.{name} is {inner}")
+        serving = object_field(self.stored, "speculators_config") if "speculators_config" in self.stored else {}
+        algorithm = serving.get("algorithm", kind)
+        require(algorithm == kind, f"speculators_config.algorithm: is {algorithm!r}, and the head is of {kind!r}")
+        tokens = stored_tokens(self.stored) or config.num_drafts
+        problem = f"speculative_tokens: is {tokens}, but a block of {config.block_size} slots proposes"
+        require(tokens <= config.num_drafts, f"{problem} {config.num_drafts}")
+        missing = kind == DSPARK_TYPE and formats.misses_anchor(self.stored)
+        note = "; sample_from_anchor is not in config.json, and vLLM then takes it for false" if missing else ""
+        return (
+            f"{len(config.decoder.blocks)} layers, hidden size {config.decoder.hidden_size}, blocks of "
+            f"{config.block_size} slots, mask token {config.mask_token_id}{note}"
+        )
+
+    def norms(self) -> str:
+        """The norms of the formulas, and no other."""
+        count = len(self.config.decoder.blocks)
+        wanted = {f"{name}.weight" for name in ("hidden_norm", "norm")}
+        wanted |= {f"layers.{i}.{name}.weight" for i in range(count) for name in LAYER_NORMS}
+        found = {name for name in self.tensors if name.endswith("norm.weight")}
+        missing, others = min(wanted - found, default=None), min(found - wanted, default=None)
+        require(missing is None, f"{missing}: is missing")
+        require(others is None, f"{others}: is no norm of a head with {count} layers")
+        return f"{len(wanted)}; the context is normalised by hidden_norm alone"
+
+    def vocabulary(self) -> str:
+        found = super().vocabulary()
+        missing = D2T in self.tensors and LM_HEAD not in self.tensors
+        require(not missing, f"{LM_HEAD}: is missing; servers need it with a reduced vocabulary")
+        return found
+
+    def markov(self) -> str:
+        """The tensors that config.json announces, and no other."""
+        config, size = self.config, self.config.decoder.hidden_size
+        rank, kind = config.markov_rank, config.markov_head_type
+        wanted: dict[str, tuple[int, ...]] = {}
+        if rank:
+            wanted[f"{MARKOV}.markov_w1.weight"] = (config.decoder.vocab_size, rank)
+            wanted[f"{MARKOV}.markov_w2.weight"] = (config.draft_vocab_size, rank)
+        if rank and kind in GATES:
+            rows, columns = (rank, size + rank) if kind == "gated" else (3 * rank, size + 2 * rank)
+            wanted |= {f"{GATES[kind]}.weight": (rows, columns), f"{GATES[kind]}.bias": (rows,)}
+        if config.enable_confidence_head:
+            wanted |= {f"{CONFIDENCE}.weight": (1, size + config.confidence_rank), f"{CONFIDENCE}.bias": (1,)}
+        fields = f"markov_rank {rank}, markov_head_type {kind}, enable_confidence_head {config.enable_confidence_head}"
+        fields += f", confidence_head_with_markov {config.confidence_head_with_markov}"
+        for name, shape in wanted.items():
+            require(name in self.tensors, f"{name}: is missing, where config.json has {fields}")
+            found = tuple(self.tensors[name].shape)
+            require(found == shape, f"{name}: {list(found)}, not {list(shape)} as by {fields}")
+        for name in sorted(self.tensors.keys() - wanted):
+            other = name.startswith((f"{MARKOV}.", "confidence_head."))
+            require(not other, f"{name}: is in the files, where config.json has {fields}")
+        return fields if wanted else "none"
+
+    def logits(self) -> str:
+        """The head with the states of a stub target: s_L are random numbers that depend on L alone."""
+        config, tensors, count = self.config, self.tensors, len(self.base.config.blocks)
+        size, rows = config.decoder.hidden_size, min(ROWS, config.draft_vocab_size)
+        states = [random(level, LENGTH, config.target_hidden_size) for level in range(count + 1)]
+        lm_head = tensors.get(LM_HEAD, random(count + 1, rows, size))[:rows].float()
+        generator = torch.Generator().manual_seed(0)
+        previous = torch.randint(config.decoder.vocab_size, (len(ANCHORS), config.num_drafts), generator=generator)
+        roots = torch.randint(config.decoder.vocab_size, (len(ANCHORS), 1), generator=generator)
+        tokens = F.pad(roots, (0, config.block_size - 1), value=config.mask_token_id)
+        own = tensors.get(EMBEDDING)
+        # Without an embedding in the files, one random row for each anchor, and one for the mask token.
+        table = random(count + 2, len(ANCHORS) + 1, size)
+        others = F.pad(torch.arange(len(ANCHORS))[:, None], (0, config.block_size - 1), value=len(ANCHORS))
+        embeds = table[others] if own is None else own[tokens].float()
+
+        context = torch.cat([states[level] for level in config.boundaries], dim=-1)
+        ours = self._slots(context, embeds, previous, lm_head)
+        theirs = formulas(config, tensors, context.double(), embeds.double(), ANCHORS, previous, lm_head.double())
+        results = zip(NAMES, ours, theirs, strict=True)
+        return compare((name, cast(Tensor, x), y) for name, x, y in results if y is not None)
+
+    @torch.no_grad()
+    def _slots(self, states: Tensor, embeds: Tensor, previous: Tensor, lm_head: Tensor) -> Slots:
+        """The results of the package's head in float32. See `formulas`."""
+        config = self.config
+        with torch.device("meta"), skip_init():
+            head = BlockHead(config).eval()
+        allocate(head, torch.float32, torch.device("cpu"))
+        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+        reader = StateDict({name: tensor for name, tensor in self.tensors.items() if name != LM_HEAD})
+        formats.weight_map(config, lm_head=False).load(reader, state)
+        anchors = torch.tensor(ANCHORS)
+        contexts = head.context(states[None], torch.arange(len(states))[None])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return block_context_attention(q[None], k[None], v[None], *contexts[layer], anchors[None])[0]
+
+        hidden = head(embeds, anchors[:, None] + torch.arange(config.block_size), attend)
+        drafted = head.drafted(hidden, previous)
+        logits = F.linear(hidden, lm_head)
+        if head.markov is None:
+            return Slots(hidden, logits, None, drafted.confidence)
+        return Slots(hidden, logits, logits + head.markov.w2(drafted.codes)[..., : len(lm_head)], drafted.confidence)
