@@ -88,6 +88,25 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
     check(model, target, {"method": "eagle3", "model": str(tmp_path)})
 
 
+@pytest.mark.parametrize(("profile", "options"), [
+    ("speculators", {"vocabulary": 96}),
+    ("speculators", {"boundaries": (0, 2, 3), "num_layers": 1}),
+    ("z-lab", {}),
+], ids=str)  # fmt: skip
+def test_dflash(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    base = lm.from_pretrained(target)
+    if size := options.get("vocabulary"):
+        options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
+    torch.manual_seed(1)
+    model = lm.DFlashModel.from_base(base, DRAFTED + 1, **{"num_layers": 2, **options}, num_anchors=64)
+    trained(model, model.head_parameters(), 25)
+    first, *others = (mixer.k_norm for mixer in model.head.mixers)
+    for norm in others:  # vLLM's grouped norm on the CPU takes the first layer's weight for the context of all layers
+        norm.load_state_dict(first.state_dict())
+    model.export(tmp_path, profile, base_model=str(target))
+    check(model, target, {"method": "dflash", "model": str(tmp_path)})
+
+
 def test_medusa(target: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
