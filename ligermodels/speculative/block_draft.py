@@ -313,7 +313,10 @@ class BlockDraftModel(DraftHeadModel):
     def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""
         if isinstance(tree, DynamicTree):
-            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
+            raise InputError(
+                f"tree: {self.kind} heads cannot draft a DynamicTree (--draft-tree), as EAGLE-3 and MTP heads do; "
+                "give a Tree"
+            )
         project = cast("Callable[[Tensor], Tensor] | None", self.lm_head)
         if project is None:  # the rows are taken once
             project = partial(F.linear, weight=self.projection.rows(self.head.dtype))

@@ -144,7 +144,10 @@ class MedusaModel(MultiHeadModel):
     def drafter(self, tree: Tree | DynamicTree) -> HeadsDrafter:
         """A drafter that runs only the heads that `tree` uses."""
         if isinstance(tree, DynamicTree):
-            raise InputError("tree: a DynamicTree needs the head's probabilities after each candidate; give a Tree")
+            raise InputError(
+                f"tree: {self.kind} heads cannot draft a DynamicTree (--draft-tree), as EAGLE-3 and MTP heads do; "
+                "give a Tree"
+            )
         return HeadsDrafter(partial(self.propose, num_heads=max(1, tree.max_depth)))
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -124,7 +124,7 @@ def test_what_a_dynamic_tree_needs() -> None:
         {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 7, "num_attention_heads": 2}
     )
     for model, tree, message in (
-        (lm.MedusaModel.from_base(base, 2), DynamicTree(), "after each candidate; give a Tree"),
+        (lm.MedusaModel.from_base(base, 2), DynamicTree(), "Medusa heads cannot draft a DynamicTree"),
         (lm.MTPModel.from_base(base, num_layers=2), DynamicTree(), "needs a head of one layer, this head has 2"),
         (lm.Eagle3Model.from_base(base), DynamicTree(top_k=8), "8 candidates per token, but there are 7 tokens"),
     ):
