@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.layers.sharding import call_gathered
@@ -37,6 +37,8 @@ class DraftHeadModel(MultiHeadModel):
 
     def _check_config(self) -> None:
         """InputError unless the head's config fits the base model and the draft vocabulary."""
+        if not isinstance(self.vocabulary, DraftVocabulary):
+            raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(self.vocabulary)}")
         config, base = self.config, self.base.config
         for name, ours, theirs in (
             ("target_hidden_size", config.target_hidden_size, base.hidden_size),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_files import load_head, save_head
@@ -276,6 +277,8 @@ def _new(
     if shape["boundaries"] is None:
         count = int(layers.get("num_hidden_layers", num_layers))
         shape["boundaries"] = boundaries_of(default_layer_ids(count, len(target.blocks)))
+    else:
+        shape["boundaries"] = check_boundaries("boundaries", shape["boundaries"], len(target.blocks))
     if shape["mask_token_id"] is None:
         shape["mask_token_id"] = target.vocab_size - 1
     config = BlockDraftConfig(

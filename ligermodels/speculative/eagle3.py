@@ -16,6 +16,7 @@ from ligermodels.errors import InputError, short
 from ligermodels.layers import HeadLoss
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
@@ -138,6 +139,8 @@ class Eagle3Model(DraftHeadModel):
             >>> eagle(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
         """
         check_native(base, "base")
+        if boundaries is not None:
+            boundaries = check_boundaries("boundaries", boundaries, len(base.config.blocks))
         config = Eagle3Config(
             layer_like(base.config, layer) if isinstance(layer, str) else layer,
             default_boundaries(len(base.config.blocks)) if boundaries is None else tuple(boundaries),

@@ -541,3 +541,17 @@ def test_other_draft_tokens_for_a_new_head(tied: bool, tmp_path: Path) -> None:
     assert again.num_heads == 2 and torch.equal(again.vocabulary.tokens, EVERY_THIRD)
     with pytest.raises(InputError, match="vocabulary: must have 20 of 61 tokens, has 19 of 61"):
         model.choose(DraftVocabulary(torch.arange(19), 61))
+
+
+@pytest.mark.parametrize("model_class", [lm.Eagle3Model, lm.DFlashModel, lm.DSparkModel])
+def test_arguments_of_another_kind_are_refused_by_name(model_class: Any) -> None:
+    base = target()
+    for name, value, message in (
+        ("boundaries", 2, "must be a list of numbers of blocks"), ("boundaries", "1", "must be a list of numbers"),
+        ("boundaries", [1.5], "must be a whole number"), ("vocabulary", [1, 2], "must be a DraftVocabulary"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"{name}: {message}"):
+            model_class.from_base(base, **{name: value})
+    if model_class is not lm.Eagle3Model:
+        with pytest.raises(InputError, match=f"{model_class.kind} heads have no probabilities"):
+            model_class.from_base(base).drafter(DynamicTree())

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.attention.backend import AttentionRequest, Backend
 from ligermodels.ops.attention.flash_attention import FLASH, INSTALLED, META
@@ -62,7 +63,7 @@ def attention(
         (B, T, Hq, Dv), in q's dtype.
 
     Raises:
-        InputError: shapes or devices do not fit together, or an argument has another dtype.
+        InputError: shapes or devices do not fit together, an argument has another dtype, or `window` is below 1.
         BackendError: the named backend is unknown, not installed, or cannot serve this call.
 
     Examples:
@@ -71,6 +72,8 @@ def attention(
         torch.Size([2, 5, 8, 64])
     """
     _check(q, k, v, mask, cu_seqlens, sinks)
+    if window is not None:
+        check_count("attention: window", window)
     num_keys, head_dim, value_dim = k.shape[1], q.shape[3], v.shape[3]
     request = AttentionRequest(
         device=q.device.type, dtype=q.dtype, head_dim=head_dim, query_length=q.shape[1], key_length=num_keys,

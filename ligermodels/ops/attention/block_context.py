@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.block_context_kernels import (
     block_context_forward_kernel,
@@ -242,5 +243,5 @@ def _check(
     check_tensor(OP, "cu_seqlens", cu_seqlens, ("n + 1",), device, torch.int32, optional=True)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {batch}")
-    if window is not None and window < 1:
-        raise InputError(f"{OP}: window: {window} is too small; give at least 1, or None for no window")
+    if window is not None:
+        check_count(f"{OP}: window", window)
