@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,8 @@ class ExportSpec:
         default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
         files: name -> path of files to copy, such as the tokenizer's files.
         attribute_map: field name in transformers 4 -> name in transformers 5, or None to drop the field.
-        architectures: classes of transformers that open the language model, for a config that names none.
+        added_fields: fields that exports of a language model add to a config.json without them, or with an empty value:
+            `architectures`, and what servers need.
         head_fields: fields of config.json that tell the number of draft heads -> value without heads, or None to drop
             the field. They are written with this value if no draft heads are written.
         source: the checkpoint that the model was loaded from, or None.
@@ -61,7 +62,7 @@ class ExportSpec:
     default_theta: float | Mapping[str, Any] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
-    architectures: Sequence[str] = ()
+    added_fields: Mapping[str, Any] = field(default_factory=dict)
     head_fields: Mapping[str, int | None] = field(default_factory=dict)
     source: SourceCheckpoint | None = None
 
@@ -149,8 +150,8 @@ class ExportSpec:
         export = partial(for_export, dtype=dtype, default_theta=self.default_theta, attribute_map=self.attribute_map)
         alone = headless(self.hf_config, head_fields)
         config = export(alone) if source is None else source.exported_config(export, alone, head_fields)
-        if self.architectures and not config.get("architectures") and not (source is not None and source.nested):
-            config["architectures"] = list(self.architectures)
+        if source is None or not source.nested:
+            config |= {name: value for name, value in self.added_fields.items() if not config.get(name)}
         return config
 
     def with_heads(

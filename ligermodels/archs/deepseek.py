@@ -150,5 +150,12 @@ def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
 
 
 FAMILIES = (
-    Family("deepseek_v3", deepseek_v3, expert_layouts(NAMES), attribute_map=ATTRIBUTE_MAP, mtp=NUMBERED_LAYERS),
+    Family(
+        "deepseek_v3",
+        deepseek_v3,
+        expert_layouts(NAMES),
+        attribute_map=ATTRIBUTE_MAP,
+        mtp=NUMBERED_LAYERS,
+        added_fields={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
 )

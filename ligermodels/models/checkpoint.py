@@ -182,7 +182,7 @@ def export_spec(
         generation_config=companions.generation_config,
         default_theta=family.default_theta,
         attribute_map=family.attribute_map,
-        architectures=[family.causal_lm],
+        added_fields={"architectures": [family.causal_lm], **family.added_fields},
         head_fields={**dict.fromkeys(MEDUSA_COUNTS), **dict.fromkeys(family.mtp.fields, 0)},
         files=companions.tokenizer,
     )

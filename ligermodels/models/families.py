@@ -37,6 +37,8 @@ class Family:
         mtp: how checkpoints of this family store layers of multi-token prediction.
         architecture: class of transformers that opens the language model alone, for exports of a config that names no
             `architectures`. By default the `model_type` as the name of a class: "Qwen3MoeForCausalLM".
+        added_fields: fields of published checkpoints that servers need, though transformers does not. Exports of a
+            config without them add them.
 
     Examples:
         >>> from ligermodels.archs import Family, register
@@ -52,6 +54,7 @@ class Family:
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     mtp: MTPFormat = field(default_factory=MTPFormat)
     architecture: str | None = None
+    added_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def causal_lm(self) -> str:

