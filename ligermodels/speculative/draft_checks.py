@@ -33,7 +33,8 @@ class DraftFiles(Generic[Config]):
     """
 
     def __init__(self, base: CausalLM, folder: Path, stored: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.base, self.folder, self.stored, self.tensors = base, folder, stored, tensors
+        self.base, self.folder, self.stored = base, folder, stored
+        self.tensors = {name: x for name, x in tensors.items() if not name.startswith("verifier_")}  # the model's own
 
     @property
     def model_class(self) -> Any:

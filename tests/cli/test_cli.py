@@ -412,6 +412,7 @@ def test_paths_are_checked_before_work_begins(
         ("generate x --prompt a --device gpu", "gpu"),
         ("generate x --prompt a --max-new-tokens 0", "max-new-tokens"),
         ("generate x --prompt a --greedy --temperature 2", "--sample"),
+        ("generate x --prompt a --draft-tree 3,2,5", "--heads"),
         ("medusa train x --out y", "--data"),
         ("medusa train x --out y --data z --lm-head mine", "shared"),
         ("train M --data a.txt b.txt --out o", "argument(s) (b.txt); give --data for each file, or quote a pattern"),

@@ -630,6 +630,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             load("speculators", **replaced)
     with pytest.warns(ConfigWarning, match="sample_from_anchor is missing"):
         load("speculators", {"sample_from_anchor": ...})
+    different = r"different layers, as boundaries: dflash_config.target_layer_ids \[0, 3\], target_layer_ids \[0, 2\]"
+    with pytest.warns(ConfigWarning, match=different):
+        assert load("z-lab", {"target_layer_ids": [-1, 1]}).config.boundaries == (0, 3)
 
     for options, message in (
         ({"block_size": 1}, "block_size"), ({"boundaries": [3, 9]}, "at most 4"), ({"mask_token_id": 61}, "mask_token"),

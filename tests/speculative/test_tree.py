@@ -125,11 +125,7 @@ def test_what_a_dynamic_tree_needs() -> None:
     )
     for model, tree, message in (
         (lm.MedusaModel.from_base(base, 2), DynamicTree(), "after each candidate; give a Tree"),
-        (
-            lm.DSparkModel.from_base(base, 2, num_layers=1),
-            DynamicTree(),
-            "and MTP heads; DSpark heads have",
-        ),
+        (lm.DSparkModel.from_base(base, 2, num_layers=1), DynamicTree(), "and MTP heads; DSpark heads have"),
         (lm.MTPModel.from_base(base, num_layers=2), DynamicTree(), "needs a head of one layer, this head has 2"),
         (lm.Eagle3Model.from_base(base), DynamicTree(top_k=8), "8 candidates per token, but there are 7 tokens"),
     ):
