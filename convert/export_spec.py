@@ -40,7 +40,7 @@ class ExportSpec:
         files: name -> path of files to copy, such as the tokenizer's files.
         attribute_map: field name in transformers 4 -> name in transformers 5, or None to drop the field.
         added_fields: fields that exports of a language model add to a config.json without them, or with an empty value:
-            `architectures`, and what servers need.
+            `architectures`, and fields that servers need.
         head_fields: fields of config.json that tell the number of draft heads -> value without heads, or None to drop
             the field. They are written with this value if no draft heads are written.
         source: the checkpoint that the model was loaded from, or None.

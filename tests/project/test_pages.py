@@ -42,6 +42,8 @@ PAGES = {
         "eagle-heads",
         "eagle-vllm",
         "eagle-sglang",
+        "dflash-heads",
+        "dflash-vllm",
     },
     "docs/long-sequences.md": {"long"},
     "docs/custom-architecture.md": {"decay", "decay-heads"},
