@@ -18,10 +18,10 @@ from ligermodels.ops.attention.triton_attention_kernels import (
     query_gradient,
     store_tile,
 )
-from ligermodels.ops.runtime.dispatch import tl, triton
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
-SCAN = tl.constexpr(256)
+SCAN = tl.constexpr(256) if HAS_TRITON else None
 """Anchors that are compared at once."""
 
 kernel_for_any_length = partial(kernel, do_not_specialize=("T", "S", "A", "L", "heads", "window"))
