@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.sampling import warp
-from ligermodels.layers.packing import assert_async
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.speculative.acceptance import Accepted
 from ligermodels.speculative.drafting import unchanged
 from ligermodels.speculative.tree import DynamicTree, Tree
