@@ -30,6 +30,7 @@ RANKS = range(1, 11)
 
 
 def evaluate(
+    ctx: typer.Context,
     base: Base,
     heads: Heads,
     data: Annotated[list[Path] | None, DATA] = None,
@@ -84,7 +85,8 @@ def evaluate(
     from ligermodels.speculative.benchmark import fit_tree
 
     folder = options.folder_of(base)
-    for each in (heads, *(compare or [])):
+    options.require_heads(heads, ctx.parent.info_name if ctx.parent else None)
+    for each in compare or []:
         options.require_heads(each)
     grown = decoding.tree_of(draft_tree)
     settings = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}

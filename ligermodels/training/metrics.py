@@ -47,9 +47,8 @@ class Metrics:
         entries = [(line, _entry(line)) for line in lines]
         for _, entry in entries:
             if entry["step"] == after:
-                found = {
-                    key.removeprefix(VALIDATION): _or_nan(entry[key]) for key in entry if key.startswith(VALIDATION)
-                }
+                names = [name for name in entry if name.startswith(VALIDATION)]
+                found = {name.removeprefix(VALIDATION): _or_nan(entry[name]) for name in names}
                 self.evaluation = found or self.evaluation
                 self.names |= entry.keys()
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))

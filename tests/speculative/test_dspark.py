@@ -621,7 +621,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     layers, nested = files["speculators"][0]["transformer_layer_config"], files["z-lab"][0]["dflash_config"]
     sliding = {**layers, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     for error, form, changes, message in (
-        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "names no dspark head"),
+        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "holds an EAGLE-3 head, not a DSpark head"),
         (ConfigError, "speculators", {"transformer_layer_config": {**layers, "model_type": "gemma"}}, "be 'qwen3'"),
         (ConfigError, "speculators", {"transformer_layer_config": sliding}, "sliding_window"),
         (ConfigError, "speculators", {"mask_token_id": ...}, "mask_token_id: config.json of the head does not"),
@@ -636,7 +636,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (ConfigError, "z-lab", {"dflash_config": nested | {"causal": True}}, "dflash_config.causal: True"),
         (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "dflash_config.use_swa"),
         (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not implemented"),
-        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "names no dflash head"),
+        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "holds a DSpark head, not a DFlash head"),
         (ConfigError, "z-lab", {"projector_type": "domino"}, "projector_type: 'domino'"),
         (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window"),
     ):
