@@ -54,7 +54,7 @@ def test_heads_of_another_kind(folder: Path, wanted: str, tmp_path: Path) -> Non
         if held != wanted:
             with pytest.raises(ConfigError, match=f"^{message(folder, held, wanted)}$"):
                 model_class.from_pretrained(base, folder / held)
-    held = {**dict(zip(HEADS, [*HEADS][1:], strict=False)), [*HEADS][-1]: [*HEADS][0]}[wanted]
+    held = {**dict(zip(HEADS, [*HEADS][1:], strict=False)), "dspark": "medusa"}[wanted]
     words, command = message(folder, held, wanted), HEADS[wanted][2]
     heads, model, data = (str(folder / name) for name in (held, "base", "none.jsonl"))  # no data is read
     calls = [
