@@ -19,7 +19,7 @@ def _commands(recipe: type[BlockRecipe], name: str, profiles: Mapping[str, str])
     app.command(name="recipe")(runs.show_recipe_of(recipe))
     app.command()(heads.self_distillation_data)
     app.command(name="eval")(evaluation.evaluate)
-    app.command(name="export")(heads.draft_export(f"{name}Model", profiles))
+    app.command(name="export")(heads.draft_export(recipe.kind, f"{name}Model", profiles))
     return app
 
 

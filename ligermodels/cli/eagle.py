@@ -18,6 +18,7 @@ app.command()(heads.self_distillation_data)
 app.command(name="eval")(evaluation.evaluate)
 app.command(name="export")(
     heads.draft_export(
+        "eagle",
         "Eagle3Model",
         {"speculators": "vLLM serves", "specforge": "SGLang and vLLM serve", "deepspec": "DeepSpec reads"},
     )

@@ -30,6 +30,7 @@ RANKS = range(1, 11)
 
 
 def evaluate(
+    ctx: typer.Context,
     base: Base,
     heads: Heads,
     data: Annotated[list[Path] | None, DATA] = None,
@@ -84,7 +85,8 @@ def evaluate(
     from ligermodels.speculative.benchmark import fit_tree
 
     folder = options.folder_of(base)
-    for each in (heads, *(compare or [])):
+    options.require_heads(heads, ctx.parent.info_name if ctx.parent else None)
+    for each in compare or []:
         options.require_heads(each)
     grown = decoding.tree_of(draft_tree)
     settings = {"max_bad_lines": max_bad_lines, "chat_template": chat_template, "date": date}
@@ -220,10 +222,12 @@ def _check(data: list[Path] | None, validation_of: Path | None, prompts: int) ->
 
 def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
     """Print a table of losses and accuracies, one head per line."""
+    from ligermodels.training.metrics import shown_share
+
     columns = ["head", "token", "loss", *(f"top-{k}" for k in ranks), *scores.accepted]
     shares = [*(scores.accuracy(k) for k in ranks), *scores.accepted.values()]
     rows = [
-        (str(i), f"t+{i + 2}", f"{loss:.3f}", *(f"{share[i]:.1%}" for share in shares))
+        (str(i), f"t+{i + 2}", _number(loss, 3), *(shown_share(float(share[i]), 1) for share in shares))
         for i, loss in enumerate(scores.losses.tolist())
     ]
     show_table(columns, rows, numbers=range(2, len(columns)))
@@ -232,9 +236,9 @@ def show_scores(scores: HeadScores, ranks: Sequence[int] = (1, 5)) -> None:
         typer.echo(f"tokens per step of a chain, from {' and '.join(found)}")
 
 
-def _number(value: float) -> str:
-    """Two decimals, or a dash for nan (no step was taken)."""
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def _number(value: float, decimals: int = 2) -> str:
+    """The number, or a dash for nan: no step was taken, or there was no target."""
+    return "-" if math.isnan(value) else f"{value:.{decimals}f}"
 
 
 def _documents(

@@ -53,17 +53,18 @@ def export(
 
     profile_named(profile)
     options.require_free(out, overwrite)
-    options.require_heads(heads)
+    options.require_heads(heads, "medusa")
     with progress(f"loading {heads}", in_bytes=True) as update:
         medusa = MedusaModel.from_pretrained(options.load(base, None, "cpu"), heads, progress=update)
     medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
     say(f"wrote {out}")
 
 
-def draft_export(model_class: str, profiles: Mapping[str, str]) -> Callable[..., None]:
+def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) -> Callable[..., None]:
     """The command `export` of a draft head with a network beside the model.
 
     Args:
+        command: name of the command for such heads.
         model_class: name of the class in `ligermodels`.
         profiles: name of a format -> the servers that read it. The first one is the default.
     """
@@ -80,7 +81,7 @@ def draft_export(model_class: str, profiles: Mapping[str, str]) -> Callable[...,
     ) -> None:
         """Write a head in the format of a server."""
         options.require_free(out, overwrite)
-        options.require_heads(head)
+        options.require_heads(head, command)
         model = options.load(base, None, "cpu")
         with progress(f"loading {head}", in_bytes=True) as update:
             draft = getattr(ligermodels, model_class).from_pretrained(model, head, progress=update)

@@ -27,7 +27,7 @@ def export(
     from ligermodels.speculative.mtp import MTPModel
 
     options.require_free(out, overwrite)
-    options.require_heads(head)
+    options.require_heads(head, "mtp")
     model = MTPModel.from_pretrained(options.load(base, None, "cpu"), head)
     if alone:
         model.save_head(out, overwrite=overwrite)

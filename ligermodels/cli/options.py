@@ -127,11 +127,23 @@ def load(
         )
 
 
-def require_heads(heads: str) -> None:
-    """Raise CheckpointError or HubError if there are no such heads, before their base model is loaded."""
-    from ligermodels.convert import hub
+def require_heads(heads: str, command: str | None = None) -> None:
+    """Check heads before their base model is loaded.
 
-    hub.resolve(heads, weights=False)
+    Args:
+        heads: folder or hub id of the heads.
+        command: a command for heads of one kind, such as "eagle"; None: heads of any kind.
+
+    Raises:
+        CheckpointError, HubError: there are no such heads.
+        ConfigError: the heads are of another kind.
+    """
+    from ligermodels.models.extra_heads import require_command
+    from ligermodels.speculative.hub import config_of_heads
+
+    config = config_of_heads(heads)
+    if command is not None:
+        require_command(config, command, heads)
 
 
 def load_heads(base: CausalLM, heads: str, draft_tree: DynamicTree | None = None) -> MultiHeadModel:

@@ -13,6 +13,7 @@ from ligermodels.cli import launch, options
 from ligermodels.cli.dry_run import show_dry_run
 from ligermodels.console import is_first_rank, progress, say
 from ligermodels.errors import ConfigError
+from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.recipe_file import parse_setting, recipe_settings, recipe_text, shipped_recipes
 
@@ -166,8 +167,8 @@ def run(
         raise typer.BadParameter("give a folder for the result", param_hint="--out")
     require_usable(out, resume=resume, overwrite=overwrite)
     start: str | None = chosen.settings().get("start_from")
-    if start is not None and not resume:
-        options.require_heads(start)
+    if start is not None and start != NEW and not resume:
+        options.require_heads(start, chosen.kind)
     if gpus is not None and gpus > 1:  # here, so that such an error is not that of a rank
         from ligermodels.training.preview import check_names
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.arguments import LARGEST
 from ligermodels.errors import InputError, short
-from ligermodels.layers.packing import assert_async
+from ligermodels.ops.runtime.checks import assert_async
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -135,10 +135,12 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
     if labels is None:
         raise InputError("return_log_probs: are of labels; give them")
     temperature = options.get("temperature")
-    if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
+    if isinstance(temperature, Tensor) and (
+        temperature.shape != labels.shape or temperature.device != labels.device or not temperature.is_floating_point()
+    ):
         raise InputError(
-            f"temperature: must be a number or of the shape of labels, {tuple(labels.shape)}; got "
-            f"{tuple(temperature.shape)}"
+            f"temperature: must be a number or of the shape of labels, {tuple(labels.shape)}, floating, on "
+            f"{labels.device}; got {temperature.dtype} {tuple(temperature.shape)} on {temperature.device}"
         )
     for name, value in options.items():
         if name in LOG_PROB_OPTIONS or value is None:

@@ -10,29 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import checked_on_host
-
-
-def assert_async(condition: Tensor, message: str, values: Tensor | None = None) -> None:
-    """InputError on the CPU when any element of `condition` is false; on a GPU an asynchronous device assertion.
-
-    Reading the result back would synchronise with the GPU at every step; the assertion surfaces at the next sync.
-    `ops.set_host_checks` asks for the InputError on a GPU too.
-
-    Args:
-        condition: bool, any shape.
-        message: message of the error.
-        values: the values that were checked, of the shape of `condition`: the InputError names the first bad value and
-            its indices. Default: None.
-    """
-    if not torch.compiler.is_compiling() and checked_on_host(condition):
-        if not bool(condition.all()):
-            if values is not None:
-                first = (~condition).nonzero()[0].tolist()
-                message = f"{message}, but {first} is {values[tuple(first)]}"
-            raise InputError(message)
-    elif condition.device.type != "meta":
-        torch._assert_async(condition.all(), message)
+from ligermodels.ops.runtime.checks import assert_async, rises
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
@@ -89,9 +67,7 @@ def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:
         )
     if shape[0] != 1:
         raise InputError(f"cu_seqlens: packed documents come as one row, but the batch has {shape[0]}")
-    rises = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
-    ends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == shape[1])
-    assert_async(rises & ends, f"cu_seqlens: must rise from 0 to the row's length, {shape[1]}")
+    assert_async(rises(cu_seqlens, shape[1]), f"cu_seqlens: must rise from 0 to the row's length, {shape[1]}")
 
 
 def document_of(cu_seqlens: Tensor, total: int) -> Tensor:

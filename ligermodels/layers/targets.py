@@ -13,10 +13,14 @@ from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
-from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, document_of
+from ligermodels.layers.packing import check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
+from ligermodels.ops.loss.sampler import is_temperature
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.devices import is_recording
+from ligermodels.ops.runtime.dispatch import checked_on_host
+from ligermodels.ops.runtime.library import is_fake
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
@@ -205,11 +209,24 @@ class Targets:
         """
         needed, counts, targets = self.wait_for_needed(), self.wait_for_counts(), self.values[index]
         if isinstance(temperature := options.get("temperature"), Tensor):
+            self._check_temperature(index, temperature)
             shifted = self._shifted(temperature, self.ahead[index], 1)
             options["temperature"] = shifted if needed is None else needed.take(shifted)
         options["num_targets"] = None if counts is None else counts[index]
         result = head(hidden, targets if needed is None else needed.take(targets), log_probs=True, **options)
         return HeadLoss(*(self._result(x, fill) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
+
+    def _check_temperature(self, index: int, temperature: Tensor) -> None:
+        """InputError, where values are read on the host, for the temperature (B, T) of a label that is not positive and
+        finite. Elsewhere `ops.linear_log_probs` alone checks it, which knows no indices of the batch."""
+        if torch.compiler.is_compiling() or is_fake(temperature) or not checked_on_host(temperature):
+            return
+        places = torch.arange(temperature.numel(), device=temperature.device).view_as(temperature)
+        places = self._shifted(places, self.ahead[index], 0)
+        labelled = torch.zeros(temperature.numel(), dtype=torch.bool, device=temperature.device)
+        labelled[places[self.values[index] != IGNORE_INDEX]] = True
+        usable = is_temperature(temperature) | ~labelled.view_as(temperature)
+        assert_async(usable, "temperature: must be positive and finite", temperature, "temperature")
 
     def _weight_of_all(self, targets: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """Divisor of the mean loss over the tokens of all ranks: see `ops.cross_entropy`; inf in place of 0."""

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.packing import assert_async, document_bounds, packed_positions
+from ligermodels.layers.packing import document_bounds, packed_positions
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.collectives import Ranks
 
 

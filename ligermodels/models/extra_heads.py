@@ -16,13 +16,14 @@ MEDUSA_COUNTS = ("medusa_num_heads", "medusa_num_layers")
 """Fields of config.json of a checkpoint with Medusa heads."""
 
 HEADS = {
-    MEDUSA_TYPE: ("Medusa heads", "MedusaModel"),
-    MTP_TYPE: ("a head for multi-token prediction", "MTPModel"),
-    EAGLE_TYPE: ("an EAGLE-3 head", "Eagle3Model"),
-    DFLASH_TYPE: ("a DFlash head", "DFlashModel"),
-    DSPARK_TYPE: ("a DSpark head", "DSparkModel"),
+    MEDUSA_TYPE: ("Medusa heads", "MedusaModel", "medusa"),
+    MTP_TYPE: ("a head for multi-token prediction", "MTPModel", "mtp"),
+    EAGLE_TYPE: ("an EAGLE-3 head", "Eagle3Model", "eagle"),
+    DFLASH_TYPE: ("a DFlash head", "DFlashModel", "dflash"),
+    DSPARK_TYPE: ("a DSpark head", "DSparkModel", "dspark"),
 }
-"""Type of draft heads -> their name, and the class that loads them."""
+"""Type of draft heads -> their name, the class that loads them, and the command for them, which is also the kind of
+their recipe."""
 
 
 def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -41,13 +42,40 @@ def draft_type(config: Mapping[str, Any]) -> str | None:
     return next((each for each in (EAGLE_TYPE, DSPARK_TYPE, DFLASH_TYPE) if kind == each or each in names), None)
 
 
+def heads_type(config: Mapping[str, Any]) -> str | None:
+    """The type, of HEADS, of the draft heads that a config describes, without a model; None if it does not."""
+    kind = draft_type(config) or config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
+    return kind if isinstance(kind, str) and kind in HEADS else None
+
+
+def require_type(config: Mapping[str, Any], kind: str, folder: object) -> None:
+    """ConfigError if a config describes draft heads of another type; it names the class and the command for them.
+
+    Args:
+        config: config.json, or an empty dict if there is none.
+        kind: the type of HEADS to load.
+        folder: the folder or hub id with the config, for the message.
+    """
+    found = heads_type(config)
+    if found is None or found == kind:
+        return
+    heads, model_class, command = HEADS[found]
+    raise ConfigError(
+        f"{folder}: holds {heads}, not {HEADS[kind][0]}: load it with {model_class}.from_pretrained; on the command "
+        f"line, use `ligermodels {command}`"
+    )
+
+
+def require_command(config: Mapping[str, Any], command: str, folder: object) -> None:
+    """`require_type` for the type of the heads of a command, which is also the kind of their recipe."""
+    require_type(config, next(kind for kind, (*_, name) in HEADS.items() if name == command), folder)
+
+
 def require_model(config: Mapping[str, Any]) -> None:
     """ConfigError for the config of draft heads without a model; it names their base model if the config does."""
-    model_type = config.get("model_type", MEDUSA_TYPE if set(MEDUSA_COUNTS) <= set(config) else None)
-    model_type = draft_type(config) or model_type
-    if not isinstance(model_type, str) or model_type not in HEADS:
+    if (kind := heads_type(config)) is None:
         return
-    heads, model_class = HEADS[model_type]
+    heads, model_class, _ = HEADS[kind]
     raise ConfigError(
         f"config.json: describes {heads}, without a model: open {base_of_heads(config)}, then load the heads with "
         f"{model_class}.from_pretrained(model, heads); on the command line, with --heads"

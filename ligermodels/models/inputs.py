@@ -12,8 +12,9 @@ from ligermodels.arguments import check_count, is_sequence
 from ligermodels.errors import InputError, short
 from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
-from ligermodels.layers.packing import assert_async, check_plain, check_same_tokens, check_token_ids
+from ligermodels.layers.packing import check_plain, check_same_tokens, check_token_ids
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.ops.runtime.checks import assert_async
 
 
 class InputModel(Protocol):

@@ -102,6 +102,7 @@ def chain_length(shares: Iterable[float]) -> float:
     """Mean number of tokens per step with drafts in a chain, 1 + sum_k prod_{i <= k} shares[i].
 
     Args:
-        shares: how often the drafted tokens are accepted, each if all tokens before it are.
+        shares: how often the drafted tokens are accepted, each if all tokens before it are; NaN for a token that was
+            never drafted, which counts as never accepted.
     """
-    return 1 + math.fsum(accumulate(shares, operator.mul))
+    return 1 + math.fsum(accumulate((0.0 if math.isnan(share) else share for share in shares), operator.mul))

@@ -39,7 +39,7 @@ def sample_blocks(labels: Tensor, following: Tensor, packing: Tokens, num_anchor
     """Sample anchors without replacement, among tokens that have a label and whose next token has one too.
 
     The choice in a sequence depends on its labels and the seed alone: it is the same in every pass, on every device,
-    and beside any other sequences.
+    beside any other sequences, and with any padding.
 
     Args:
         labels: long (B, T), -100 where ignored.
@@ -56,8 +56,9 @@ def sample_blocks(labels: Tensor, following: Tensor, packing: Tokens, num_anchor
     place = torch.arange(count, device=labels.device).view_as(following[0])
     first = packing.restore(following[0], IGNORE_INDEX)
     candidate = (labels != IGNORE_INDEX) & (first != IGNORE_INDEX)
-    index = torch.arange(labels.shape[1], device=labels.device)
-    content = _mixed(labels + _mixed(index + seed)).sum(1, keepdim=True)
+    tokens = packing.restore(packing.take(torch.ones_like(labels)))  # 0 on padding
+    index, ignored = tokens.cumsum(1) - 1, (labels == IGNORE_INDEX) | (tokens == 0)
+    content = _mixed(labels + _mixed(index + seed)).masked_fill(ignored, 0).sum(1, keepdim=True)
     keys = (_mixed(index + content) & (2**62 - 1)).masked_fill(~candidate, 2**62)
     chosen = keys.topk(min(num_anchors, labels.shape[1]), largest=False).indices
     anchors = packing.restore(place).gather(1, chosen).masked_fill(~candidate.gather(1, chosen), count)

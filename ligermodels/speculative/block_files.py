@@ -13,7 +13,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE
+from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative import block_formats as formats
@@ -85,6 +85,7 @@ def load_head(
     path, target = hub.resolve(folder), base.config
     with reading(path, partial(open_head, path, names=formats.tensor_name)) as (stored, reader):
         kind = DSPARK_TYPE if model_class.from_anchor else DFLASH_TYPE
+        require_type(stored, kind, path)
         config = formats.read_config(stored, kind, target.hidden_size)
         vocabulary = stored_vocabulary(reader.headers, target.vocab_size)
         try:

@@ -170,7 +170,7 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
         ConfigError: it is the config of another head; it has a bad value, or a field that is not implemented.
     """
     if draft_type(stored) != kind:
-        raise ConfigError(f"architectures: names no {kind} head; loads {short(draft_type(stored))} with another class")
+        raise ConfigError(f"architectures: names no {kind} head")
     nested = object_field(stored, NESTED) if NESTED in stored else {}
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)

@@ -11,6 +11,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import EAGLE_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.draft_files import LM_HEAD, Target, load_tensors, open_head, stored_vocabulary, write_head
@@ -86,6 +87,7 @@ def load_head(
     check_native(base, "base")
     path, target = hub.resolve(folder), base.config
     with reading(path, partial(open_head, path, names=speculators_name)) as (stored, reader):
+        require_type(stored, EAGLE_TYPE, path)
         config = formats.read_config(stored, len(target.blocks), target.hidden_size)
         vocabulary, own = stored_vocabulary(reader.headers, target.vocab_size), LM_HEAD in reader.headers
         decay = formats.stored_decay(stored)

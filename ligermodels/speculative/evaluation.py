@@ -25,10 +25,11 @@ RANKS = 10
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Scores of K heads, float64 tensors on the CPU.
+    """Scores of K heads, float64 tensors on the CPU; NaN for a head without a target.
 
     losses: (K,), nats per target.
     hits: (K, 10), how often the target is the candidate of rank 0, 1, ..., as a fraction: the argument of `tree.grow`.
+        0 for a head without a target.
     counts: (K,), number of targets.
     accepted: of heads that learn the model's distribution, "acceptance" and "agreement", each (K,): see
         `MultiHeadOutput`; empty for other heads.
@@ -43,7 +44,7 @@ class HeadScores:
         """Top-k accuracy of each head, (K,), for k from 1 to 10; InputError for any other k."""
         if not 1 <= k <= RANKS:
             raise InputError(f"k: the top-k accuracy is known for k from 1 to {RANKS}, got {k}")
-        return self.hits[:, :k].sum(1)
+        return self.hits[:, :k].sum(1).where(self.counts > 0, torch.nan)
 
     def tokens_per_step(self) -> dict[str, float]:
         """For each of `accepted` the mean number of tokens per step with drafts in a chain: see `chain_length`."""
@@ -93,10 +94,9 @@ def evaluate_heads(
     loss, hit, count, *sums = (
         data_ranks.sum(torch.stack(x).sum(0).double()).cpu() for x in (losses, hits, counts, accepted) if x
     )
-    at_least_one = count.clamp(min=1)
     named = dict(zip(ACCEPTED, sums[0], strict=True)) if sums else {}
-    means = {name: total / number.clamp(min=1e-9) for name, (total, number) in named.items()}
-    return HeadScores(loss / at_least_one, hit / at_least_one[:, None], count, means)
+    means = {name: total / number for name, (total, number) in named.items()}
+    return HeadScores(loss / count, hit / count.clamp(min=1)[:, None], count, means)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,15 @@
-"""Fetching Medusa heads from the Hugging Face hub."""
+"""Fetching heads from the Hugging Face hub."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
 from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import INDEX
 from ligermodels.convert.patience import patient
 from ligermodels.errors import HubError
@@ -15,6 +17,12 @@ from ligermodels.speculative.profiles import PROFILES
 
 FILES = [*dict.fromkeys(profile.file for profile in PROFILES.values())]
 """Names of files that hold heads."""
+
+
+def config_of_heads(heads: str | os.PathLike[str]) -> dict[str, Any]:
+    """config.json in a folder or hub repository of heads, whose weights are not fetched; empty if there is none."""
+    path = hub.resolve(heads, weights=False) / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def heads_folder(name_or_path: str | os.PathLike[str]) -> Path:

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError, HubError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, draft_type, without_heads
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.files import NoHeadsError
+from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.mtp import MTPModel
-from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE, holds_head
+from ligermodels.speculative.mtp_files import MODEL_TYPE, holds_head
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 DRAFT_HEADS: dict[str, Any] = {EAGLE_TYPE: Eagle3Model, DFLASH_TYPE: DFlashModel, DSPARK_TYPE: DSparkModel}
@@ -45,7 +45,7 @@ def load_multi_head(
         >>> model = load_multi_head(base, "heads/")
         >>> model.generate([[1, 5, 9]], max_new_tokens=64)
     """
-    if (kind := draft_type(_config_of(heads))) is not None:
+    if (kind := draft_type(config_of_heads(heads))) is not None:
         return DRAFT_HEADS[kind].from_pretrained(base, heads, progress=progress)
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
@@ -55,13 +55,8 @@ def load_multi_head(
         raise NoHeadsError(f"{error}; and no MTP head for this model") from None
 
 
-def _config_of(heads: str | os.PathLike[str]) -> dict[str, Any]:
-    path = hub.resolve(heads, weights=False) / CONFIG
-    return read_json(path) if path.is_file() else {}
-
-
 def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
-    config = _config_of(heads)
+    config = config_of_heads(heads)
     if config.get("model_type") in (None, "medusa", MODEL_TYPE) or without_heads(config)[1]:
         return config.get("model_type") == MODEL_TYPE
     try:

@@ -20,13 +20,14 @@ from ligermodels.layers.memory import memory_for
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.files import open_heads, save_heads
 from ligermodels.speculative.heads import MedusaHead
-from ligermodels.speculative.hub import heads_folder
+from ligermodels.speculative.hub import config_of_heads, heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import DynamicTree, Tree, default_tree, require_fixed
@@ -270,6 +271,7 @@ class MedusaModel(MultiHeadModel):
 
         Raises:
             CheckpointError: files or tensors are missing, damaged, in no known format or made for another base.
+            ConfigError: config.json is of heads of another kind.
             HubError: the files cannot be fetched.
 
         Examples:
@@ -277,6 +279,7 @@ class MedusaModel(MultiHeadModel):
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """
         path = heads_folder(folder)
+        require_type(config_of_heads(path), MEDUSA_TYPE, path)
         with open_heads(path) as stored:
             repeated = repeats_lm_head(base, path, stored)
             lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"

@@ -19,11 +19,13 @@ from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.layers.sharding import call_gathered, gathered
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import MTP_TYPE, require_type
 from ligermodels.models.mtp_format import mtp_block
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
+from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
@@ -143,7 +145,7 @@ class MTPModel(MultiHeadModel):
                 the tensors disagree about the number of layers.
             HubError: the files cannot be fetched.
             InputError: an argument is out of range, or `options` with a base model in memory.
-            ConfigError: MTP is not implemented for this base model.
+            ConfigError: MTP is not implemented for this base model, or config.json is of heads of another kind.
 
         Examples:
             >>> mtp = lm.MTPModel.from_pretrained("Qwen/Qwen3.5-9B", dtype=torch.bfloat16, device="cuda")
@@ -163,6 +165,7 @@ class MTPModel(MultiHeadModel):
                 )
             folder = source.folder
         else:
+            require_type(config_of_heads(head), MTP_TYPE, head)
             folder = hub.resolve(head)
         model = cls(base, num_steps, decay, stored_layers(base, folder) or 1)
         model.layout = load_head(base, model.head, folder, progress)

@@ -4,7 +4,8 @@ Two rules, both exact (Leviathan et al., 2023, arXiv 2211.17192). p is the model
 temperature, top-k, top-p and min-p.
 
 - Chains: the drafts are samples of the heads' distributions q, shaped as p. A draft v is accepted with probability
-  min(1, p(v) / q(v)); after the first rejection a token is sampled from max(p - q, 0), scaled to sum to 1.
+  min(1, p(v) / q(v)); after the first rejection a token is sampled from max(p - q, 0), scaled to sum to 1; or from p,
+  if p exceeds q nowhere, by a rounding.
 - Trees: the candidates are the most probable ones, not samples. A token is sampled from p, and accepted as a draft if
   it is among the candidates after the node: the rule above with a q of 0 and 1.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.sampling import warp
-from ligermodels.layers.packing import assert_async
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.speculative.acceptance import Accepted
 from ligermodels.speculative.drafting import unchanged
 from ligermodels.speculative.tree import DynamicTree, Tree
@@ -85,7 +86,9 @@ class Sampling:
         if q is None or not draft.numel():  # no draft, or one that the drafter has cut
             return draw(p, self._choosing[:, level])
         accepted = self._accepting[:, level, None] * q.gather(1, draft) < p.gather(1, draft)
-        return torch.where(accepted[:, 0], draft[:, 0], draw((p - q).clamp(min=0), self._choosing[:, level]))
+        rest = (p - q).clamp(min=0)
+        rest = torch.where(rest.any(dim=1, keepdim=True), rest, p)  # p = q but for a rounding
+        return torch.where(accepted[:, 0], draft[:, 0], draw(rest, self._choosing[:, level]))
 
 
 class SampledDrafts:

@@ -30,10 +30,12 @@ class HeadsEvaluation:
     kl: KLToReference | None = None
 
     def metrics(self) -> dict[str, Value]:
-        """The mean loss of the heads and their accuracies; of heads that learn the model's distribution also their
-        acceptance, agreement, and the tokens per step that follow from them. With a `kl`, the KL in nats per token, the
-        perplexity and its relative change."""
-        values: dict[str, Value] = {"loss": float(self.scores.losses.mean())}
+        """The mean loss of the heads and their accuracies, NaN for a head without a target.
+
+        Of heads that learn the model's distribution also their acceptance, agreement, and the tokens per step that
+        follow from them. With a `kl`, the KL in nats per token, the perplexity and its relative change.
+        """
+        values: dict[str, Value] = {"loss": float(self.scores.losses.nanmean())}
         values |= {f"top{k}": self.scores.accuracy(k).tolist() for k in (1, 5)}
         values |= {name: share.tolist() for name, share in self.scores.accepted.items()}
         values |= {CHAINS[name]: tokens for name, tokens in self.scores.tokens_per_step().items()}

@@ -47,23 +47,25 @@ class Metrics:
         entries = [(line, _entry(line)) for line in lines]
         for _, entry in entries:
             if entry["step"] == after:
-                found = {key.removeprefix(VALIDATION): entry[key] for key in entry if key.startswith(VALIDATION)}
+                names = [name for name in entry if name.startswith(VALIDATION)]
+                found = {name.removeprefix(VALIDATION): _or_nan(entry[name]) for name in names}
                 self.evaluation = found or self.evaluation
                 self.names |= entry.keys()
         write_atomically(path, b"".join(line for line, entry in entries if entry["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write `values` at `step`: numbers, or lists of numbers."""
+        """Write `values` at `step`: numbers, or lists of numbers. NaN is unknown: null in lists, else left out."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        known = {name: value for name, value in values.items() if isinstance(value, list) or not math.isnan(value)}
+        self._file.write(json.dumps({"step": step, **{name: _or_null(value) for name, value in known.items()}}) + "\n")
         self._file.flush()
         numbers: dict[str, float] = {}
-        for name, value in values.items():
+        for name, value in known.items():
             numbers |= {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
         for tracker in self._trackers:
-            tracker.log(numbers, step)
+            tracker.log({name: number for name, number in numbers.items() if not math.isnan(number)}, step)
 
     def write_report(self, report: StepMetrics) -> None:
         """Write each step of a report, then its speed, memory and ratios."""
@@ -83,6 +85,16 @@ class Metrics:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _or_null(value: Value) -> Any:
+    """The value as JSON, which has no NaN."""
+    return [None if math.isnan(number) else number for number in value] if isinstance(value, list) else value
+
+
+def _or_nan(value: Any) -> Value:
+    """The inverse of `_or_null`."""
+    return [math.nan if number is None else number for number in value] if isinstance(value, list) else value
 
 
 def _entry(line: bytes) -> dict[str, Any]:
@@ -107,7 +119,7 @@ def progress_note(state: StepMetrics) -> str:
         if (mean := state.means.get(name)) is not None:
             parts.append(f"{name.replace('_', ' ')} {mean:.3f}")
     for name, value in state.ratios.items():
-        parts.append(f"{name.replace('_', ' ')} {' '.join(f'{share:.0%}' for share in _listed(value))}")
+        parts.append(f"{name.replace('_', ' ')} {' '.join(shown_share(share) for share in _listed(value))}")
     if state.peak_memory is not None:
         parts.append(f"peak memory {state.peak_memory / 2**30:.1f} GiB")
     return ", ".join(parts)
@@ -122,8 +134,16 @@ def evaluation_note(step: int, values: Mapping[str, Value]) -> str:
 
 
 def shown_number(value: float) -> str:
-    """A number with four decimals; above a million, such as the perplexity of an untrained model, with four digits."""
+    """A number with four decimals; above a million, such as the perplexity of an untrained model, with four digits; a
+    dash for NaN."""
+    if math.isnan(value):
+        return "-"
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def shown_share(value: float, decimals: int = 0) -> str:
+    """A share in per cent, or a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:.{decimals}%}"
 
 
 def _listed(value: Value) -> list[float]:

@@ -177,9 +177,10 @@ class StepLog:
         )
 
     def _divided(self, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Value]:
-        """The sums over all ranks, each divided by the number of its terms; none without terms."""
+        """The sums over all ranks, each divided by the number of its terms: NaN for an element without terms, none
+        if no element has any."""
         sums = {name: (self._ranks.sum(total), self._ranks.sum(count)) for name, (total, count) in totals.items()}
-        return {name: (total / count.clamp(min=1)).tolist() for name, (total, count) in sums.items() if count.any()}
+        return {name: (total / count).tolist() for name, (total, count) in sums.items() if count.any()}
 
     def _metrics_of_steps(self, counts: Sequence[int]) -> list[Step]:
         """Metrics of the pending steps, which have `counts` targets."""

@@ -21,7 +21,9 @@ from ligermodels.data.mixture import Mixture
 from ligermodels.data.orders import DocumentOrder, Indices
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.models.extra_heads import require_command
 from ligermodels.parallel.ranks import data_share, is_sharded
+from ligermodels.speculative.hub import config_of_heads
 from ligermodels.training.announcement import data_messages
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -40,6 +42,7 @@ from ligermodels.training.inputs import (
     same_recipe,
     split,
 )
+from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.tokenising import start_tokenising
 
@@ -162,6 +165,8 @@ def plan_run(
         recipe = same_recipe(recipe, checkpoint["recipe"])
     elif recipe.date is None:
         recipe = recipe.model_copy(update={"date": on_first_rank(lambda: datetime.now().date().isoformat())})
+    if not checkpoint:
+        _check_start(recipe)
     base = Base.find(recipe, on_meta=on_meta)
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
@@ -199,6 +204,13 @@ def plan_run(
     return RunPlan(
         recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out
     )
+
+
+def _check_start(recipe: TrainingRecipe) -> None:
+    """ConfigError if the recipe starts from draft heads of another kind."""
+    start = recipe.settings().get("start_from")
+    if start not in (None, NEW):
+        require_command(config_of_heads(start), recipe.kind, start)
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:

@@ -154,6 +154,7 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
         ({"num_items_in_batch": 3}, "num_items_in_batch: is an option of the loss"),
         ({"typical_p": 0.5}, "typical_p: no such argument; options of log-probabilities: .*top_p"),
         ({"temperature": torch.ones(3)}, r"temperature: must be a number or of the shape of labels, \(3, 11\)"),
+        ({"temperature": torch.ones(3, 11).long()}, r"of the shape of labels, \(3, 11\), floating.*; got torch.int64"),
         ({"return_log_probs": False, "top_p": 0.5}, "top_p: no such argument"),
         ({"entropy_in_loss": True}, "entropy_in_loss goes with return_entropy"),
         ({"return_log_probs": False, "entropy_in_loss": True}, "entropy_in_loss: no such argument"),
@@ -168,6 +169,24 @@ def test_what_does_not_go_together_is_an_error(arguments: dict[str, Any], messag
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_z_loss=True)
     with pytest.raises(InputError, match="return_log_probs: is of labels, not of last_hidden_state"):
         model(last_hidden_state=torch.zeros(1, 2, model.config.hidden_size), return_log_probs=True)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["all labels", "few labels"])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_temperature_of_a_label_is_named_by_its_place(bad: float, few: bool) -> None:
+    """Of the batch, which is padded: row 2 is the first with a bad one at a label. Others may be anything."""
+    model, batch = lm.from_transformers(make("llama-3")), inputs()
+    if few:
+        batch["labels"][:, :-4] = -100
+    temperature = torch.ones(batch["labels"].shape)
+    temperature[:, 0] = bad
+    temperature[(batch["labels"] == -100) | (batch["attention_mask"] == 0)] = bad
+    fine = model.log_probs(**batch, temperature=temperature).log_probs
+    assert torch.equal(fine, model.log_probs(**batch).log_probs)
+    row, column = [i.tolist() for i in ((batch["labels"] != -100) & (batch["attention_mask"] == 1)).nonzero()][-1]
+    temperature[row, column] = bad
+    with pytest.raises(InputError, match=rf"^temperature: .*finite, but temperature\[{row}, {column}\] is {bad}"):
+        model.log_probs(**batch, temperature=temperature)
 
 
 def test_keywords_that_methods_replace() -> None:

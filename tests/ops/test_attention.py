@@ -283,13 +283,6 @@ def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [12, None, None, None]
 
 
-@pytest.mark.parametrize("window", [0, -1, 2.5, "2", True])
-def test_a_window_is_a_whole_number_above_0(window: object) -> None:
-    q = torch.ones(1, 4, 2, 8)
-    with pytest.raises(InputError, match="attention: window: must be a whole number of at least 1"):
-        attention(q, q, q, window=window)  # type: ignore[arg-type]
-
-
 def test_tensors_that_do_not_fit_are_refused() -> None:
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(InputError, match=r"q must be floating of shape \(B, T, Hq, D\)"):

@@ -1,9 +1,11 @@
 """Bad values on CUDA as an error on the host, where that is asked for; on the CPU they always are."""
 
+import math
 import runpy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,3 +67,55 @@ def test_bad_targets_labels_and_ids_raise(device: str) -> None:
         with pytest.raises(InputError, match=r"input_ids: token ids must lie in \[0, 40\), but \[0, 0\] is 45"):
             model(ids + 40)
         assert model(ids, labels=ids).loss.isfinite()
+
+
+def q_of(*heads: int) -> torch.Tensor:
+    return torch.ones(1, *heads, 8)
+
+
+ATTENTION_OPS: dict[str, Any] = {
+    "attention": lambda **options: ops.attention(q_of(4, 2), q_of(4, 2), q_of(4, 2), **options),
+    "decode_attention": lambda **options: ops.decode_attention(
+        q_of(1, 2), q_of(4, 2), q_of(4, 2), torch.tensor([2]), **options
+    ),
+    "block_context_attention": lambda **options: ops.block_context_attention(
+        q_of(2, 3, 2), q_of(2, 3, 2), q_of(2, 3, 2), q_of(4, 2), q_of(4, 2), torch.tensor([[1, 3]]), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("op", ATTENTION_OPS)
+def test_options_of_attention_scores(op: str) -> None:
+    """Numbers within their bounds, and True or False."""
+    bad: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "softmax_scale": ("must be a finite number or None", ("0.1", True, math.nan, math.inf, torch.ones(1))),
+        "window": ("must be a whole number of at least 1", (0, -1, 2.5, "2", True)),
+    }
+    if op == "block_context_attention":
+        bad["causal"] = ("must be True or False", ("no", 1, None))
+    else:
+        bad["softcap"] = ("must be a number above 0", (0, -1.0, "5", True, math.nan))
+    call = ATTENTION_OPS[op]
+    for name, (message, values) in bad.items():
+        for value in values:
+            with pytest.raises(InputError, match=f"^{op}: {name}:? {message}"):
+                call(**{name: value})
+    for options in ({"softmax_scale": np.float32(0.5)}, {"softmax_scale": 1}, {"window": np.int64(2)}):
+        assert torch.isfinite(call(**options)).all()
+
+
+@pytest.mark.parametrize("bounds", [[1, 4], [0, 3, 2, 4], [], [0, 2], [0, 5]], ids=str)
+@pytest.mark.parametrize("op", ["attention", "block_context_attention", "gated_delta_rule", "causal_conv"])
+def test_bounds_of_documents_rise_from_0_to_the_length(op: str, bounds: list[int]) -> None:
+    """An empty document is fine. Tokens of a context may follow the last document."""
+    x, gates = q_of(4, 2), torch.ones(1, 4, 2)
+    calls: dict[str, Any] = {
+        **ATTENTION_OPS,
+        "gated_delta_rule": lambda cu_seqlens: ops.gated_delta_rule(x, x, x, -gates, gates, cu_seqlens=cu_seqlens),
+        "causal_conv": lambda cu_seqlens: ops.causal_conv(q_of(4), torch.ones(8, 3), cu_seqlens=cu_seqlens),
+    }
+    calls[op](cu_seqlens=torch.tensor([0, 2, 2, 4], dtype=torch.int32))
+    if op == "block_context_attention" and bounds in ([0, 2], [0, 5]):
+        return
+    with pytest.raises(InputError, match=rf"^{op}: cu_seqlens must rise from 0.*; got \["):
+        calls[op](cu_seqlens=torch.tensor(bounds, dtype=torch.int32))

@@ -354,7 +354,7 @@ Q, CACHE, LENGTHS = torch.ones(2, 3, 4, 8), torch.ones(2, 9, 2, 8), torch.tensor
         ({"tree_mask": torch.ones(1, 3, 3, dtype=torch.bool)}, "tree_mask must be"),
         ({"sinks": torch.ones(2)}, r"sinks must be floating of shape \(4\)"),
         ({"sinks": torch.ones(4).requires_grad_()}, "has no gradient"),
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": 0}, "decode_attention: window: must be a whole number of at least 1"),
         (
             {"cache_seqlens": torch.ones(2, dtype=torch.int32, device="meta")},
             "cache_seqlens must be .* on cpu; got .* on meta",

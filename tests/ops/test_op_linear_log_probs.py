@@ -471,6 +471,14 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
         ({"temperature": torch.ones(3)}, InputError, r"temperature must be .*of shape \(2\)"),
         ({"temperature": torch.ones(2, dtype=torch.int64)}, InputError, "temperature must be floating"),
         ({"temperature": torch.ones(2, requires_grad=True)}, InputError, "temperature has no gradient"),
+        *(
+            (
+                {"temperature": torch.tensor([1.0, bad])},
+                InputError,
+                rf"temperature must be .*, but temperature\[1\] is {bad}",
+            )
+            for bad in (0.0, -1.0, torch.nan, torch.inf)
+        ),
         ({"top_k": 1.5}, InputError, "top_k must be a whole number"),
         ({"top_k": torch.ones(2).long()}, InputError, "top_k must be a whole number, .* the same for all rows"),
         ({"top_p": 1.1}, InputError, r"top_p must be a number in \[0, 1\]"),

@@ -15,7 +15,8 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
-from ligermodels.layers.tokens import Tokens
+from ligermodels.layers.targets import shift_labels
+from ligermodels.layers.tokens import KeptPadding, Tokens, Unpadding
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_training import default_layer_ids
@@ -285,6 +286,30 @@ def test_anchors() -> None:
     assert len(every.anchors) == 40 and set(every.anchors[:found].tolist()) == allowed and found == len(allowed)
     often = torch.bincount(torch.cat([sample(slice(0, 1), 10, seed).anchors for seed in range(700)]))
     assert (often[list(allowed)] / 700 - 10 / len(allowed)).abs().max() < 0.08
+
+
+@pytest.mark.parametrize("compiled_layout", [False, True], ids=["unpadded", "kept padding"])
+@pytest.mark.parametrize("labelled", [False, True], ids=["padding ignored", "padding labelled"])
+def test_padding_leaves_the_anchors(compiled_layout: bool, labelled: bool) -> None:
+    """On the right and on the left, with the attention mask or, if its labels are -100 and on the right, without."""
+    ids = ids_of(30, 1)
+    ids[0, [2, 3, 17]] = -100
+
+    def sample(labels: Tensor, packing: Tokens) -> list[int]:
+        rows = packing.take(labels, -100)
+        following = torch.stack([shift_labels(rows, k, getattr(packing, "cu_seqlens", None)) for k in (1, 2, 3)])
+        blocks = sample_blocks(labels, following, packing, 9, 0)
+        places = packing.take(torch.arange(labels.numel()).view_as(labels)).flatten()
+        return places[blocks.anchors].tolist()
+
+    wanted = sample(ids, Tokens())
+    for left, right in ((0, 7), (5, 0), (0, 1)):
+        padded = F.pad(ids, (left, right), value=9 if labelled else -100)
+        mask = F.pad(torch.ones_like(ids), (left, right))
+        found = sample(padded, (KeptPadding if compiled_layout else Unpadding)(mask))
+        assert found == [left + anchor for anchor in wanted]
+    if not labelled:
+        assert sample(F.pad(ids, (0, 7), value=-100), Tokens()) == wanted
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -596,7 +621,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     layers, nested = files["speculators"][0]["transformer_layer_config"], files["z-lab"][0]["dflash_config"]
     sliding = {**layers, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     for error, form, changes, message in (
-        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "names no dspark head"),
+        (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "holds an EAGLE-3 head, not a DSpark head"),
         (ConfigError, "speculators", {"transformer_layer_config": {**layers, "model_type": "gemma"}}, "be 'qwen3'"),
         (ConfigError, "speculators", {"transformer_layer_config": sliding}, "sliding_window"),
         (ConfigError, "speculators", {"mask_token_id": ...}, "mask_token_id: config.json of the head does not"),
@@ -611,7 +636,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (ConfigError, "z-lab", {"dflash_config": nested | {"causal": True}}, "dflash_config.causal: True"),
         (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "dflash_config.use_swa"),
         (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not implemented"),
-        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "names no dflash head"),
+        (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "holds a DSpark head, not a DFlash head"),
         (ConfigError, "z-lab", {"projector_type": "domino"}, "projector_type: 'domino'"),
         (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window"),
     ):

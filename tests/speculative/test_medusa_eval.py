@@ -17,15 +17,20 @@ from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.cli import app, plot
+from ligermodels.cli.evaluation import show_scores
+from ligermodels.data.batches import Batch
 from ligermodels.data.documents import Documents
 from ligermodels.data.packing import PackedBatches
 from ligermodels.data.prompts import opening_prompts
 from ligermodels.errors import BackendError, InputError
 from ligermodels.speculative import benchmark as decoding
+from ligermodels.speculative.acceptance import chain_length
 from ligermodels.speculative.benchmark import ContinuationScores, benchmark_decoding, evaluate_continuations, fit_tree
-from ligermodels.speculative.evaluation import HeadScores
+from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
 from ligermodels.speculative.tree import Tree, chain, expected_tokens, grow
 from ligermodels.training import train_heads
+from ligermodels.training.heads import HeadsEvaluation
+from ligermodels.training.metrics import Metrics, evaluation_note
 
 PROMPTS = [[5, 9, 11], [77], list(range(30, 50)), [3, 4]]
 
@@ -109,6 +114,29 @@ def test_steps_are_walked_as_decoding_does() -> None:
     assert own.tokens_per_step(chain(2)) == 6 / 3  # Places 0, 2 and 5: one, two and one accepted.
     assert own.tokens_per_step(chain(1)) == 6 / 4  # Places 0, 2, 4 and 5.
     assert math.isnan(ContinuationScores(scores, [ranks[:, :1]], [1]).tokens_per_step(chain(2)))
+
+
+@torch.no_grad()
+def test_a_head_without_a_target_has_no_scores(
+    medusa: lm.MedusaModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN, null in files, a dash in tables: neither a loss of 0, nor never right. The mean is of the other heads."""
+    ids = torch.tensor([[5, 9, 11, 4]])  # heads predict 2, 3 and 4 tokens ahead
+    scores = evaluate_heads(medusa, [Batch({"input_ids": ids, "labels": ids})])
+    assert scores.counts.tolist() == [2, 1, 0]
+    assert scores.losses.isnan().tolist() == scores.accuracy(1).isnan().tolist() == [False, False, True]
+    values = HeadsEvaluation(scores).metrics()
+    assert values["loss"] == pytest.approx(scores.losses[:2].mean().item())
+    log = Metrics(tmp_path)
+    log.write_evaluation(3, {**values, "perplexity": math.nan})
+    log.close()
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert entry["validation_top1"] == [*values["top1"][:2], None] and "validation_perplexity" not in entry
+    assert math.isnan(Metrics(tmp_path, after=3).evaluation["top1"][2])
+    assert evaluation_note(3, values).endswith(" -") and "nan" not in evaluation_note(3, values)
+    show_scores(scores)
+    assert re.search(r"2 +t\+4( +-){3} *$", capsys.readouterr().out, re.MULTILINE)
+    assert grow(scores.hits, 5).max_depth < 3 and chain_length([0.5, math.nan]) == 1.5
 
 
 def test_a_prediction_is_of_other_prompts_and_can_fail(medusa: lm.MedusaModel) -> None:

@@ -14,7 +14,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.decoding import speculative_generate
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.sampling import draw
+from ligermodels.speculative.sampling import Sampling, draw
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 VOCAB = 5
@@ -224,6 +224,20 @@ def test_draw_is_the_inverse_of_the_cumulative_sum() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 5.0, 0.0])
     uniforms = torch.tensor([0.0, 0.2499, 0.25, 0.374, 0.375, 1 - 2**-53], dtype=torch.float64)
     assert draw(weights.expand(6, 6), uniforms).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+def test_a_draft_rejected_by_a_rounding_alone() -> None:
+    """q is p but for roundings upwards, so that p exceeds it nowhere: the token is then a sample of p."""
+    p = torch.tensor([[0.3, 0.4, 0.1, 0.2, 0.0]])  # the last token is one that top-k leaves out
+    sampling = Sampling({}, 1, chain(1), p.device, lambda uniforms: uniforms.copy_(tops[:, None, None].expand(3, 1, 2)))
+    tops = torch.tensor([0.0, 1 - 2**-53, 0.5], dtype=torch.float64)  # drafts, acceptance, choice
+    sampling.renew()
+    assert sampling.drafts is not None
+    sampling.drafts(p.log()[:, None])
+    shaped, ids = sampling.drafts._sampled[0]
+    sampling.drafts._sampled[0] = torch.where(shaped > 0, shaped.nextafter(torch.ones(())), 0), ids
+    tokens, parent = torch.tensor([[3, 0]]), torch.tensor([0, 0])
+    assert sampling(p.log()[:, None].expand(1, 2, 5), tokens, parent).choices[0, 0] == 1
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.attention.backend import AttentionRequest, Backend
 from ligermodels.ops.attention.flash_attention import FLASH, INSTALLED, META
@@ -20,8 +19,10 @@ from ligermodels.ops.attention.reference import REFERENCE
 from ligermodels.ops.attention.sdpa import SDPA
 from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.attention.varlen import MISSING, VARLEN
+from ligermodels.ops.runtime.checks import check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
 from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import check_tensor
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
@@ -63,7 +64,8 @@ def attention(
         (B, T, Hq, Dv), in q's dtype.
 
     Raises:
-        InputError: shapes or devices do not fit together, an argument has another dtype, or `window` is below 1.
+        InputError: shapes or devices do not fit together, an argument has another dtype, an option of the
+            scores is no number within its bounds, or, on the CPU, `cu_seqlens` do not rise from 0 to S.
         BackendError: the named backend is unknown, not installed, or cannot serve this call.
 
     Examples:
@@ -72,8 +74,7 @@ def attention(
         torch.Size([2, 5, 8, 64])
     """
     _check(q, k, v, mask, cu_seqlens, sinks)
-    if window is not None:
-        check_count("attention: window", window)
+    check_scores("attention", softmax_scale, window, softcap)
     num_keys, head_dim, value_dim = k.shape[1], q.shape[3], v.shape[3]
     request = AttentionRequest(
         device=q.device.type, dtype=q.dtype, head_dim=head_dim, query_length=q.shape[1], key_length=num_keys,
@@ -136,6 +137,8 @@ def _check(
         raise InputError(f"attention: {length} queries but only {k.shape[1]} keys; give at least as many keys")
     if cu_seqlens is not None and (batch != 1 or mask is not None):
         raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
+    check_tensor("attention", "cu_seqlens", cu_seqlens, ("n + 1",), q.device, torch.int32, optional=True)
+    check_rising("attention", cu_seqlens, k.shape[1])
 
 
 def _aligned(x: Tensor, compiling: bool) -> Tensor:

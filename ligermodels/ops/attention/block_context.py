@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count
+from ligermodels.arguments import check_flag
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.block_context_kernels import (
     block_context_forward_kernel,
@@ -20,6 +20,7 @@ from ligermodels.ops.attention.block_context_kernels import (
     block_context_query_gradient_kernel,
 )
 from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
+from ligermodels.ops.runtime.checks import check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import checked_on_host, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, heads_and_strides
@@ -61,14 +62,17 @@ def block_context_attention(
         (B, A, L, Hq, D), in q's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together, or an anchor is not in [0, T].
+        InputError: shapes, dtypes or devices do not fit together, an option has another type or value, an anchor is not
+            in [0, T], or, on the CPU, `cu_seqlens` do not rise from 0.
 
     Examples:
         >>> q, k, context = torch.randn(1, 3, 7, 8, 64), torch.randn(1, 3, 7, 2, 64), torch.randn(1, 50, 2, 64)
         >>> block_context_attention(q, k, k, context, context, torch.tensor([[4, 17, 40]])).shape
         torch.Size([1, 3, 7, 8, 64])
     """
-    _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens, window)
+    _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens)
+    check_scores(OP, softmax_scale, window)
+    check_flag(f"{OP}: causal", causal)
     scale = q.shape[4] ** -0.5 if softmax_scale is None else softmax_scale
     starts = context_starts(anchors, cu_seqlens, k_context.shape[1])
     if use_kernels(q, k_context, v_context) and q.shape[4] * q.element_size() <= MAX_BYTES:
@@ -228,7 +232,7 @@ def _block_context_backward(
 
 def _check(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors: Tensor,
-    cu_seqlens: Tensor | None, window: int | None,
+    cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
     check_tensor(OP, "q", q, ("B", "A", "L", "Hq", "D"))
     (batch, blocks, length, heads, dim), device, dtype = q.shape, q.device, q.dtype
@@ -243,5 +247,4 @@ def _check(
     check_tensor(OP, "cu_seqlens", cu_seqlens, ("n + 1",), device, torch.int32, optional=True)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {batch}")
-    if window is not None:
-        check_count(f"{OP}: window", window)
+    check_rising(OP, cu_seqlens)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.attention import attention
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
+from ligermodels.ops.runtime.checks import check_scores
 from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.signature import Signature
@@ -73,9 +74,11 @@ def decode_attention(
         Contiguous (B, T, Hq, D) in q's dtype; zeros for a token that sees nothing.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, `window` is below 1, or autograd would need a gradient.
+        InputError: shapes, dtypes or devices do not fit, an option of the scores is no number within its bounds, or
+            autograd would need a gradient.
     """
-    _check(q, k_cache, v_cache, cache_seqlens, window, tree_mask, sinks)
+    _check(q, k_cache, v_cache, cache_seqlens, tree_mask, sinks)
+    check_scores("decode_attention", softmax_scale, window, softcap)
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if use_kernels(q, k_cache) and q.shape[3] <= MAX_KERNEL_HEAD_DIM:
         return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
@@ -149,8 +152,7 @@ def _visible(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, window: int | No
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, window: int | None, tree_mask: Tensor | None,
-    sinks: Tensor | None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, tree_mask: Tensor | None, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     op = "decode_attention"
     _TENSORS.check(op, q, k_cache, v_cache, cache_seqlens, sinks)
@@ -165,8 +167,6 @@ def _check(
     if tree_mask is not None:
         shape = (T, T) if tree_mask.dim() == 2 else (B, T, T)
         check_tensor(op, "tree_mask", tree_mask, shape, q.device, torch.bool)
-    if window is not None and window < 1:
-        raise InputError(f"{op}: window must be at least 1, got {window}")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks)):
         raise InputError("decode_attention has no gradient: call it under torch.no_grad(), or use ops.attention")
 

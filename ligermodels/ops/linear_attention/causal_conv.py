@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_KERNEL_WIDTH, CausalConv, tree_conv
+from ligermodels.ops.runtime.checks import check_rising
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor
@@ -39,7 +40,8 @@ def causal_conv(
         Contiguous (B, T, C) of x's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or cu_seqlens is given with another layout.
+        InputError: shapes, dtypes or devices do not fit, or cu_seqlens is given with another layout, or, on the CPU,
+            does not rise from 0 to T.
     """
     _check(x, weight, earlier, cu_seqlens, tree)
     if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
@@ -120,3 +122,4 @@ def _check(
     check_tensor(name, "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{name}: documents are packed into one row, but x has {batch}; flatten x to (1, T, C)")
+    check_rising(name, cu_seqlens, tokens)

@@ -29,6 +29,7 @@ from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.linear_attention import delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.delta_chunks import EPS
+from ligermodels.ops.runtime.checks import check_rising
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
@@ -94,7 +95,7 @@ def gated_delta_rule(
         without `final_state`.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit.
+        InputError: shapes, dtypes or devices do not fit, or, on the CPU, cu_seqlens do not rise from 0 to T.
         BackendError: the named backend is unknown or cannot serve the call.
     """
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
@@ -104,6 +105,7 @@ def gated_delta_rule(
             f"gated_delta_rule: documents are packed into one row, but q has {q.shape[0]}; give q (1, T, G, K)"
         )
     operands = q, k, v, g, beta, initial_state
+    check_rising("gated_delta_rule", cu_seqlens, q.shape[1])
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
         first = None if cu_seqlens is None else first_tokens(q, cu_seqlens)

@@ -105,8 +105,9 @@ def linear_log_probs(
         `TokenLogProbs`.
 
     Raises:
-        InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range. On CUDA
-            such a target fails a device-side assertion.
+        InputError: shapes, dtypes, devices or options do not fit, or, on the CPU, a target is out of range or
+            the temperature of a row with a target is not positive and finite. On CUDA these fail a device-side
+            assertion.
 
     Examples:
         >>> hidden = torch.randn(2, 16, 64, requires_grad=True)

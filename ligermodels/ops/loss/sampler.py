@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.tensors import check_tensor
 
 
@@ -140,7 +141,8 @@ def inverse_temperatures(
         dtype: of the statistics.
 
     Raises:
-        InputError: another type, shape or device, a number that is not positive, or a tensor that needs a gradient.
+        InputError: another type, shape or device, a tensor that needs a gradient, or a number, or on the CPU an
+            element, that is not positive and finite. On CUDA such an element fails a device-side assertion.
     """
     if isinstance(temperature, Tensor):
         check_tensor(op, "temperature", temperature, target.shape, target.device)
@@ -149,11 +151,17 @@ def inverse_temperatures(
         if temperature.requires_grad and torch.is_grad_enabled():
             raise InputError(f"{op}: temperature has no gradient; give temperature.detach()")
         valid = target != ignore_index
-        torch._assert_async(((temperature > 0) | ~valid).all(), f"{op}: temperature must be positive")
+        usable = is_temperature(temperature) | ~valid
+        assert_async(usable, f"{op}: temperature must be positive and finite", temperature, "temperature")
         return torch.where(valid, temperature.detach().to(dtype), 1.0).reciprocal()
     if not _is_number(temperature) or not 0 < temperature < float("inf"):
         raise InputError(f"{op}: temperature must be a positive number or a tensor, got {temperature!r}")
     return None if temperature == 1 else torch.full(target.shape, 1 / temperature, dtype=dtype, device=target.device)
+
+
+def is_temperature(x: Tensor) -> Tensor:
+    """Whether each element is positive and finite, bool of x's shape."""
+    return (x > 0) & (x < torch.inf)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,79 @@
+"""Draft heads that are loaded with the class, or by the command, of another kind: one message, before any work."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from zoo import CONFIGS, make_checkpoint
+
+import ligermodels as lm
+from ligermodels import training
+from ligermodels.cli import app
+from ligermodels.errors import ConfigError
+from ligermodels.models.extra_heads import HEADS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 2, "num_layers": 1}, "mtp": {}, "eagle3": {"num_steps": 2},
+    "dflash": {"block_size": 3, "num_layers": 1}, "dspark": {"block_size": 3, "num_layers": 1, "markov_rank": 4},
+}  # fmt: skip
+RECIPES = {"medusa": "Medusa", "mtp": "MTP", "eagle3": "Eagle", "dflash": "DFlash", "dspark": "DSpark"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model, and heads of each kind."""
+    path = tmp_path_factory.mktemp("kinds")
+    make_checkpoint(path / "base", {**CONFIGS["llama-3.1"], "vocab_size": 307})
+    base = lm.from_pretrained(path / "base", dtype=torch.float32)
+    for kind, options in OPTIONS.items():
+        model = getattr(lm, HEADS[kind][1]).from_base(base, **options)
+        (model.save_head if kind == "mtp" else model.export)(
+            path / kind, **({} if kind == "mtp" else {"base_model": "b"})
+        )
+    return path
+
+
+def message(folder: Path, held: str, wanted: str) -> str:
+    heads, model_class, command = HEADS[held]
+    return re.escape(
+        f"{folder / held}: holds {heads}, not {HEADS[wanted][0]}: load it with {model_class}.from_pretrained; on the "
+        f"command line, use `ligermodels {command}`"
+    )
+
+
+@pytest.mark.parametrize("wanted", HEADS)
+def test_heads_of_another_kind(folder: Path, wanted: str, tmp_path: Path) -> None:
+    base = lm.from_pretrained(folder / "base", dtype=torch.float32)
+    model_class, recipe_class = getattr(lm, HEADS[wanted][1]), getattr(training, f"{RECIPES[wanted]}Recipe")
+    model_class.from_pretrained(base, folder / wanted)
+    for held in HEADS:
+        if held != wanted:
+            with pytest.raises(ConfigError, match=f"^{message(folder, held, wanted)}$"):
+                model_class.from_pretrained(base, folder / held)
+    held = {**dict(zip(HEADS, [*HEADS][1:], strict=False)), "dspark": "medusa"}[wanted]
+    words, command = message(folder, held, wanted), HEADS[wanted][2]
+    heads, model, data = (str(folder / name) for name in (held, "base", "none.jsonl"))  # no data is read
+    calls = [
+        ["export", model, heads, str(tmp_path / "out")],
+        ["eval", model, heads, "--data", data, "--device", "cpu"],
+        ["train", model, "--start-from", heads, "--data", data, "--out", str(tmp_path / "out")],
+    ]
+    for call in calls:
+        result = CliRunner().invoke(app, [command, *call])
+        error = " ".join((str(result.exception) + result.output).split())
+        assert result.exit_code and re.search(words, error), (call, error)
+    recipe = recipe_class(base=model, data=data, start_from=heads, steps=1)
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        getattr(training, "train_heads" if wanted == "medusa" else f"train_{command}")(recipe, tmp_path / "run")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_of_heads_is_no_model(folder: Path) -> None:
+    for kind, (heads, model_class, _) in HEADS.items():
+        assert json.loads((folder / kind / "config.json").read_text())
+        with pytest.raises(ConfigError, match=f"describes {heads}, without a model: .*{model_class}.from_pretrained"):
+            lm.from_pretrained(folder / kind)
