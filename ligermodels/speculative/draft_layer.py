@@ -55,7 +55,16 @@ def check_ascending(boundaries: Sequence[int]) -> None:
 
 
 def check_layers(name: str, layers: Any, kinds: Sequence[str]) -> None:
-    """InputError unless an argument is a Hugging Face config of layers of one of the `kinds` of model."""
+    """Checks the config of a head's layers.
+
+    Args:
+        name: name of the argument, for the message.
+        layers: a Hugging Face config.
+        kinds: the allowed values of its `model_type`.
+
+    Raises:
+        InputError: it is no dict, or of another kind.
+    """
     found = layers.get("model_type") if isinstance(layers, Mapping) else layers
     if not isinstance(layers, Mapping) or found not in kinds:
         raise InputError(
