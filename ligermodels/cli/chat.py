@@ -24,6 +24,7 @@ def chat(
     path: models.Model,
     heads: decoding.Heads = None,
     draft_tree: decoding.DraftTree = None,
+    confidence_threshold: decoding.ConfidenceThreshold = None,
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 1024,
@@ -47,7 +48,8 @@ def chat(
     /reset starts a new conversation with the same system turn; /exit or the end of the input ends the chat. Answers go
     to standard output, messages to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, heads is not None, draft_tree)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, heads is not None, draft_tree,
+                               confidence_threshold)  # fmt: skip
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
 
     from ligermodels.data.chat import ChatTemplate, end_of_turn
@@ -62,7 +64,7 @@ def chat(
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
     model = source.load(dtype, device, attention, rounding)
-    medusa = options.load_heads(model, heads, decoding.tree_of(draft_tree)) if heads else None
+    medusa = options.load_heads(model, heads, decoding.tree_of(draft_tree), confidence_threshold) if heads else None
     arguments = decode.arguments(model, device)
     # Some checkpoints name only the end of a text as their EOS, not the token that ends a turn.
     ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}

@@ -46,6 +46,16 @@ DraftTree = Annotated[
     ),
 ]
 
+ConfidenceThreshold = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="With DSpark heads: check drafts only while the product of their confidences is at least this; the tokens "
+        "stay the same.  [default: 0, all drafts]",
+    ),
+]
+
 
 def tree_of(text: str | None) -> DynamicTree | None:
     """The `DynamicTree` of a value of --draft-tree. Raises typer.BadParameter for anything but three whole numbers."""
@@ -77,10 +87,13 @@ class Decoding:
     seed: int | None
     medusa: bool
     draft_tree: str | None = None
+    confidence_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_tree is not None and not self.medusa:
-            raise typer.BadParameter("needs --heads", param_hint="--draft-tree")
+        flags = {"--draft-tree": self.draft_tree, "--confidence-threshold": self.confidence_threshold}
+        for flag, value in flags.items():
+            if value is not None and not self.medusa:
+                raise typer.BadParameter("needs --heads", param_hint=flag)
         self._check_sampling(self.sample)
 
     @property

@@ -49,6 +49,7 @@ def evaluate(
         typer.Option(min=1, help="Prompts decoded together in the benchmark. May be repeated.  [default: 1]"),
     ] = None,
     draft_tree: decoding.DraftTree = None,
+    confidence_threshold: decoding.ConfidenceThreshold = None,
     compare: Annotated[
         list[str] | None, typer.Option(help="Other heads for BASE, benchmarked on the same prompts. May be repeated.")
     ] = None,
@@ -94,7 +95,8 @@ def evaluate(
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    medusa = options.load_heads(options.load(folder, dtype, device, attention, rounding), heads, grown)
+    model = options.load(folder, dtype, device, attention, rounding)
+    medusa = options.load_heads(model, heads, grown, confidence_threshold)
     scores = _scored(medusa, documents, indices, recipe, seq_len or recipe.seq_len, batch_size)
     fit, benchmarks = None, list[dict[str, Any]]()
     if token_prompts:

@@ -33,6 +33,7 @@ def generate(
     seed: decoding.Seed = None,
     medusa: decoding.Heads = None,
     draft_tree: decoding.DraftTree = None,
+    confidence_threshold: decoding.ConfidenceThreshold = None,
     adapter: models.Adapter = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
@@ -46,7 +47,8 @@ def generate(
 
     The text goes to standard output, the speed to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa is not None, draft_tree)
+    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa is not None, draft_tree,
+                               confidence_threshold)  # fmt: skip
     rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     prompts = prompt or [_standard_input()]
     if "" in prompts:
@@ -63,7 +65,7 @@ def generate(
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
     model = source.load(dtype, device, attention, rounding)
-    heads = options.load_heads(model, medusa, decoding.tree_of(draft_tree)) if medusa else None
+    heads = options.load_heads(model, medusa, decoding.tree_of(draft_tree), confidence_threshold) if medusa else None
     arguments = decode.arguments(model, device)
     eos = as_eos_ids(model.generation_defaults().get("eos_token_id"))
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
-from ligermodels.errors import BackendError, arguments_named
+from ligermodels.errors import BackendError, InputError, arguments_named
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
@@ -146,21 +146,31 @@ def require_heads(heads: str, command: str | None = None) -> None:
         require_command(config, command, heads)
 
 
-def load_heads(base: CausalLM, heads: str, draft_tree: DynamicTree | None = None) -> MultiHeadModel:
+def load_heads(
+    base: CausalLM, heads: str, draft_tree: DynamicTree | None = None, confidence_threshold: float | None = None
+) -> MultiHeadModel:
     """Load draft heads, with a progress bar.
 
     Args:
         base: their base model.
         heads: folder or hub id of the heads.
-        draft_tree: the tree of --draft-tree; InputError if these heads cannot draft it.
+        draft_tree: the tree of --draft-tree.
+        confidence_threshold: the number of --confidence-threshold.
+
+    Raises:
+        InputError: these heads cannot draft the tree, or have no confidences.
     """
     from ligermodels.speculative.load import load_multi_head
 
     with progress(f"loading {heads}", in_bytes=True) as update:
         model = load_multi_head(base, heads, progress=update)
-    if draft_tree is not None:
-        with arguments_named(tree="--draft-tree"):
-            model.drafter(draft_tree)
+    if confidence_threshold is not None:
+        if not hasattr(model, "confidence_threshold"):
+            raise InputError(f"--confidence-threshold: is for DSpark heads, and {heads} holds heads of {model.kind}")
+        cast(Any, model).confidence_threshold = confidence_threshold
+    if draft_tree is not None or confidence_threshold is not None:
+        with arguments_named(tree="--draft-tree", confidence_threshold="--confidence-threshold"):
+            model.drafter(model.default_tree() if draft_tree is None else draft_tree)
     return model
 
 

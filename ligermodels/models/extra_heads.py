@@ -67,7 +67,13 @@ def require_type(config: Mapping[str, Any], kind: str, folder: object) -> None:
 
 
 def require_command(config: Mapping[str, Any], command: str, folder: object) -> None:
-    """`require_type` for the type of the heads of a command, which is also the kind of their recipe."""
+    """`require_type` for the heads of a command.
+
+    Args:
+        config: config.json, or an empty dict if there is none.
+        command: the command, or the kind of a recipe.
+        folder: the folder or hub id with the config, for the message.
+    """
     require_type(config, next(kind for kind, (*_, name) in HEADS.items() if name == command), folder)
 
 

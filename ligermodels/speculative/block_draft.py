@@ -27,7 +27,7 @@ from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
 from ligermodels.speculative.block_training import BlockTraining
-from ligermodels.speculative.draft_head import DraftHeadModel
+from ligermodels.speculative.draft_head import DraftHeadModel, check_draft_options
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.tree import DynamicTree, Tree, chain, require_fixed
@@ -86,6 +86,9 @@ class BlockDraftModel(DraftHeadModel):
             raise InputError(f"{min(wrong)}: no such argument")
         self.base, self.config = base, config
         self.training_options = BlockTraining(**{**self.training_defaults, **training})
+        how = self.training_options
+        if not (how.ce_weight or how.divergence_weight or (config.enable_confidence_head and how.confidence_weight)):
+            raise InputError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
         self.num_heads, self.embed, self.lm_head = config.num_drafts, None, None
         self._check_config()
@@ -138,8 +141,7 @@ class BlockDraftModel(DraftHeadModel):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, or another option.
         """
-        if others := loss_options.keys() - {"token_weights", "reduction", "memory_budget"}:
-            raise InputError(f"{min(others)}: is no option of this loss, which takes token_weights, memory_budget")
+        check_draft_options(loss_options)
         check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels, of_heads=True)
         if labels is None and input_ids is None:
             raise InputError("input_ids: are needed where there are no labels")

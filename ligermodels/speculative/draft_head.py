@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from ligermodels.layers.sharding import call_gathered
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.multi_head import MultiHeadModel
+
+LOSS_OPTIONS = ("token_weights", "reduction", "memory_budget")
+"""What a caller of these models may choose of the loss."""
+
+
+def check_draft_options(options: Mapping[str, Any]) -> None:
+    """InputError for an option of the loss that is none of LOSS_OPTIONS."""
+    if others := options.keys() - set(LOSS_OPTIONS):
+        raise InputError(f"{min(others)}: is no option of this loss, which takes {', '.join(LOSS_OPTIONS)}")
 
 
 class DraftHeadModel(MultiHeadModel):

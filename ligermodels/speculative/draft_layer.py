@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError, short
 from ligermodels.layers import AttentionConfig, MLPConfig
 from ligermodels.models.decoder import DecoderConfig
 
@@ -52,3 +52,21 @@ def check_ascending(boundaries: Sequence[int]) -> None:
     """ConfigError unless `boundaries` are different layers in ascending order."""
     if not boundaries or list(boundaries) != sorted(set(boundaries)) or min(boundaries) < 0:
         raise ConfigError(f"boundaries: must be different layers in ascending order, got {tuple(boundaries)}")
+
+
+def check_layers(name: str, layers: Any, kinds: Sequence[str]) -> None:
+    """Checks the config of a head's layers.
+
+    Args:
+        name: name of the argument, for the message.
+        layers: a Hugging Face config.
+        kinds: the allowed values of its `model_type`.
+
+    Raises:
+        InputError: it is no dict, or of another kind.
+    """
+    found = layers.get("model_type") if isinstance(layers, Mapping) else layers
+    if not isinstance(layers, Mapping) or found not in kinds:
+        raise InputError(
+            f"{name}: must be a Hugging Face config, a dict with model_type {' or '.join(kinds)}; got {short(found)}"
+        )

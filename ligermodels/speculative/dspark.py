@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
+from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import check_boundaries
@@ -14,7 +15,7 @@ from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_files import load_head, save_head
 from ligermodels.speculative.block_head import BlockDraftConfig
 from ligermodels.speculative.block_training import default_layer_ids
-from ligermodels.speculative.draft_layer import layer_like
+from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.markov_head import MarkovHeadType
 
@@ -273,7 +274,9 @@ def _new(
     """
     check_native(base, "base")
     target = base.config
-    layers = layer_like(target, "qwen3", num_layers) if layers is None else layers
+    if layers is None:
+        layers = layer_like(target, "qwen3", check_count("num_layers", num_layers, most=MOST_HEADS))
+    check_layers("layers", layers, ("qwen3",))
     if shape["boundaries"] is None:
         count = int(layers.get("num_hidden_layers", num_layers))
         shape["boundaries"] = boundaries_of(default_layer_ids(count, len(target.blocks)))

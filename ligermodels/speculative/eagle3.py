@@ -19,13 +19,13 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.draft_head import DraftHeadModel
-from ligermodels.speculative.draft_layer import layer_like
+from ligermodels.speculative.draft_head import DraftHeadModel, check_draft_options
+from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
-from ligermodels.speculative.eagle3_head import DraftStates, Eagle3Config, Eagle3Head, following
+from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head, following
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
@@ -141,6 +141,7 @@ class Eagle3Model(DraftHeadModel):
         check_native(base, "base")
         if boundaries is not None:
             boundaries = check_boundaries("boundaries", boundaries, len(base.config.blocks))
+        check_layers("layer", {"model_type": layer} if isinstance(layer, str) else layer, KINDS)
         config = Eagle3Config(
             layer_like(base.config, layer) if isinstance(layer, str) else layer,
             default_boundaries(len(base.config.blocks)) if boundaries is None else tuple(boundaries),
@@ -203,8 +204,7 @@ class Eagle3Model(DraftHeadModel):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, or another option.
         """
-        if others := loss_options.keys() - {"token_weights", "reduction", "memory_budget"}:
-            raise InputError(f"{min(others)}: is no option of a divergence, which takes token_weights, memory_budget")
+        check_draft_options(loss_options)
         batch = self.prepare(
             2,
             input_ids,

@@ -20,7 +20,7 @@ FILES = [*dict.fromkeys(profile.file for profile in PROFILES.values())]
 
 
 def config_of_heads(heads: str | os.PathLike[str]) -> dict[str, Any]:
-    """config.json in a folder or hub repository of heads, whose weights are not fetched; empty if there is none."""
+    """config.json in a folder or hub repository of heads; empty if there is none. No weights are fetched."""
     path = hub.resolve(heads, weights=False) / "config.json"
     return read_json(path) if path.is_file() else {}
 

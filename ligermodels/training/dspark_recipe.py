@@ -53,6 +53,8 @@ class BlockRecipe(DraftRecipe):
             )
         if self.dpace_alpha is not None and (self.divergence_weight or not self.ce_weight):
             raise ConfigError("dpace_alpha: D-PACE weighs the cross entropy; give ce_weight, no divergence_weight")
+        if not (self.ce_weight or self.divergence_weight or self.settings().get("confidence_weight")):
+            raise ConfigError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         super().check()
 
 

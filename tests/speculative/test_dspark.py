@@ -664,9 +664,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ({"vocabulary": DraftVocabulary.whole(60)}, "vocab_size"), ({"gamma": 0}, "gamma"), ({"steps": 1}, "steps: no"),
         ({"divergence": "js"}, "divergence"), ({"dpace_alpha": 2.0}, "dpace_alpha"), ({"num_anchors": 0}, "num_anchor"),
         ({"dpace_alpha": 0.5, "divergence_weight": 1.0}, "D-PACE weighs the cross entropy"),
+        ({"ce_weight": 0}, "^ce_weight, divergence_weight: both are 0"), ({"num_layers": 0}, "^num_layers: must be"),
+        *(({"layers": wrong}, "^layers: must be a Hugging Face config") for wrong in ("llama", 5, {"model_type": "x"})),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             lm.DFlashModel.from_base(base, **options)
+    for layer in ("gpt2", 5, {}):
+        with pytest.raises(InputError, match=r"^layer: must be a Hugging Face config.*llama or qwen3; got"):
+            lm.Eagle3Model.from_base(base, layer=layer)  # type: ignore[arg-type]
+    lm.DSparkModel.from_base(base, 4, num_layers=1, ce_weight=0, divergence_weight=0)  # trains its confidence head
+    for other in (lm.DFlashModel.from_base(base, 4, num_layers=1), lm.Eagle3Model.from_base(base)):
+        with pytest.raises(InputError, match=r"^z_loss: .*takes token_weights, reduction, memory_budget"):
+            other(torch.ones(1, 9).long(), labels=torch.ones(1, 9).long(), z_loss=1.0)
     model = stirred("vanilla", base, vocabulary=DraftVocabulary(EVERY_THIRD, 61))
     for profile, message in (("deepspec", "no reduced draft vocabulary"), ("z-lab", "one of speculators, deepspec")):
         with pytest.raises(InputError, match=message):

@@ -201,7 +201,7 @@ def test_padding_masked_labels_and_normalisers() -> None:
     with pytest.raises(InputError, match="reduction"):
         model(short, labels=short, reduction="none")
     for option in ({"label_smoothing": 0.1}, {"class_weights": torch.ones(61)}, {"temperature": 2.0}):
-        with pytest.raises(InputError, match=f"{next(iter(option))}: is no option of a divergence"):
+        with pytest.raises(InputError, match=f"{next(iter(option))}: is no option of this loss"):
             model(short, labels=short, **option)
     weights = torch.rand(1, 11, dtype=torch.float64)
     weighted, plain = model(long, labels=labels_long, token_weights=weights), model(long, labels=labels_long)
@@ -491,7 +491,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert not load().config.norm_before_residual and not any(p.requires_grad for p in base.parameters())
 
     for options, message in (
-        ({"lm_head": "tied"}, "lm_head"), ({"num_steps": 0}, "num_steps"), ({"boundaries": [3, 9]}, "4 layers"),
+        ({"lm_head": "tied"}, "lm_head"), ({"num_steps": 0}, "num_steps"), ({"boundaries": [3, 9]}, "at most 4"),
         ({"vocabulary": DraftVocabulary.whole(60)}, "draft_vocab_size|vocab_size"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):

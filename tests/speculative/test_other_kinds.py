@@ -12,9 +12,10 @@ from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
 from ligermodels import training
-from ligermodels.cli import app
-from ligermodels.errors import ConfigError
+from ligermodels.cli import app, options
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.extra_heads import HEADS
+from ligermodels.speculative.block_drafter import BlockDrafter
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2, "num_layers": 1}, "mtp": {}, "eagle3": {"num_steps": 2},
@@ -29,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kinds")
     make_checkpoint(path / "base", {**CONFIGS["llama-3.1"], "vocab_size": 307})
     base = lm.from_pretrained(path / "base", dtype=torch.float32)
-    for kind, options in OPTIONS.items():
-        model = getattr(lm, HEADS[kind][1]).from_base(base, **options)
+    for kind, sizes in OPTIONS.items():
+        model = getattr(lm, HEADS[kind][1]).from_base(base, **sizes)
         (model.save_head if kind == "mtp" else model.export)(
             path / kind, **({} if kind == "mtp" else {"base_model": "b"})
         )
@@ -77,3 +78,31 @@ def test_a_model_of_heads_is_no_model(folder: Path) -> None:
         assert json.loads((folder / kind / "config.json").read_text())
         with pytest.raises(ConfigError, match=f"describes {heads}, without a model: .*{model_class}.from_pretrained"):
             lm.from_pretrained(folder / kind)
+
+
+def test_the_confidence_threshold_is_for_dspark_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate`, `chat` and `eval` have the flag; other heads refuse it by name."""
+    base, asked = str(folder / "base"), list[float]()
+    init = BlockDrafter.__init__
+
+    def recorded(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        asked.append(self.threshold)
+
+    monkeypatch.setattr(BlockDrafter, "__init__", recorded)
+    model = lm.from_pretrained(base, dtype=torch.float32)
+    for kind in HEADS:
+        found = None
+        try:
+            loaded = options.load_heads(model, str(folder / kind), confidence_threshold=0.3)
+        except InputError as error:
+            found = str(error)
+        if kind == "dspark":
+            assert loaded.confidence_threshold == 0.3 and asked == [0.3]
+        else:
+            assert found is not None and found.startswith("--confidence-threshold: "), (kind, found)
+    for command, more in (("generate", ["--prompt", "a"]), ("chat", []), ("dspark eval", [str(folder / "dspark")])):
+        flags = ["--confidence-threshold", "1.5" if command == "dspark eval" else "0.5", *more]
+        words = "less than or equal to 1" if command == "dspark eval" else "needs --heads"
+        result = CliRunner().invoke(app, [*command.split(), base, *flags])
+        assert result.exit_code == 2 and words in " ".join(result.output.replace("│", " ").split()), result.output

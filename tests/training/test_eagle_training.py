@@ -141,7 +141,7 @@ def test_bad_recipes_are_named(base: Path, data: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=name):
             recipe_for(base, data, **change)
     for change, message in (
-        ({"boundaries": (0, 9)}, "boundaries: the model has 1 layers"),
+        ({"boundaries": (0, 9)}, "boundaries: must be at most 1, got 9"),
         ({"boundaries": (1, 0)}, "ascending order"),
         ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc: excludes fc_norm"),
     ):
