@@ -8,6 +8,7 @@ one program, in a fixed order of summation.
 """
 
 from functools import partial
+from typing import Any
 
 from ligermodels.ops.attention.triton_attention_kernels import (
     LOWEST,
@@ -21,7 +22,7 @@ from ligermodels.ops.attention.triton_attention_kernels import (
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
-SCAN = tl.constexpr(256) if HAS_TRITON else None
+SCAN: Any = tl.constexpr(256) if HAS_TRITON else None
 """Anchors that are compared at once."""
 
 kernel_for_any_length = partial(kernel, do_not_specialize=("T", "S", "A", "L", "heads", "window"))
