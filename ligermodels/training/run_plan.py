@@ -163,10 +163,10 @@ def plan_run(
         start, checkpoint = newest
     if checkpoint:
         recipe = same_recipe(recipe, checkpoint["recipe"])
-    elif recipe.date is None:
-        recipe = recipe.model_copy(update={"date": on_first_rank(lambda: datetime.now().date().isoformat())})
-    if not checkpoint:
+    else:
         _check_start(recipe)
+        date = recipe.date or on_first_rank(lambda: datetime.now().date().isoformat())
+        recipe = recipe.model_copy(update={"date": date})
     base = Base.find(recipe, on_meta=on_meta)
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
