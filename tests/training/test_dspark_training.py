@@ -81,7 +81,8 @@ def test_a_run_and_what_it_writes(kind: str, further: dict[str, Any], base: Path
     slots = 4 if kind == "dspark" else 3
     evaluation = outcome.evaluation.metrics()
     assert len(evaluation["top1"]) == len(evaluation["acceptance"]) == slots
-    products = (math.prod(evaluation["agreement"][:k]) for k in range(1, slots + 1))
+    accepted = [0.0 if math.isnan(share) else share for share in evaluation["agreement"]]  # NaN: a slot without targets
+    products = (math.prod(accepted[:k]) for k in range(1, slots + 1))
     assert evaluation["greedy_tau"] == pytest.approx(1 + sum(products))
     report = lines(out, "tau")[-1]
     assert len(report["acceptance"]) == slots and 1 <= report["greedy_tau"] <= slots + 1
