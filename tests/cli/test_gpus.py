@@ -166,6 +166,7 @@ everyone = [None, None]
 dist.all_gather_object(everyone, mine)
 assert sorted(map(sum, everyone)) == [0, 1] and is_first_to(f"only rank {rank}")
 open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
+dist.destroy_process_group()
 """
     assert launch.run_ranks(2, [sys.executable, "-c", script]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"0-0", "1-1"}

@@ -18,7 +18,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer queries in a window": {"queries": 40, "window": 33, "sinks": True, "batch": 2},
     "one query": {"queries": 1, "bounds": [0, 3, 3, 40, 70], "window": 15, "softcap": 1.5},
     "packed": {"bounds": [0, 3, 3, 40, 41, 70], "sinks": True, "dtype": torch.float16},
-    "packed, more tokens than bounds tell": {"bounds": [0, 3, 40], "queries": 50},
     "packed last places in a window": {"queries": 40, "bounds": [0, 3, 3, 40, 60, 70], "window": 15, "softcap": 1.5},
     "softcap, wide values, sinks": {"softcap": 2.0, "dim": 24, "value_dim": 40, "sinks": True, "dtype": torch.float16},
     "narrow values, as many heads of keys": {"dim": 24, "value_dim": 10, "kv_heads": 2},
