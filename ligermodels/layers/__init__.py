@@ -17,7 +17,7 @@ from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute, Update
 from ligermodels.layers.lm_head import HeadConfig, HeadLoss, LMHead
 from ligermodels.layers.mlp import GatedMLP, MLPConfig
-from ligermodels.layers.moe import MoE, MoEConfig, load_balancing_loss
+from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
 from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
 from ligermodels.layers.qkv import QKNormConfig, SplitQKV, ValueConfig
@@ -38,6 +38,7 @@ from ligermodels.layers.rope import (
     yarn_mscale,
 )
 from ligermodels.layers.router import Router, RouterConfig
+from ligermodels.layers.router_losses import count_tokens_per_expert, load_balancing_loss, router_z_loss
 from ligermodels.layers.shared_kv_attention import SharedKVAttentionConfig
 from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 

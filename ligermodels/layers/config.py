@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import ConfigError
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.rope import RopeConfig
+
+if TYPE_CHECKING:
+    from ligermodels.layers.router import RouterConfig
 
 Self = TypeVar("Self", bound="LayerConfig")
 
@@ -57,6 +60,12 @@ class LayerConfig(ABC):
         (B, T, H) to the same shape. `context` is a `ForwardContext`; `state` is the result of `LayerState.layer`,
         or None.
         """
+
+    @property
+    def expert_router(self) -> RouterConfig | None:
+        """Config of the router of a mixture of experts, whose `RouterOutput` has the experts of each token and whose
+        `forward` uses the experts in `context.experts`; None for any other layer."""
+        return None
 
     @property
     def has_extra_output(self) -> bool:

@@ -29,10 +29,18 @@ class TreeTokens(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """`logits` (tokens, E) of a mixture of experts' router, and the `top_k` experts that a token is sent to."""
+    """The result of a mixture of experts' router.
+
+    logits: (tokens, E).
+    top_k: number of experts that a token is sent to.
+    experts: long (tokens, top_k), these experts; None from a layer that does not return them.
+    aux_loss: whether the layer takes part in the load-balancing loss.
+    """
 
     logits: Tensor
     top_k: int
+    experts: Tensor | None = None
+    aux_loss: bool = True
 
 
 class KeysValues(NamedTuple):
@@ -58,6 +66,9 @@ class ForwardContext:
         new tokens follow one another, and are kept.
     keys_values: outside of decoding passes, the keys and values that earlier layers share, by the layer's number.
     per_layer_inputs: (B, T, layers, P), a small vector for each layer and token (Gemma 4).
+    routing: the experts that the caller gives for each token, by the number of the block: (rows, length, top_k), -1 for
+        the router's choice. Blocks without an entry choose by themselves.
+    experts: the entry of `routing` for the block that computes; see `of_block`.
     needed: if the layer is given only the tokens whose states are needed, (1, n, H), these tokens. `rope_tables`,
         `positions` and `per_layer_inputs` then belong to them; all other fields describe the whole pass.
     """
@@ -71,7 +82,13 @@ class ForwardContext:
     tree: TreeTokens | None = None
     keys_values: dict[int, KeysValues] = field(default_factory=dict)
     per_layer_inputs: Tensor | None = None
+    routing: Mapping[int, Tensor] = field(default_factory=dict)
+    experts: Tensor | None = None
     needed: SelectedTokens | None = None
+
+    def of_block(self, number: int) -> ForwardContext:
+        """The context of one block: with `experts`, if the caller gives them."""
+        return replace(self, experts=self.routing.get(number)) if self.routing else self
 
     def of_tokens(self, needed: SelectedTokens) -> ForwardContext:
         """The context of layers that are given only the `needed` tokens."""
@@ -86,9 +103,14 @@ class ForwardContext:
 
     def of_parts(self, parts: Tokens) -> ForwardContext:
         """The context of blocks that compute a part of the tokens under sequence parallelism: only the per-layer inputs
-        are divided. Tables and positions stay whole, because the projections of a mixer gather all tokens."""
+        and the given experts are divided. Tables and positions stay whole, because the projections of a mixer gather
+        all tokens."""
         per_layer = self.per_layer_inputs
-        return self if per_layer is None else replace(self, per_layer_inputs=parts.take(per_layer))
+        return replace(
+            self,
+            per_layer_inputs=None if per_layer is None else parts.take(per_layer),
+            routing={number: parts.take(experts) for number, experts in self.routing.items()},
+        )
 
     def paths(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """How the new tokens of each sequence follow one another, for recurrent mixers.

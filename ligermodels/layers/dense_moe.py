@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.router import RouterConfig
 from ligermodels.layers.sharding import TensorSharding
 
 
@@ -47,6 +48,14 @@ class DenseMoEConfig(LayerConfig):
     def __post_init__(self) -> None:
         if self.experts.aux_loss:
             raise ConfigError("aux_loss: is not implemented for experts beside a dense layer; set it to False")
+
+    @property
+    def expert_router(self) -> RouterConfig:
+        return self.experts.router
+
+    @property
+    def has_extra_output(self) -> bool:
+        return True
 
     def build(self, hidden_size: int) -> nn.Module:
         return DenseMoE(hidden_size, self)
@@ -87,8 +96,8 @@ class DenseMoE(Layer):
             config.norm.build(hidden_size) for _ in range(4)
         )
 
-    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """x (..., H), the residual stream -> (..., H)."""
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> tuple[Tensor, RouterOutput]:
+        """x (..., H), the residual stream -> (..., H), and the router's output."""
         y = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        experts = self.experts(self.experts_norm(x), routed_by=x)
-        return cast(Tensor, y + self.experts_post_norm(experts))
+        experts, router = self.experts(self.experts_norm(x), context, routed_by=x)
+        return y + self.experts_post_norm(experts), router

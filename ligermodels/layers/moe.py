@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ from ligermodels.convert.mappings import (
     stack,
     transposed,
 )
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
@@ -27,7 +27,7 @@ from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
-from ligermodels.layers.router import Router, RouterConfig, softmax
+from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.sharding import (
     TensorSharding,
     local,
@@ -37,7 +37,6 @@ from ligermodels.layers.sharding import (
     sum_over_ranks,
     used_in_parts,
 )
-from ligermodels.layers.tokens import SequenceShard
 from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 
@@ -56,7 +55,7 @@ class MoEConfig(LayerConfig):
         bias: whether the experts' projections have biases.
         shared: a feed-forward layer for all tokens. Default: None.
         shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
-        aux_loss: whether training may add a load-balancing loss; the layer then also returns its router's logits.
+        aux_loss: whether training may add a load-balancing loss.
 
     Raises:
         ConfigError: a field is out of range, or fields do not fit together; the message names the field.
@@ -103,8 +102,12 @@ class MoEConfig(LayerConfig):
         return {**multipliers, "limit": self.limit, "up_offset": self.up_offset}
 
     @property
+    def expert_router(self) -> RouterConfig:
+        return self.router
+
+    @property
     def has_extra_output(self) -> bool:
-        return self.aux_loss
+        return True
 
     def build(self, hidden_size: int) -> nn.Module:
         return MoE(hidden_size, self)
@@ -217,20 +220,21 @@ class MoE(Layer):
 
     def forward(
         self, x: Tensor, context: ForwardContext | None = None, *, routed_by: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, RouterOutput]:
+    ) -> tuple[Tensor, RouterOutput]:
         """Mix the experts' outputs.
 
         Args:
             x: (..., H).
-            context: context of the forward pass, not used.
+            context: context of the forward pass; its `experts` replace the router's choice. Default: None.
             routed_by: (..., H), input of the router. Default: x.
 
         Returns:
-            (..., H), dtype of x; if the config has an `aux_loss`, also the router's output.
+            (..., H), dtype of x, and the router's output.
         """
         tokens = x.flatten(0, -2)
-        logits, weights, experts = self.router(tokens if routed_by is None else routed_by.flatten(0, -2))
-        rows, weights, experts = (used_in_parts(self, tensor) for tensor in (tokens, weights, experts))
+        given = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
+        logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given)
+        rows, weights, experts = (used_in_parts(self, tensor) for tensor in (tokens, weights, chosen))
         if self._expert_mesh is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
             down_bias = on_first_rank(self, self.down_bias)
@@ -247,9 +251,8 @@ class MoE(Layer):
             out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
         out = out.view_as(x)
         out = out if self._expert_mesh is None else out.clone()  # FSDP2 warns of modules that return views
-        if not self.config.aux_loss:
-            return out
-        return out, RouterOutput(of_all_tokens(self, logits), self.config.router.top_k)
+        logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
+        return out, RouterOutput(logits, self.config.router.top_k, chosen, self.config.aux_loss)
 
 
 def mix_experts(
@@ -290,48 +293,3 @@ def mix_experts(
     # In float32 the products and their sum are rounded once, at the end.
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
-
-
-def load_balancing_loss(
-    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
-) -> Tensor:
-    """Load-balancing loss (Fedus et al., 2021, equations 4 to 6). Its minimum, for a uniform choice, is top_k.
-
-    num_experts * sum over experts of (choices per token) * (mean probability), both over the tokens of all layers. As
-    in transformers, probabilities are the softmax of the logits and choices are the largest probabilities, however the
-    router itself scores and chooses. Gradients flow through the probabilities only.
-
-    Args:
-        router_outputs: the router's output for each layer, from `Decoder.forward`.
-        mask: bool, one element per token, any shape; False for tokens that do not count, such as padding. Default: all
-            tokens count.
-        shard: this rank's part of the tokens, see `layers.tokens`. Default: None, the rank has all tokens.
-
-    Returns:
-        A float32 scalar; zero if no token counts.
-
-    Raises:
-        InputError: there are no layers, or shapes do not fit.
-    """
-    if not router_outputs:
-        raise InputError("router_outputs: empty; the load-balancing loss needs a layer with experts")
-    first, top_k = router_outputs[0]
-    if any(logits.shape != first.shape or k != top_k for logits, k in router_outputs):
-        shapes = [(tuple(logits.shape), k) for logits, k in router_outputs]
-        raise InputError(f"router_outputs: all layers must have the same (tokens, experts) and top_k, got {shapes}")
-    tokens, num_experts = first.shape
-    mask = shard.is_token(first.device) if shard is not None and mask is None else mask
-    if mask is not None and mask.numel() != tokens:
-        raise InputError(f"mask: must have one element for each of {tokens} tokens, got shape {tuple(mask.shape)}")
-    counts = first.new_ones(tokens, 1) if mask is None else mask.reshape(-1, 1)
-    counts = counts.to(torch.promote_types(first.dtype, torch.float32))
-    over_ranks: Callable[[Tensor], Tensor] = (lambda x: x) if shard is None else shard.sum
-    total = (over_ranks(counts.sum()) * len(router_outputs)).clamp(min=1)
-    choices, probability_sums = [], []
-    for logits, _ in router_outputs:
-        probabilities = softmax(logits)
-        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1)
-        choices.append((chosen * counts).sum(0))
-        probability_sums.append((probabilities * counts).sum(0))
-    chosen, probable = over_ranks(torch.stack([sum(choices), sum(probability_sums)])).unbind()  # type: ignore[list-item]
-    return num_experts * (chosen / total * (probable / total)).sum()

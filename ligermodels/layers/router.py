@@ -81,7 +81,7 @@ class RouterConfig:
 
 class Routing(NamedTuple):
     """Result of a router: `logits` (N, E); `weights` (N, top_k), at least float32; and `experts`, long (N, top_k), in
-    order of falling scores."""
+    order of falling scores, or in the order in which they were given."""
 
     logits: Tensor
     weights: Tensor
@@ -136,8 +136,17 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.config}"
 
-    def forward(self, tokens: Tensor) -> Routing:
-        """tokens (N, H) -> their experts and weights."""
+    def forward(self, tokens: Tensor, given: Tensor | None = None) -> Routing:
+        """Choose the experts of each token, and compute their weights.
+
+        Args:
+            tokens: (N, H).
+            given: (N, top_k), any integer dtype: experts to use in place of the router's choice, in this order. Their
+                weights are computed as for chosen experts. A token with -1 keeps the router's choice. Default: None.
+
+        Returns:
+            The logits, and the experts and weights of each token.
+        """
         config = self.config
         weight, bias, expert_scales = (local(self, p) for p in (self.weight, self.bias, self.expert_scales))
         tokens = tokens if self.norm is None else self.norm(tokens)
@@ -154,6 +163,8 @@ class Router(nn.Module):
         if config.top_k_groups < config.num_groups:
             choice = _best_groups(choice, config.num_groups, config.top_k_groups)
         experts = choice.topk(config.top_k, dim=-1).indices
+        if given is not None:
+            experts = torch.where(given < 0, experts, given)
         weights = scores.gather(1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + config.eps)

@@ -27,6 +27,7 @@ from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import decode, output_of
+from ligermodels.models.routing import router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
 
@@ -38,6 +39,9 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+    router_z_loss_coef: float = 0.0
+    """Weight of the z-loss of the routers of mixtures of experts in the whole loss; set it to change it. It is no field
+    of config.json, and not saved. See `layers.router_z_loss`."""
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()
@@ -139,6 +143,8 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         return_z_loss: bool = False,
         return_predicted: bool = False,
         return_hidden_states: Sequence[int] | None = None,
+        routing: Tensor | None = None,
+        return_routing: bool = False,
         token_indices: Tensor | Targets | None = None,
         state: DecodingState | None = None,
         tree: TreeTokens | None = None,
@@ -164,6 +170,11 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             return_hidden_states: also return the residual stream (B, T, H) at these boundaries between blocks: after
                 this many blocks, from 0, the scaled embeddings, to the number of blocks, the states before the final
                 norm. Always of all tokens, also with labels or `token_indices`.
+            routing: the experts of each token, in place of the routers' choice: any integer dtype (B, T, layers with
+                experts, experts per token), as `return_routing` returns them, or (B, T, all layers, ...), as servers
+                do. The current router computes their weights, with its gradient. A token with -1 is routed by the
+                router.
+            return_routing: also return the experts of each token.
             token_indices: long (n,), indices of the flattened B * T tokens: only the logits and states of these tokens
                 are computed, (1, n, ...). `Targets` stand for the tokens that have a target.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
@@ -188,7 +199,7 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             >>> model(input_ids).logits.shape
             torch.Size([1, 10, 32000])
         """
-        passed = (state, tree, token_indices, return_hidden_states)
+        passed = (state, tree, token_indices, return_hidden_states, routing, return_routing)
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
         options = {"num_items_in_batch": num_items_in_batch, **loss_options}
         deprecated = {name: options.pop(name, None) for name in DEPRECATED}
@@ -205,10 +216,9 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         if decoded.targets is not None:
             result = decoded.targets.loss(0, self.head, decoded.hidden, **options)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
-            loss, weight = cast(Tensor, result.loss), self.config.router_aux_loss_coef
-            # A loss for each token has no share of the load-balancing loss.
-            if weight and output.aux_loss is not None and loss.ndim == 0:
-                output.loss = loss + weight * decoded.targets.share(num_items_in_batch) * output.aux_loss
+            loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
+            if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
+                output.loss = loss + decoded.targets.share(num_items_in_batch) * of_routers
         return output
 
     if TYPE_CHECKING:
@@ -223,8 +233,10 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        routing: Tensor | None = None,
         return_logits: bool = False,
         return_last_hidden_state: bool = False,
+        return_routing: bool = False,
         return_entropy: bool = False,
         return_predicted: bool = False,
         return_log_kept_mass: bool = False,
@@ -245,8 +257,10 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
                 predict one another.
             inputs_embeds: (B, T, H) in place of `input_ids`.
+            routing: the experts of each token, in place of the routers' choice: see `forward`.
             return_logits: also return the logits.
             return_last_hidden_state: also return the states after the final norm.
+            return_routing: also return the experts of each token.
             return_entropy: also return the entropy of each prediction.
             return_predicted: also return the likeliest token at the place of each label.
             return_log_kept_mass: also return the log of the probability of the kept tokens together.
@@ -267,7 +281,10 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
             torch.Size([1, 10])
         """
         check_log_prob_options(options, labels)
-        inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens)
+        inputs = ModelInputs(
+            input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, routing=routing,
+            return_routing=return_routing,
+        )  # fmt: skip
         asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
         if return_log_kept_mass:
             asked["return_log_kept_mass"] = True

@@ -155,6 +155,8 @@ class Decoder(RefusesDropout):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
+        self.expert_routers = {number: router for number, router in routers if router is not None}
         if config.dropout:
             self.eval()
 
@@ -185,6 +187,7 @@ class Decoder(RefusesDropout):
         per_layer_inputs: Tensor | None = None,
         layout: TokenLayout | None = None,
         hidden_states: dict[int, Tensor] | None = None,
+        routing: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         """Compute hidden states after the final norm. Values of the inputs are not checked: `CausalLM` does that.
 
@@ -206,6 +209,8 @@ class Decoder(RefusesDropout):
             hidden_states: its keys are boundaries between blocks, 0 to the number of blocks. Each value is replaced by
                 the residual stream after that many blocks: at 0 the scaled embeddings, at the last boundary the states
                 before the final norm. Always of all tokens: (B, T, H), with a `layout` (rows, length, H).
+            routing: the experts of each token, by the number of the block: (rows, length, top_k), this rank's tokens
+                in the layout. With the last boundary in `hidden_states` only, so that blocks are given all tokens.
 
         Returns:
             (B, T, H); with `token_indices` (1, n, H); with a `layout` its tokens, (rows, length, H).
@@ -215,7 +220,7 @@ class Decoder(RefusesDropout):
         # tokens are taken at the end.
         early, late = (None, token_indices) if layout is None and tokens.shard is not None else (token_indices, None)
         x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
-        context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs)
+        context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs, routing or {})
         start, end = 0, len(self.blocks)
         if hidden_states is not None:
             for boundary in sorted(hidden_states):
@@ -264,6 +269,7 @@ class Decoder(RefusesDropout):
         seq_lens: Tensor | None,
         tree: TreeTokens | None,
         per_layer: Tensor | None,
+        routing: Mapping[int, Tensor],
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks."""
         adds = state is not None or seq_lens is not None or tree is not None  # to the tokens of a decoding state
@@ -278,7 +284,9 @@ class Decoder(RefusesDropout):
         if tokens.shard is not None:
             positions = tokens.shard.take(positions)
             tables = {rope: (tokens.shard.take(cos), tokens.shard.take(sin)) for rope, (cos, sin) in tables.items()}
-        context = ForwardContext(tables, tokens.cu_seqlens, positions, tokens.shard, per_layer_inputs=per_layer)
+        context = ForwardContext(
+            tables, tokens.cu_seqlens, positions, tokens.shard, per_layer_inputs=per_layer, routing=routing
+        )
         if not adds:
             return context
         if state is not None:
@@ -300,12 +308,13 @@ class Decoder(RefusesDropout):
             parts = parts_of(self, x.shape[0], x.shape[1])
         if parts is not None:
             x, context = parts.take(x), context.of_parts(parts)
+        direct = checkpointing == "none" and parts is None and not context.routing
         for i in blocks:
             own_state = None if state is None else state.layers[i]
-            if checkpointing == "none" and parts is None:
+            if direct:
                 output = self.blocks[i](x, context, own_state)
             else:
-                output = run(checkpointing, self.blocks[i], x, context, own_state, parts=parts)
+                output = run(checkpointing, self.blocks[i], x, context.of_block(i), own_state, parts=parts)
             x = output.hidden
             if output.keys_values is not None:
                 context.keys_values[i] = output.keys_values

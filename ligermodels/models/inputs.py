@@ -13,7 +13,8 @@ from ligermodels.errors import InputError, short
 from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
 from ligermodels.layers.packing import check_plain, check_same_tokens, check_token_ids
-from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.models.routing import check_routing
 from ligermodels.ops.runtime.checks import assert_async
 
 
@@ -21,6 +22,7 @@ class InputModel(Protocol):
     """A model, as far as its inputs have to fit it."""
 
     config: DecoderConfig
+    decoder: Decoder
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -44,6 +46,8 @@ class ModelInputs(NamedTuple):
     tree: TreeTokens | None = None
     token_indices: Tensor | Targets | None = None
     return_hidden_states: Sequence[int] | None = None
+    routing: Tensor | None = None
+    return_routing: bool = False
 
 
 def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
@@ -78,6 +82,8 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
         raise InputError("tree: is for decoding, and needs a state")
     if inputs.token_indices is not None:
         _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
+    if inputs.routing is not None:
+        check_routing(model.decoder, inputs.routing, tokens)
     return shape
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor
 
-from ligermodels.layers import RouterOutput, Targets, load_balancing_loss
+from ligermodels.layers import RouterOutput, Targets
 from ligermodels.layers.tokens import TokenLayout, layout_without_padding
 from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
+from ligermodels.models.routing import NOT_ROUTED, RouterResults, given_experts, router_results
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -22,14 +22,14 @@ class Decoded(NamedTuple):
     hidden: states after the final norm, (rows, length, H) in the `layout`; or (1, n, H) of the tokens with a target.
     layout: layout of the states.
     targets: the targets of the labels, or None.
-    aux_loss: load-balancing loss of mixtures of experts, or None.
+    routers: results of the routers of mixtures of experts.
     hidden_states: the residual streams (B, T, H) of `return_hidden_states`, or None.
     """
 
     hidden: Tensor
     layout: TokenLayout
     targets: Targets | None
-    aux_loss: Tensor | None
+    routers: RouterResults
     hidden_states: tuple[Tensor, ...] | None
 
 
@@ -49,14 +49,14 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         InputError: the inputs do not fit.
     """
     shape = check_inputs(model, inputs, token_weights)
-    states = None if inputs.return_hidden_states is None else _unfilled(model, inputs.return_hidden_states)
+    states = _unfilled(model, inputs)
     if inputs.state is not None or inputs.token_indices is not None:
         return _decode_in_place(model, inputs, shape, states)
     layout = model.layout(
         shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
     )
     targets: Targets | None = None
-    router_outputs: list[RouterOutput] = []
+    router_outputs = _router_outputs(inputs)
     if inputs.labels is not None:
         size = model.config.vocab_size
         targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, every_token=every_token)
@@ -66,12 +66,13 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
         position_ids=inputs.position_ids,
         token_indices=targets,
         router_outputs=router_outputs,
+        routing=given_experts(model.decoder, inputs.routing, layout, inputs.attention_mask),
         layout=layout,
         hidden_states=states,
     )
-    aux_loss = None if targets is None or not router_outputs else _aux_loss(router_outputs, layout)
-    restored = None if states is None else _restored(states, inputs, layout)
-    return Decoded(hidden, layout, targets, aux_loss, restored)
+    return Decoded(
+        hidden, layout, targets, _routers(model, inputs, router_outputs, layout), _restored(states, inputs, layout)
+    )
 
 
 def _decode_in_place(
@@ -79,8 +80,7 @@ def _decode_in_place(
 ) -> Decoded:
     """`decode` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and returns
     the states of tokens (B, T), or (1, n) of the `token_indices`, which need no restoring."""
-    state, needed = inputs.state, inputs.token_indices
-    router_outputs: list[RouterOutput] = []
+    state, needed, router_outputs = inputs.state, inputs.token_indices, _router_outputs(inputs)
     layout, seq_lens = layout_without_padding(shape, None), None
     if state is None:
         rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
@@ -96,27 +96,60 @@ def _decode_in_place(
         tree=inputs.tree,
         token_indices=needed,
         router_outputs=router_outputs,
+        routing=given_experts(model.decoder, inputs.routing, rows, inputs.attention_mask),
         hidden_states=states,
     )
-    aux_loss = _aux_loss(router_outputs, rows) if router_outputs and isinstance(needed, Targets) else None
-    return Decoded(hidden, layout, None, aux_loss, None if states is None else _restored(states, inputs, layout))
+    return Decoded(
+        hidden, layout, None, _routers(model, inputs, router_outputs, rows), _restored(states, inputs, layout)
+    )
 
 
-def _aux_loss(router_outputs: list[RouterOutput], layout: TokenLayout) -> Tensor:
-    """The load-balancing loss over all tokens but padding."""
-    mask = None if layout.packing.mask is None else layout.take(layout.packing.mask, False)
-    return load_balancing_loss(router_outputs, mask, shard=layout.shard)
+def _has_losses(inputs: ModelInputs) -> bool:
+    """Whether a loss will be computed from the hidden states."""
+    return inputs.labels is not None or isinstance(inputs.token_indices, Targets)
 
 
-def _unfilled(model: CausalLM, boundaries: Sequence[int]) -> dict[int, Tensor]:
-    """The argument `hidden_states` of `Decoder.forward`."""
-    checked = check_boundaries("return_hidden_states", boundaries, len(model.decoder.blocks))
-    return cast("dict[int, Tensor]", dict.fromkeys(checked))
+def _router_outputs(inputs: ModelInputs) -> list[RouterOutput] | None:
+    """The argument `router_outputs` of `Decoder.forward`: None, so that logits are not kept, where nobody reads them."""
+    return [] if _has_losses(inputs) or inputs.return_routing else None
 
 
-def _restored(states: dict[int, Tensor], inputs: ModelInputs, layout: TokenLayout) -> tuple[Tensor, ...]:
+def _routers(
+    model: CausalLM, inputs: ModelInputs, outputs: list[RouterOutput] | None, layout: TokenLayout
+) -> RouterResults:
+    """The results of the routers of a pass in `layout`, with -1 in the routing of padding."""
+    if not outputs and not inputs.return_routing:
+        return RouterResults()
+    results = router_results(
+        model,
+        outputs or (),
+        layout,
+        with_losses=_has_losses(inputs),
+        with_routing=inputs.return_routing,
+        replayed=inputs.routing is not None,
+    )
+    if results.routing is None or inputs.state is None or inputs.attention_mask is None:
+        return results
+    padding = inputs.attention_mask[:, :, None, None] == 0  # a prefill computes it
+    return results._replace(routing=results.routing.masked_fill(padding, NOT_ROUTED))
+
+
+def _unfilled(model: CausalLM, inputs: ModelInputs) -> dict[int, Tensor] | None:
+    """The argument `hidden_states` of `Decoder.forward`.
+
+    The last boundary is in it where routers must see all tokens: blocks before it are not given fewer tokens."""
+    num_blocks, boundaries = len(model.decoder.blocks), inputs.return_hidden_states
+    checked = [] if boundaries is None else check_boundaries("return_hidden_states", boundaries, num_blocks)
+    if model.decoder.expert_routers and (_has_losses(inputs) or inputs.return_routing or inputs.routing is not None):
+        checked = [*checked, num_blocks]
+    return cast("dict[int, Tensor]", dict.fromkeys(checked)) if checked or boundaries is not None else None
+
+
+def _restored(states: dict[int, Tensor] | None, inputs: ModelInputs, layout: TokenLayout) -> tuple[Tensor, ...] | None:
     """The `states` by boundary as `CausalLM.forward` returns them: (B, T, H), with zeros on padding."""
-    restored = [layout.restore(states[boundary]) for boundary in cast("Sequence[int]", inputs.return_hidden_states)]
+    if states is None or inputs.return_hidden_states is None:
+        return None
+    restored = [layout.restore(states[boundary]) for boundary in inputs.return_hidden_states]
     if inputs.state is None or inputs.attention_mask is None:
         return tuple(restored)
     padding = inputs.attention_mask[:, :, None] == 0  # a prefill computes it
@@ -135,7 +168,7 @@ def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hi
     Returns:
         The output, with zeros on padding.
     """
-    output, hidden = CausalLMOutput(aux_loss=decoded.aux_loss, hidden_states=decoded.hidden_states), decoded.hidden
+    output, hidden = CausalLMOutput(hidden_states=decoded.hidden_states, **decoded.routers._asdict()), decoded.hidden
     if decoded.layout.shard is not None and (with_logits or with_last_hidden_state):
         hidden = decoded.layout.shard.restore(hidden)
     if with_last_hidden_state:

@@ -18,6 +18,7 @@ from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import RefusesDropout
 from ligermodels.models.reference_kl import divergence
+from ligermodels.models.routing import router_loss
 from ligermodels.speculative.medusa import MedusaModel
 from ligermodels.speculative.output import MultiHeadOutput
 
@@ -197,8 +198,8 @@ def _joint_loss(
         loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
     first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
-    if reference is None and out.aux_loss is not None:
-        total = total + base.config.router_aux_loss_coef * targets.share(items) * out.aux_loss
+    if reference is None and (of_routers := router_loss(base, out)) is not None:
+        total = total + targets.share(items) * of_routers
     return replace(output, loss=total, base_loss=first.detach())
 
 

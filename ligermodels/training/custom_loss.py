@@ -64,7 +64,7 @@ class TokenLossModel(nn.Module):
         values = {name: torch.as_tensor(value, device=mask.device).detach().float() for name, value in metrics.items()}
         means = {name: (torch.where(mask, value, 0.0).sum(), count.float()) for name, value in values.items()}
         loss = torch.where(mask, losses, 0.0).sum() / num_items
-        return ObjectiveOutput.of(self.model, loss, count / num_items, out.aux_loss, means)
+        return ObjectiveOutput.of(self.model, loss, count / num_items, out, means)
 
     def num_targets(
         self,

@@ -18,6 +18,7 @@ from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import ModelInputs
 from ligermodels.models.passes import Decoded, decode
+from ligermodels.models.routing import RouterResults
 from ligermodels.pretrained import from_config, from_pretrained
 from ligermodels.training.objective_evaluation import ObjectiveOutput
 from ligermodels.training.recording import unrecordable_reasons
@@ -74,11 +75,11 @@ class DistillationModel(nn.Module):
         inputs = ModelInputs(input_ids, None, labels, None, None, cu_seqlens)
         with torch.no_grad():
             taught = decode(self.teacher, inputs, every_token=False)
-        total, count, aux_loss = call_gathered(self.model, self._divergence, inputs, taught)
-        return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, aux_loss)
+        total, count, routers = call_gathered(self.model, self._divergence, inputs, taught)
+        return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, routers)
 
-    def _divergence(self, inputs: ModelInputs, taught: Decoded) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The summed divergence, the number of its tokens, and the load-balancing loss."""
+    def _divergence(self, inputs: ModelInputs, taught: Decoded) -> tuple[Tensor, Tensor, RouterResults]:
+        """The summed divergence, the number of its tokens, and the results of the routers."""
         decoded = decode(self.model, inputs, every_token=False)
         targets: Any = decoded.targets
         needed, values = targets.wait_for_needed(), targets.values[0]
@@ -87,7 +88,7 @@ class DistillationModel(nn.Module):
         num_tokens = None if counts is None else counts[0]
         head = self.model.head
         total = call_gathered(head, self._head_divergence, decoded.hidden, taught.hidden, mask, num_tokens)
-        return total, mask.sum(), decoded.aux_loss
+        return total, mask.sum(), decoded.routers
 
     def _head_divergence(self, hidden: Tensor, taught: Tensor, mask: Tensor, num_tokens: int | None) -> Tensor:
         head, other, size = self.model.head, self.teacher.head, self._vocab_size

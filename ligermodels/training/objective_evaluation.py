@@ -14,6 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.evaluation import NO_BATCH
 from ligermodels.generation.generate import evaluating
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.routing import RouterResults, router_loss
 from ligermodels.parallel.ranks import DataRanks
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -25,18 +26,18 @@ class ObjectiveOutput:
     """The output of a pass.
 
     loss: the losses of this batch, summed and divided by the number of items in the whole batch; in training mode with
-        the share of the load-balancing loss.
+        the share of the routers' losses.
     metrics: metrics to log.
-    aux_loss: load-balancing loss of a mixture of experts, or None.
+    routers: results of the routers of a mixture of experts: an object with the fields of `RouterResults`.
     """
 
     loss: Tensor
     metrics: Metrics = field(default_factory=dict)
-    aux_loss: Tensor | None = None
+    routers: Any = RouterResults()
 
     @classmethod
     def of(
-        cls, model: CausalLM, loss: Tensor, share: Tensor, aux_loss: Tensor | None, metrics: Metrics | None = None
+        cls, model: CausalLM, loss: Tensor, share: Tensor, routers: Any, metrics: Metrics | None = None
     ) -> ObjectiveOutput:
         """The output of `model`.
 
@@ -44,13 +45,13 @@ class ObjectiveOutput:
             model: the model.
             loss: the loss of the objective.
             share: this batch's fraction of the items of the whole batch.
-            aux_loss: the load-balancing loss, or None.
+            routers: results of the routers: an output of the model, or `RouterResults`.
             metrics: metrics to log.
         """
-        weight = model.config.router_aux_loss_coef
-        if weight and aux_loss is not None and model.training:
-            loss = loss + weight * share * aux_loss
-        return cls(loss, metrics or {}, aux_loss)
+        of_routers = router_loss(model, routers) if model.training else None
+        if of_routers is not None:
+            loss = loss + share * of_routers
+        return cls(loss, metrics or {}, routers)
 
 
 class ObjectiveModel(CountsTargets, Protocol):

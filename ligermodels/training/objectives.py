@@ -93,7 +93,7 @@ def _sft(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     """Cross entropy of the next token, and the auxiliary loss of a router; or the user's loss of each token."""
     if recipe.loss is not None:
         return _of_model(TokenLossModel(model, recipe.loss))
-    return Objective(model, lambda batches: LossEvaluation(evaluate(model, batches())), _aux_loss)
+    return Objective(model, lambda batches: LossEvaluation(evaluate(model, batches())), _router_metrics)
 
 
 def _preference(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
@@ -114,7 +114,7 @@ def _of_model(trainable: Any) -> Objective:
     return Objective(
         trainable,
         evaluate=lambda batches: evaluate_objective(trainable, batches),
-        output_metrics=lambda out: replace(_aux_loss(out), means=out.metrics),
+        output_metrics=lambda out: replace(_router_metrics(out.routers), means=out.metrics),
     )
 
 
@@ -126,5 +126,7 @@ OBJECTIVES: dict[str, Callable[[FineTuningRecipe, CausalLM], Objective]] = {
 """Objective -> function that makes it."""
 
 
-def _aux_loss(out: Any) -> OutputMetrics:
-    return OutputMetrics({} if out.aux_loss is None else {"aux_loss": out.aux_loss})
+def _router_metrics(out: Any) -> OutputMetrics:
+    """The metrics of the routers of a mixture of experts: `out` has the fields of `RouterResults`."""
+    losses = {"aux_loss": out.aux_loss, "router_z_loss": out.router_z_loss}
+    return OutputMetrics({name: loss for name, loss in losses.items() if loss is not None})

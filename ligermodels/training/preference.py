@@ -51,8 +51,8 @@ class PreferenceModel(nn.Module):
         if sorted_types := SORTED.intersection(self.settings.get("loss_type", ())):
             return f"loss_type {min(sorted_types)} sorts the pairs of a batch, which padding would change"
         has_router = any(isinstance(module, Router) for module in self.model.modules())
-        if has_router and self.model.config.router_aux_loss_coef:
-            return "the load-balancing loss would count the padding of batches; router_aux_loss_coef 0 leaves it out"
+        if has_router and (self.model.config.router_aux_loss_coef or self.model.router_z_loss_coef):
+            return "the losses of routers would count the padding of batches"
         return ""
 
     def forward(
@@ -114,7 +114,7 @@ class PreferenceModel(nn.Module):
         result = self.objective.losses(scores, self.settings)
         loss = torch.where(items, result.losses, 0.0).sum() / num_items
         metrics = metrics_of(scores, result, counted, averages=self.objective.averages)
-        return ObjectiveOutput.of(self.model, loss, items.sum() / num_items, out.aux_loss, metrics)
+        return ObjectiveOutput.of(self.model, loss, items.sum() / num_items, out, metrics)
 
     def num_targets(
         self,

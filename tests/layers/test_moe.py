@@ -314,11 +314,13 @@ def test_load_balancing_loss_at_its_bounds() -> None:
 
 def test_router_output() -> None:
     layer, x = MoEConfig(RouterConfig(4, 2), 3).build(5), torch.randn(2, 3, 5)
-    y, (logits, top_k) = layer(x)
-    assert torch.equal(logits, layer.router(x.flatten(0, 1)).logits) and logits.requires_grad and top_k == 2
+    y, (logits, top_k, experts, aux_loss) = layer(x)
+    routing = layer.router(x.flatten(0, 1))
+    assert torch.equal(logits, routing.logits) and logits.requires_grad and top_k == 2 and aux_loss
+    assert torch.equal(experts, routing.experts)
     alone = MoEConfig(RouterConfig(4, 2), 3, aux_loss=False).build(5)
     alone.load_state_dict(layer.state_dict())
-    assert torch.equal(alone(x), y)  # no loss of all tokens, so that a pass may leave some out
+    assert torch.equal(alone(x)[0], y) and not alone(x)[1].aux_loss  # so that a pass may leave tokens out
     assert alone.token_wise and not layer.token_wise
 
 
