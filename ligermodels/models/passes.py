@@ -110,7 +110,7 @@ def _has_losses(inputs: ModelInputs) -> bool:
 
 
 def _router_outputs(inputs: ModelInputs) -> list[RouterOutput] | None:
-    """The argument `router_outputs` of `Decoder.forward`: None, so that logits are not kept, where nobody reads them."""
+    """The argument `router_outputs` of `Decoder.forward`; None, so that no logits are kept, where it is not needed."""
     return [] if _has_losses(inputs) or inputs.return_routing else None
 
 

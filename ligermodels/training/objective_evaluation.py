@@ -33,7 +33,7 @@ class ObjectiveOutput:
 
     loss: Tensor
     metrics: Metrics = field(default_factory=dict)
-    routers: Any = RouterResults()
+    routers: Any = field(default_factory=RouterResults)
 
     @classmethod
     def of(
