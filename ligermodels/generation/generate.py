@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ligermodels.generation.host import (
     check_streamer,
 )
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
+from ligermodels.generation.routing import GenerateOutput, RoutingBuffer
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
@@ -39,6 +40,21 @@ from ligermodels.layers.sharding import (
 DEFAULT_NEW_TOKENS = 64
 
 
+@overload
+def generate(
+    model: DecodingModel,
+    input_ids: TokenIds,
+    max_new_tokens: int | None = ...,
+    *,
+    return_routing: Literal[True],
+    **options: Any,
+) -> GenerateOutput: ...
+
+
+@overload
+def generate(model: DecodingModel, input_ids: TokenIds, max_new_tokens: int | None = ..., **options: Any) -> Tensor: ...
+
+
 @torch.no_grad()  # Not inference_mode: the returned ids may be used in training.
 def generate(
     model: DecodingModel,
@@ -47,8 +63,9 @@ def generate(
     *,
     on_token: Callable[[Tensor], bool | None] | None = None,
     streamer: TokenStreamer | None = None,
+    return_routing: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Tensor | GenerateOutput:
     """Continue each prompt, by default greedily, until it ends or has `max_new_tokens` new tokens.
 
     An EOS token, a stop string or a stopping criterion ends a sequence. The model is in eval mode during the call; each
@@ -63,6 +80,8 @@ def generate(
             when it returns True.
         streamer: an object as transformers' `TextStreamer`: `put` is called with the prompts (B, T), then with the
             tokens (B,) of each step, all on the CPU; `end` is called last.
+        return_routing: also return the experts of each token, of a mixture of experts: the result is a
+            `GenerateOutput`.
         options: any of the following.
 
             max_length: most tokens of a prompt, padding included, and its continuation; ignored with `max_new_tokens`.
@@ -94,7 +113,7 @@ def generate(
 
     Returns:
         Long (B, T + n) on the model's device: the prompts, padded on the left, then n <= max_new_tokens new tokens, n
-        being the number of the longest sequence.
+        being the number of the longest sequence. With `return_routing` a `GenerateOutput`, whose `sequences` they are.
 
     Raises:
         InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
@@ -108,9 +127,10 @@ def generate(
         >>> generate(model, [3, 1, 4], 5, do_sample=True, top_p=0.9, num_return_sequences=3).shape
         torch.Size([3, 8])
     """
-    check_values(on_token=on_token)
+    check_values(on_token=on_token, return_routing=return_routing)
     check_streamer(streamer)
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
+    decoding.returns_routing = return_routing
     if streamer is not None:
         streamer.put(decoding.prompts.ids.cpu())
     streamed = on_token is not None or streamer is not None
@@ -122,7 +142,7 @@ def generate(
                 break
     if streamer is not None:
         streamer.end()
-    return decoding.result()
+    return decoding.output() if return_routing else decoding.result()
 
 
 def stream(
@@ -155,6 +175,8 @@ def stream(
 
 class Decoding:
     """One call of `generate` or `stream`: its arguments, documented at `generate` and checked here, and its steps."""
+
+    returns_routing = False
 
     def __init__(
         self,
@@ -247,7 +269,10 @@ class Decoding:
             raise InputError(f"generator: is on {self.generator.device}, and the model on {state.device}")
         self.prompts = self.prompts.to(state.device)
         choose = chosen_together(self.model, self.choose)
-        return Step(self.model, state, self.max_new_tokens, self.eos_ids, choose, self._process())
+        self._routing = RoutingBuffer(state.max_length) if self.returns_routing else None
+        return Step(
+            self.model, state, self.max_new_tokens, self.eos_ids, choose, self._process(), routing=self._routing
+        )
 
     def _graphed(self, step: Step, on_host: bool) -> Callable[[], Tensor]:
         """A function that takes a step, in a CUDA graph where possible.
@@ -279,6 +304,14 @@ class Decoding:
         sequences = self._sequences
         new = new_tokens(sequences.text, sequences.start, sequences.count, self.pad_id)
         return torch.cat([self.prompts.ids, new], dim=1)
+
+    def output(self) -> GenerateOutput:
+        """The prompts and the new tokens so far, with the experts of each token."""
+        ids, sequences, routing = self.result(), self._sequences, cast(RoutingBuffer, self._routing)
+        padding = self.prompts.ids.shape[1] - sequences.start
+        # The newest token of each sequence has not been computed.
+        known = sequences.start + sequences.count - 1
+        return GenerateOutput(ids, routing.result(ids.shape[1], padding, known))
 
 
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:

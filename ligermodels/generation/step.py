@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.generation.routing import RoutingBuffer
 from ligermodels.generation.sampling import greedy
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers.modules import modules_of
@@ -53,6 +54,7 @@ class Step:
         choose: logits (B, V) -> next tokens, long (B,).
         process: changes the logits before `choose`; None for unchanged logits.
         places: most tokens that a sequence gains in a step.
+        routing: takes the experts of each token; None: they are not kept.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Step:
         choose: Callable[[Tensor], Tensor] = greedy,
         process: Process | None = None,
         places: int = 1,
+        routing: RoutingBuffer | None = None,
     ) -> None:
         self.model, self.state, self.max_new_tokens, self.choose = model, state, max_new_tokens, choose
         self.process, self.places, self.thresholds = process, places, rope_thresholds(model)
+        self.routing = routing
         self.eos = torch.tensor(list(eos_ids), dtype=torch.long, device=state.device)
         root = torch.zeros(1, dtype=torch.long, device=state.device)
         self._root_alone = ops.Paths(root, root, root[:, None])
@@ -87,12 +91,15 @@ class Step:
 
     def _prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Prefill prompts (B, T), padded on the right: hidden states (B, H) and logits (B, V) of their last tokens."""
-        prefilled = prefill(self.model, ids, lengths, self.state)
+        prefilled = prefill(self.model, ids, lengths, self.state, routing=self.routing)
         return prefilled.hidden, prefilled.logits
 
     def run(self, sequences: ops.Sequences) -> tuple[Tensor, Tensor]:
         """Run the roots: their hidden states (B, H) and logits (B, V)."""
-        out = self.model(sequences.root[:, None], state=self.state, return_logits=True, return_last_hidden_state=True)
+        returns = {"return_logits": True, "return_last_hidden_state": True, **_returned(self.routing)}
+        out = self.model(sequences.root[:, None], state=self.state, **returns)
+        if self.routing is not None:
+            self.routing.write(sequences.cache_seqlens, out.routing)
         return out.last_hidden_state[:, 0], out.logits[:, 0]
 
     def accept(self, sequences: ops.Sequences, hidden: Tensor, logits: Tensor) -> Tensor:
@@ -152,6 +159,7 @@ def prefill(
     *,
     every_state: bool = False,
     boundaries: Sequence[int] = (),
+    routing: RoutingBuffer | None = None,
 ) -> Prefilled:
     """Empty the state and run prompts into it.
 
@@ -162,6 +170,7 @@ def prefill(
         state: a state for B sequences.
         every_state: return the hidden states of all tokens, not only of the last tokens.
         boundaries: return the residual streams at these boundaries between blocks instead, of all tokens.
+        routing: takes the experts of all tokens; None: they are not kept.
 
     Returns:
         Hidden states and logits.
@@ -174,7 +183,7 @@ def prefill(
         states = model(ids, attention_mask=mask, state=state, return_last_hidden_state=True).last_hidden_state
         hidden = states.flatten(0, 1)[last]
         return Prefilled(hidden, model.logits(hidden), states)
-    options: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else {}
+    options: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else _returned(routing)
     out = model(
         ids,
         attention_mask=mask,
@@ -184,8 +193,14 @@ def prefill(
         return_last_hidden_state=True,
         **options,
     )
+    if routing is not None:
+        routing.fill(out.routing)
     states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state.transpose(0, 1)
     return Prefilled(out.last_hidden_state[0], out.logits[0], states)
+
+
+def _returned(routing: RoutingBuffer | None) -> dict[str, Any]:
+    return {} if routing is None else {"return_routing": True}
 
 
 class RopeThresholds(NamedTuple):

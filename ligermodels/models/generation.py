@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast, overload
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import DecodingModel, generate, stream
 from ligermodels.generation.options import as_options, check_options, generation_defaults, renamed_options, without_none
 from ligermodels.generation.prompts import TokenIds
+from ligermodels.generation.routing import GenerateOutput
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "generator")
 
@@ -42,6 +43,14 @@ class GenerationMixin:
         """
         return self._defaults(do_sample, {})
 
+    @overload
+    def generate(
+        self, input_ids: TokenIds, max_new_tokens: int | None = ..., *, return_routing: Literal[True], **options: Any
+    ) -> GenerateOutput: ...
+
+    @overload
+    def generate(self, input_ids: TokenIds, max_new_tokens: int | None = ..., **options: Any) -> Tensor: ...
+
     def generate(
         self,
         input_ids: TokenIds,
@@ -49,8 +58,9 @@ class GenerationMixin:
         *,
         draft: DraftHeads | None = None,
         tree: Any = None,
+        return_routing: bool = False,
         **options: Any,
-    ) -> Tensor:
+    ) -> Tensor | GenerateOutput:
         """Continue each prompt until it ends with an EOS token or another stop, or has `max_new_tokens` new tokens.
 
         Options that are not given come from the checkpoint's generation_config.json, as in transformers; it may turn on
@@ -62,6 +72,7 @@ class GenerationMixin:
             draft: Medusa, MTP or EAGLE-3 heads on this model, for speculative decoding: the same greedy tokens, or
                 samples of the same distribution, in fewer steps.
             tree: with `draft`, the candidates to check in each step; by default `draft.default_tree()`.
+            return_routing: also return the experts of each token, of a mixture of experts. Not with `draft`.
             options: keyword arguments as in transformers: `generation_config`, `max_length`, `attention_mask`,
                 `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `num_return_sequences`, `repetition_penalty`,
                 `logits_processor`, `eos_token_id`, `stop_strings` (with `tokenizer`), `stopping_criteria`,
@@ -71,7 +82,8 @@ class GenerationMixin:
 
         Returns:
             Long (B, T + n): the prompts, padded on the left, then up to `max_new_tokens` new tokens. Rows that end
-            earlier are padded on the right.
+            earlier are padded on the right. With `return_routing` a `GenerateOutput`, with these `sequences` and the
+            experts of each token.
 
         Raises:
             InputError: an option is not usable, or is an option of transformers that is not implemented; the message
@@ -82,13 +94,15 @@ class GenerationMixin:
         Examples:
             >>> ids = model.generate(input_ids, max_new_tokens=64, do_sample=True, top_p=0.9)
         """
-        options = self._options(max_new_tokens, renamed_options(options))
+        options = self._options(max_new_tokens, renamed_options({**options, "return_routing": return_routing}))
         if draft is None:
             if tree is not None:
                 raise InputError("tree: is for speculative decoding; give draft too, the heads on this model")
             return generate(cast(DecodingModel, self), input_ids, **options)
         if getattr(draft, "base", None) is not self:
             raise InputError(f"draft: must be draft heads on this model, whose base it is, got {type(draft).__name__}")
+        if not options["return_routing"]:
+            del options["return_routing"]
         if not options.get("do_sample"):  # as without heads, these are then without effect
             options = {name: value for name, value in options.items() if name not in _SAMPLING}
         return cast(Tensor, draft.generate(input_ids, tree=tree, **options))
@@ -101,7 +115,7 @@ class GenerationMixin:
         Args:
             input_ids: prompts: long (B, T) or (T,), a list of ids, or a list of such lists of any lengths.
             max_new_tokens: number of new tokens, at least 1. Default: `max_length` minus the prompt's length, or 64.
-            options: the options of `generate`, except `on_token` and `streamer`.
+            options: the options of `generate`, except `on_token`, `streamer` and `return_routing`.
 
         Returns:
             An iterator over long (B,): the new token of each row, padding for rows that have ended.
@@ -115,7 +129,7 @@ class GenerationMixin:
             >>> for token in model.stream(input_ids, max_new_tokens=64):
             ...     print(token.tolist())
         """
-        if wrong := sorted(options.keys() & {"on_token", "streamer"}):
+        if wrong := sorted(options.keys() & {"on_token", "streamer", "return_routing"}):
             raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")
         return stream(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
 

@@ -14,7 +14,7 @@ from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
 from ligermodels.layers.packing import check_plain, check_same_tokens, check_token_ids
 from ligermodels.models.decoder import Decoder, DecoderConfig
-from ligermodels.models.routing import check_routing
+from ligermodels.models.routing import check_routing, checked_routers
 from ligermodels.ops.runtime.checks import assert_async
 
 
@@ -84,6 +84,8 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
         _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
     if inputs.routing is not None:
         check_routing(model.decoder, inputs.routing, tokens)
+    if inputs.return_routing:
+        checked_routers(model.decoder, "return_routing")
     return shape
 
 

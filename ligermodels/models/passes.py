@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor
 
+from ligermodels.generation.routing import NOT_ROUTED
 from ligermodels.layers import RouterOutput, Targets
 from ligermodels.layers.tokens import TokenLayout, layout_without_padding
 from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.routing import NOT_ROUTED, RouterResults, given_experts, router_results
+from ligermodels.models.routing import RouterResults, given_experts, router_results
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM

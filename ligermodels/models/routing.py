@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.generation.routing import NOT_ROUTED
 from ligermodels.layers import RouterConfig, RouterOutput, count_tokens_per_expert, load_balancing_loss, router_z_loss
 from ligermodels.layers.packing import check_plain
 from ligermodels.layers.tokens import TokenLayout
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.models.decoder import Decoder
 
-NOT_ROUTED = -1
-"""In a routing: the expert of a token whose experts are not known, such as padding."""
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
 
 
@@ -160,7 +159,7 @@ def router_results(
 
 def _routing(model: CausalLM, outputs: Sequence[RouterOutput], layout: TokenLayout) -> Tensor:
     """The experts of each token, int16 (B, T, layers, top_k), with `NOT_ROUTED` on padding."""
-    routers = checked_routers(model.decoder, "return_routing")
+    routers = model.decoder.expert_routers
     experts = [output.experts for output in outputs if output.experts is not None]
     if len(experts) != len(routers):
         raise InputError(
