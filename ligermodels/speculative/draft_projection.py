@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -59,6 +60,8 @@ class DraftProjection:
     base: CausalLM
     vocabulary: DraftVocabulary
     lm_head: LMHead | None
+    _taken: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The model's rows for a reduced vocabulary, by the dtype of the weight: all steps of a pass use the same copy."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits (..., V_d) of states (..., H) after the head's final norm."""
@@ -93,8 +96,21 @@ class DraftProjection:
         return function(*arguments)
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
-        with self.base.head.loss_weight(self.base.dtype) as whole:
-            return self.vocabulary.rows(whole).to(dtype)
+        with self._model_rows(self.base.dtype) as rows:
+            return rows.to(dtype)
+
+    @contextmanager
+    def _model_rows(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight (V_d, H) of the model's head for the draft vocabulary, whose parameters are gathered. A quantised
+        weight is dequantised to `dtype`."""
+        if dtype in self._taken:
+            yield self._taken[dtype]
+            return
+        with self.base.head.loss_weight(dtype) as whole:
+            rows = self.vocabulary.rows(whole)
+            if not self.vocabulary.is_whole:
+                self._taken[dtype] = rows
+            yield rows
 
     @torch.no_grad()
     def whole_vocabulary(self, last: Tensor, mask: Tensor, memory_budget: int = 2**30) -> WholeVocabulary | None:
@@ -171,8 +187,7 @@ class DraftProjection:
     def _distilled(self, teacher: Tensor, normed: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
         """Loss, acceptance and agreement, towards the model's head, whose parameters are gathered."""
         head = self.base.head
-        with head.loss_weight(teacher.dtype) as whole:
-            weight = self.vocabulary.rows(whole)
+        with self._model_rows(teacher.dtype) as weight:
             return ops.linear_distillation(
                 normed,
                 weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight,

@@ -228,10 +228,11 @@ class Eagle3Model(DraftHeadModel):
         drafted = self.head.training_steps(
             states, embeds, self.num_heads, position_ids=inputs["position_ids"], cu_seqlens=inputs["cu_seqlens"]
         )
+        projection, sums = self.projection, list[Tensor]()
         if targets is None:
-            logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
+            logits = [batch.layout.packing.restore(projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
-        needed, sums, projection = targets.wait_for_needed(), list[Tensor](), self.projection
+        needed = targets.wait_for_needed()
         # The targets of all steps come after the tokens whose next token is a target of step 0.
         precedes = F.pad(targets.values[0, :, :-1] != IGNORE_INDEX, (1, 0))
         whole = projection.whole_vocabulary(last, precedes, loss_options.get("memory_budget", 2**30))

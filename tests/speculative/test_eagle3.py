@@ -213,6 +213,22 @@ def test_padding_masked_labels_and_normalisers() -> None:
     )
 
 
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_a_pass_takes_the_rows_of_the_lm_head_once(lm_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps, logits and ranks share one copy of the rows for a reduced vocabulary."""
+    model, taken = stirred(target(), 3, lm_head=lm_head, vocabulary=DraftVocabulary(EVERY_THIRD, 61)), []
+    rows = DraftVocabulary.rows
+    monkeypatch.setattr(DraftVocabulary, "rows", lambda self, x: rows(self, x if x is None else taken.append(x) or x))
+    ids = ids_of(12)
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            model(ids, labels=ids)
+        assert len(taken) == 1
+        taken.clear()
+    model(ids)
+    assert len(taken) == (lm_head == "shared")
+
+
 def test_ranks_beyond_a_reduced_vocabulary() -> None:
     model = stirred(target(), 1, vocabulary=DraftVocabulary(EVERY_THIRD, 61))
     ids = ids_of(12)
