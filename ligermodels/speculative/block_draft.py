@@ -245,7 +245,7 @@ class BlockDraftModel(DraftHeadModel):
         )
         total, confidence = found.total, None
         if drafted.confidence is not None:
-            wrong = F.binary_cross_entropy_with_logits(drafted.confidence.to(wide), found.acceptance, reduction="none")
+            wrong = F.binary_cross_entropy_with_logits(drafted.confidence.to(wide), found.overlap, reduction="none")
             confidence = (wrong * found.weights).sum()
             total = total + options.confidence_weight * confidence
         counts, items = factors.sum(0), None

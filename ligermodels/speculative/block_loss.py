@@ -20,7 +20,9 @@ from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7
-"""(rows, V) buffers in fp32 that a chunk takes."""
+"""(rows, V_d) buffers in fp32 that a chunk takes."""
+WHOLE_BUFFERS = 3
+"""(rows, V) buffers in fp32 that it takes in addition, where the draft vocabulary has not all tokens."""
 
 
 class SlotLoss(NamedTuple):
@@ -47,27 +49,35 @@ class BlockLosses(NamedTuple):
     total: scalar, the sum of weights * losses.
     losses: (N, K), the losses of the slots.
     weights: (N, K), their weights.
-    acceptance: (N, K), sum_v min(p, q).
-    agreement: bool (N, K), whether p and q have the same likeliest token.
+    overlap: (N, K), sum_v min(p, q), where p is the distribution of the loss.
+    acceptance: (N, K), sum_v min(p, q), where p is the model's distribution over all its tokens.
+    agreement: bool (N, K), whether the draft's likeliest token is the model's, of all its tokens.
     ranks: long (N, K), number of tokens that are likelier than the target, -1 without one.
     """
 
     total: Tensor
     losses: Tensor
     weights: Tensor
+    overlap: Tensor
     acceptance: Tensor
     agreement: Tensor
     ranks: Tensor
 
 
 class Teacher(NamedTuple):
-    """The model's side: states (N, K, H) after its final norm, and its head for the draft vocabulary."""
+    """The model's side.
+
+    hidden: (N, K, H), after its final norm.
+    weight, bias, softcap, logit_scale: of its head, for all its tokens.
+    tokens: long (V_d,), the tokens that the draft can propose; None for all.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
     logit_scale: float
+    tokens: Tensor | None = None
 
 
 def block_losses(
@@ -113,7 +123,8 @@ class _BlockLosses(torch.autograd.Function):
         dw = code_weight.new_empty(code_weight.shape if needed else 0)
         total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
-        slots, size = targets.shape[1], max(1, options.memory_budget // (BUFFERS * 4 * len(weight) * targets.shape[1]))
+        columns = BUFFERS * len(weight) + (0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight))
+        slots, size = targets.shape[1], max(1, options.memory_budget // (4 * columns * targets.shape[1]))
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
@@ -121,7 +132,9 @@ class _BlockLosses(torch.autograd.Function):
             logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
             truth = _teacher_logits(teacher, chunk, wide)
             valid = mask[chunk]
-            *values, gradient = _slot_losses(logits, truth, targets[chunk], valid, weights[chunk], options, needed)
+            *values, gradient = _slot_losses(
+                logits, truth, teacher.tokens, targets[chunk], valid, weights[chunk], options, needed
+            )
             results.append(tuple(values))
             if needed:
                 d = gradient.to(hidden.dtype)
@@ -149,13 +162,19 @@ def _teacher_logits(teacher: Teacher, chunk: slice, dtype: torch.dtype) -> Tenso
 
 
 def _slot_losses(
-    logits: Tensor, truth: Tensor, targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss, needed: bool
-) -> tuple[Tensor, ...]:
+    logits: Tensor, truth: Tensor, tokens: Tensor | None, targets: Tensor, mask: Tensor, weights: Tensor,
+    options: SlotLoss, needed: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The fields of `BlockLosses` after `total`, of a chunk, and the gradient of the sum of weights * losses.
 
-    logits, truth: (rows, V), overwritten. targets, mask, weights: (blocks, K).
+    logits: (rows, V_d), overwritten. truth: (rows, V). tokens: (V_d,), of the V, or None. targets, mask, weights:
+    (blocks, K).
     """
-    agreed = (logits.argmax(1) == truth.argmax(1)).view_as(mask) & mask
+    best, log_mass = logits.argmax(1), None
+    agreed = ((best if tokens is None else tokens[best]) == truth.argmax(1)).view_as(mask) & mask
+    if tokens is not None:
+        lse, truth = truth.logsumexp(1), truth[:, tokens]
+        log_mass = truth.logsumexp(1) - lse
     log_q, log_p = logits.log_softmax(1), truth.log_softmax(1)
     known = mask & (targets != IGNORE_INDEX)
     index = targets.clamp(min=0).flatten()[:, None]
@@ -163,7 +182,8 @@ def _slot_losses(
     ranks = (log_q > log_x).sum(1).view_as(mask)
     # A token outside of the draft vocabulary is less likely than all tokens in it.
     ranks = ranks.masked_fill(~known, logits.shape[1]).masked_fill(~mask, -1)
-    accepted = acceptance(log_q, log_p).view_as(mask) * mask
+    overlap = acceptance(log_q, log_p).view_as(mask) * mask
+    accepted = overlap if log_mass is None else acceptance(log_q, log_p, log_mass).view_as(mask) * mask
     cross_entropy = -log_x.view_as(mask).masked_fill(~known, 0)
     if options.dpace is not None:
         weights = weights * dpace_weights((-cross_entropy).exp() * known, mask, options.dpace)
@@ -180,7 +200,7 @@ def _slot_losses(
     losses = options.ce_weight * cross_entropy + options.divergence_weight * divergence
     if needed:
         gradient.mul_(weights.flatten()[:, None])
-    return losses, weights, accepted, agreed, ranks, gradient
+    return losses, weights, overlap, accepted, agreed, ranks, gradient
 
 
 def dpace_weights(probabilities: Tensor, mask: Tensor, alpha: float) -> Tensor:

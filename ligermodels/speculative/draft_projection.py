@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -36,6 +36,17 @@ class DraftLoss(NamedTuple):
     sums: Tensor
 
 
+class WholeVocabulary(NamedTuple):
+    """The model's distributions over all its tokens, where a head can propose some of them.
+
+    lse: float (...), log-sum-exp of the model's logits.
+    likeliest_is_draft: bool (...), whether the head can propose the model's likeliest token.
+    """
+
+    lse: Tensor
+    likeliest_is_draft: Tensor
+
+
 @dataclass(frozen=True)
 class DraftProjection:
     """The projection of a draft head to its vocabulary.
@@ -49,6 +60,8 @@ class DraftProjection:
     base: CausalLM
     vocabulary: DraftVocabulary
     lm_head: LMHead | None
+    _taken: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The model's rows for a reduced vocabulary, by the dtype of the weight: all steps of a pass use the same copy."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits (..., V_d) of states (..., H) after the head's final norm."""
@@ -83,14 +96,61 @@ class DraftProjection:
         return function(*arguments)
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
-        with self.base.head.loss_weight(self.base.dtype) as whole:
-            return self.vocabulary.rows(whole).to(dtype)
+        with self._model_rows(self.base.dtype) as rows:
+            return rows.to(dtype)
+
+    @contextmanager
+    def _model_rows(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight (V_d, H) of the model's head for the draft vocabulary, whose parameters are gathered. A quantised
+        weight is dequantised to `dtype`."""
+        if dtype in self._taken:
+            yield self._taken[dtype]
+            return
+        with self.base.head.loss_weight(dtype) as whole:
+            rows = self.vocabulary.rows(whole)
+            if not self.vocabulary.is_whole:
+                self._taken[dtype] = rows
+            yield rows
+
+    @torch.no_grad()
+    def whole_vocabulary(self, last: Tensor, mask: Tensor, memory_budget: int = 2**30) -> WholeVocabulary | None:
+        """The model's distributions over all its tokens, without materialised logits: one more product with its head.
+
+        Args:
+            last: the model's states after its final norm, (..., H).
+            mask: bool (...), the tokens that count.
+            memory_budget: bytes of a chunk of logits.
+
+        Returns:
+            None if the head can propose all tokens.
+        """
+        if self.vocabulary.is_whole:
+            return None
+        head, targets = self.base.head, torch.where(mask, 0, IGNORE_INDEX)
+
+        def statistics() -> Any:
+            with head.loss_weight(last.dtype) as weight:
+                return ops.linear_log_probs(
+                    last,
+                    weight,
+                    targets,
+                    head.bias,
+                    softcap=head.config.softcap,
+                    logit_scale=head.config.logit_scale,
+                    return_lse=True,
+                    return_predicted=True,
+                    memory_budget=memory_budget,
+                )
+
+        found = self._gathered(statistics)
+        return WholeVocabulary(found.lse, self.vocabulary.own_ids(found.predicted) != IGNORE_INDEX)
 
     def divergence(
         self,
         teacher: Tensor,
         normed: Tensor,
         targets: Tensor,
+        whole: WholeVocabulary | None = None,
         *,
         divergence: Divergence,
         reduction: str,
@@ -104,6 +164,8 @@ class DraftProjection:
             teacher: the model's states after its final norm, of the tokens before the targets, (..., H).
             normed: the head's states after its final norm, (..., H).
             targets: long (...), -100 without a target.
+            whole: the model's distributions over all its tokens, for acceptance and agreement: `whole_vocabulary` of
+                `teacher`.
             divergence: name of a divergence of `ops.linear_distillation`.
             reduction: "mean" or "sum".
             num_targets: number of targets, if the host knows it.
@@ -115,23 +177,26 @@ class DraftProjection:
         """
         valid = targets != IGNORE_INDEX
         options |= {"divergence": divergence, "reduction": reduction, "num_tokens": num_targets}
-        found = self._gathered(self._distilled, teacher, normed, valid, options)
-        loss, sums = found[0], torch.stack([x.sum(dtype=found[0].dtype) for x in (*found[1:], valid)])
+        options["teacher_lse"] = None if whole is None else whole.lse
+        loss, accepted, agreed = self._gathered(self._distilled, teacher, normed, valid, options)
+        agreed = agreed if whole is None else agreed & whole.likeliest_is_draft
+        sums = torch.stack([x.sum(dtype=loss.dtype) for x in (accepted, agreed, valid)])
         ranks = self.ranks(normed, targets) if return_rank and not torch.is_grad_enabled() else None
         return DraftLoss(HeadLoss(loss=loss, ranks=ranks), sums)
 
     def _distilled(self, teacher: Tensor, normed: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
         """Loss, acceptance and agreement, towards the model's head, whose parameters are gathered."""
-        with self._sides(teacher, normed) as (own, truth):
+        head = self.base.head
+        with self._model_rows(teacher.dtype) as weight:
             return ops.linear_distillation(
                 normed,
-                own,
+                weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight,
                 teacher,
-                truth.weight,
+                weight,
                 mask,
-                teacher_bias=truth.bias,
-                teacher_softcap=truth.softcap,
-                teacher_logit_scale=truth.logit_scale,
+                teacher_bias=self.vocabulary.rows(head.bias),
+                teacher_softcap=head.config.softcap,
+                teacher_logit_scale=head.config.logit_scale,
                 return_acceptance=True,
                 return_agreement=True,
                 **options,
@@ -159,21 +224,17 @@ class DraftProjection:
             options: how the losses are made.
         """
 
+        head, vocabulary = self.base.head, self.vocabulary
+
         def losses() -> BlockLosses:
-            with self._sides(teacher, hidden) as (own, truth):
-                own_targets, mask = self.vocabulary.own_ids(targets), targets != IGNORE_INDEX
+            with head.loss_weight(teacher.dtype) as whole:
+                own = vocabulary.rows(whole).to(hidden.dtype) if self.lm_head is None else self.lm_head.weight
+                tokens = None if vocabulary.is_whole else vocabulary.ids(torch.arange(len(own), device=hidden.device))
+                truth = Teacher(teacher, whole, head.bias, head.config.softcap, head.config.logit_scale, tokens)
+                own_targets, mask = vocabulary.own_ids(targets), targets != IGNORE_INDEX
                 return block_losses(hidden, own, codes, code_weight, truth, own_targets, mask, weights, options)
 
         return self._gathered(losses)
-
-    @contextmanager
-    def _sides(self, teacher: Tensor, normed: Tensor) -> Iterator[tuple[Tensor, Teacher]]:
-        """The weight (V_d, H) of the head's projection, and the model's side, whose parameters are gathered."""
-        head = self.base.head
-        with head.loss_weight(teacher.dtype) as whole:
-            weight, bias = self.vocabulary.rows(whole), self.vocabulary.rows(head.bias)
-            own = weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight
-            yield own, Teacher(teacher, weight, bias, head.config.softcap, head.config.logit_scale)
 
 
 def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count
 from ligermodels.errors import InputError, short
-from ligermodels.layers import HeadLoss
+from ligermodels.layers import IGNORE_INDEX, HeadLoss
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import check_boundaries
@@ -21,7 +21,7 @@ from ligermodels.models.native import check_native
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.draft_head import DraftHeadModel, check_draft_options
 from ligermodels.speculative.draft_layer import check_layers, layer_like
-from ligermodels.speculative.draft_projection import copy_rows, own_lm_head
+from ligermodels.speculative.draft_projection import WholeVocabulary, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
@@ -183,7 +183,9 @@ class Eagle3Model(DraftHeadModel):
 
         D_k is the divergence of the head's distribution in step k at t from the model's distribution at t + 1 + k, both
         over the draft vocabulary, for each t for which the label of token t + 2 + k is not -100. Logits are never
-        materialised. Without gradients, also the ranks and accuracy of the labels, as other heads give them.
+        materialised. Acceptance and agreement compare with the model's distribution over all its tokens: with a reduced
+        draft vocabulary, that is one more product of each token with the model's head. Without gradients, also the
+        ranks and accuracy of the labels, as other heads give them.
 
         Args:
             input_ids: (B, T) long.
@@ -226,15 +228,20 @@ class Eagle3Model(DraftHeadModel):
         drafted = self.head.training_steps(
             states, embeds, self.num_heads, position_ids=inputs["position_ids"], cu_seqlens=inputs["cu_seqlens"]
         )
+        projection, sums = self.projection, list[Tensor]()
         if targets is None:
-            logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
+            logits = [batch.layout.packing.restore(projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
-        needed, sums = targets.wait_for_needed(), list[Tensor]()
+        needed = targets.wait_for_needed()
+        # The targets of all steps come after the tokens whose next token is a target of step 0.
+        precedes = F.pad(targets.values[0, :, :-1] != IGNORE_INDEX, (1, 0))
+        whole = projection.whole_vocabulary(last, precedes, loss_options.get("memory_budget", 2**30))
 
         def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
-            teacher = following(last, step + 1)
-            teacher = teacher if needed is None else needed.take(teacher)
-            result = self.projection.divergence(teacher, hidden, values, divergence=self.divergence, **options)
+            ahead = [following(x, step + 1) for x in (last, *(whole or ()))]
+            teacher, *others = ahead if needed is None else map(needed.take, ahead)
+            seen = WholeVocabulary(*others) if others else None
+            result = projection.divergence(teacher, hidden, values, seen, divergence=self.divergence, **options)
             sums.append(result.sums)
             return result.loss
 

@@ -284,4 +284,4 @@ class Eagle3Head(nn.Module):
 
 def following(x: Tensor, ahead: int) -> Tensor:
     """x (B, T, ...) at t + `ahead`, and zeros beyond the end of the row."""
-    return F.pad(x[:, ahead:], (0, 0, 0, min(ahead, x.shape[1])))
+    return F.pad(x[:, ahead:], (*(0, 0) * (x.ndim - 2), 0, min(ahead, x.shape[1])))

@@ -28,8 +28,10 @@ class MultiHeadOutput(ModelOutput):
     logits: (K, B, T, V), without labels.
     base_loss: the base model's own loss, where it is part of the loss.
     acceptance: (K,), of heads that learn the model's distribution p: the mean of sum_v min(p, q), the probability that
-        a proposed token is accepted by exact sampling.
-    agreement: (K,), of the same heads: how often the likeliest token is the model's, the acceptance of greedy decoding.
+        a proposed token is accepted by exact sampling. v are the tokens that the heads can propose, and p is over all
+        tokens of the model.
+    agreement: (K,), of the same heads: how often the likeliest token is the model's, of all its tokens: the acceptance
+        of greedy decoding.
     trials: for "acceptance" and "agreement" the number (K,) that each is a mean over; None: `counts`, for both.
     confidence_loss: scalar, the cross entropy of DSpark's confidence head.
     """

@@ -216,6 +216,32 @@ def test_acceptance_and_agreement(
         assert torch.equal(heads.loss(**options, **{name: True})[1], expected)
 
 
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("skipped", [True, False], ids=["rows skipped", "all rows"])
+def test_acceptance_where_the_teacher_has_more_classes(where: Where, memory_budget: int, skipped: bool) -> None:
+    """By its distribution over all classes; the loss compares the shared classes, as without `teacher_lse`."""
+    heads, rows = Heads(where, (4, 10), 6, 9, ignored=0.4 if skipped else 0.0), torch.tensor([1, 2, 5, 8])
+    heads.mask[1, 2] = False
+    for side in (heads.student, heads.teacher):
+        side[:] = [t.mul(2).round().clamp(-4, 4) for t in side]
+    logits, teacher = (
+        torch.nn.functional.linear(*(t.double() for t in side)) for side in (heads.student, heads.teacher)
+    )
+    teacher = torch.tanh(teacher * 0.5 / 6) * 6 / 2
+    q, p = torch.softmax(logits[..., rows] / 2, -1), teacher.softmax(-1)[..., rows]
+    for side in (heads.student, heads.teacher):
+        side[1:] = [t[rows.to(t.device)] for t in side[1:]]
+    options = {"temperature": 2.0, "teacher_softcap": 6.0, "teacher_logit_scale": 0.5, "reduction": "sum"}
+    lse = teacher.logsumexp(-1).float().masked_fill(~heads.mask, float("nan"))
+    found = {op: heads.loss(op=op, **options, teacher_lse=lse, memory_budget=memory_budget, **BOTH)
+             for op in (linear_distillation, linear_distillation_reference)}  # fmt: skip
+    wanted = torch.where(heads.mask, torch.minimum(p, q).sum(-1), 0.0)
+    for loss, acceptance, _ in found.values():
+        torch.testing.assert_close(acceptance.nan_to_num().double(), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, found[linear_distillation_reference][0])
+    assert torch.equal(found[linear_distillation][0], heads.loss(**options, memory_budget=memory_budget))
+
+
 @pytest.mark.parametrize("divergence", ["tv", "l1", "nla", "lk"])
 def test_equal_probabilities(divergence: str) -> None:
     """Losses that have a kink where student and teacher agree: the gradient is in the middle, as autograd's is."""

@@ -158,7 +158,8 @@ def test_blocks_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
     terms, found, kept = [], [], []
     for text, label in zip(texts, labels, strict=True):
         states, _ = lm.capture(base, text[None], model.config.boundaries)
-        truth = base(text[None]).logits[0][:, tokens].log_softmax(-1)
+        everything = base(text[None]).logits[0]  # acceptance is by the model's distribution over all its tokens
+        truth, whole = everything[:, tokens].log_softmax(-1), everything.log_softmax(-1)
         for a in range(len(text)):
             hidden = reference_hidden(w, states[0], int(text[a]), a, BLOCK + dflash, mask)[int(dflash) :]
             before = text[[min(a + k, len(text) - 1) for k in range(BLOCK)]]
@@ -181,7 +182,8 @@ def test_blocks_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
                 extra = torch.zeros(())
                 if confidence is not None:
                     extra = F.binary_cross_entropy_with_logits(confidence[k], alpha)
-                agrees = float(log_q[k].argmax() == p.argmax())
+                alpha = torch.minimum(whole[a + k][tokens], log_q[k].detach()).exp().sum()
+                agrees = float(tokens[log_q[k].argmax()] == whole[a + k].argmax())
                 rows.append((value, extra, alpha, agrees))
             weights = [math.exp(-k / options.gamma) if options.gamma else 1.0 for k in supervised]
             if options.dpace_alpha is not None:

@@ -126,15 +126,17 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
         states, _ = lm.capture(base, text[None], model.config.boundaries)
         logits = reference(w, states[0], text, steps, **flags)
         found.append(torch.stack(logits))
-        truth = base(text[None]).logits[0][:, EVERY_THIRD]
+        everything = base(text[None]).logits[0]  # acceptance is by the model's distribution over all its tokens
+        truth, whole = everything[:, EVERY_THIRD], everything.log_softmax(-1)
         for step in range(steps):
             last = len(text) - 2 - step
             if last <= 0:
                 continue
             log_q, log_p = logits[step][:last].log_softmax(-1), truth[1 + step : 1 + step + last].log_softmax(-1)
             losses[step] += (log_p.exp() * (log_p - log_q)).sum()
-            alphas[step] += torch.minimum(log_p, log_q).exp().sum().item()
-            agreed[step] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
+            ahead = whole[1 + step : 1 + step + last]
+            alphas[step] += torch.minimum(ahead[:, EVERY_THIRD], log_q).exp().sum().item()
+            agreed[step] += (ahead.argmax(-1) == EVERY_THIRD[log_q.argmax(-1)]).sum().item()
             counts[step] += last
     packed, bounds = torch.cat(texts)[None], torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     alone = model(texts[-1][None]).logits[:, 0]
@@ -209,6 +211,22 @@ def test_padding_masked_labels_and_normalisers() -> None:
     torch.testing.assert_close(
         model(long, labels=labels_long, token_weights=torch.full_like(weights, 3.0)).head_losses, plain.head_losses
     )
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_a_pass_takes_the_rows_of_the_lm_head_once(lm_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps, logits and ranks share one copy of the rows for a reduced vocabulary."""
+    model, taken = stirred(target(), 3, lm_head=lm_head, vocabulary=DraftVocabulary(EVERY_THIRD, 61)), []
+    rows = DraftVocabulary.rows
+    monkeypatch.setattr(DraftVocabulary, "rows", lambda self, x: rows(self, x if x is None else taken.append(x) or x))
+    ids = ids_of(12)
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            model(ids, labels=ids)
+        assert len(taken) == 1
+        taken.clear()
+    model(ids)
+    assert len(taken) == (lm_head == "shared")
 
 
 def test_ranks_beyond_a_reduced_vocabulary() -> None:

@@ -113,14 +113,19 @@ def _lk(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return kl_weight * kl + l1_weight * l1, gradient
 
 
-def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+def acceptance(log_q: Tensor, log_p: Tensor, log_mass: Tensor | None = None) -> Tensor:
     """sum(min(p, q)) of each row, (M,), in [0, 1]; it needs one further (M, V) buffer.
 
     Args:
         log_q: log-probabilities of the student, (M, V).
         log_p: log-probabilities of the teacher, (M, V).
+        log_mass: added to the teacher's log-probabilities, (M,): the log of the probability of these V classes together
+            where the teacher has more classes. None: 0.
     """
-    return torch.minimum(log_q, log_p).exp_().sum(1).clamp_(max=1)
+    if log_mass is None:
+        return torch.minimum(log_q, log_p).exp_().sum(1).clamp_(max=1)
+    smaller = log_p + log_mass.clamp(max=0).unsqueeze(1)
+    return torch.minimum(log_q, smaller, out=smaller).exp_().sum(1).clamp_(max=1)
 
 
 class _Formula(NamedTuple):
@@ -149,6 +154,7 @@ DIVERGENCES = {
 def divergence_in_place(
     student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
     options: DistillationOptions, accepted: Tensor | None = None, agreed: Tensor | None = None,
+    teacher_lses: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills losses and statistics, and replaces the student's logits by the gradient of loss_weights * losses.
 
@@ -161,14 +167,17 @@ def divergence_in_place(
         options: the options of the divergence.
         accepted: (M,), the dtype of the losses, filled with the `acceptance` of each row; None: not computed.
         agreed: bool (M,), filled with whether both sides have the largest logit at the same class; None: not computed.
+        teacher_lses: (M,), the log-sum-exp of the teacher's logits over all its classes, for `accepted`, where it has
+            more than V; None: over these V.
     """
     if agreed is not None:
         agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
     log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
-    slope = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
-    _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
+    slope, _ = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
+    _, lses = _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
     if accepted is not None:
-        accepted.copy_(acceptance(log_q, log_p).masked_fill_(~valid, 0.0))
+        log_mass = None if teacher_lses is None else lses - teacher_lses
+        accepted.copy_(acceptance(log_q, log_p, log_mass).masked_fill_(~valid, 0.0))
     row_losses, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
     losses.copy_(row_losses.masked_fill_(~valid, 0.0))
     if loss_weights is None:
@@ -195,8 +204,9 @@ def bytes_in_place(V: int, student: torch.dtype, teacher: torch.dtype, options: 
 
 def _log_softmax_(
     x: Tensor, scale: float, softcap: float | None, temperature: float, need_slope: bool
-) -> Tensor | None:
-    """Logits -> log-probabilities, in place; returns the slope of the softcap, if there is one and it is needed."""
+) -> tuple[Tensor | None, Tensor]:
+    """Logits -> log-probabilities, in place. Returns the slope of the softcap, if there is one and it is needed; and
+    the log-sum-exp (M,) of the logits after softcap and temperature."""
     x.mul_(scale)
     slope = None
     if softcap is not None:
@@ -204,6 +214,7 @@ def _log_softmax_(
         slope = x.square().neg_().add_(1) if need_slope else None
         x.mul_(softcap)
     x.div_(temperature)
-    x.sub_(x.amax(1, keepdim=True))
-    x.sub_(x.exp().sum(1, keepdim=True).log_())
-    return slope
+    greatest = x.amax(1, keepdim=True)
+    total = x.sub_(greatest).exp().sum(1, keepdim=True).log_()
+    x.sub_(total)
+    return slope, greatest.add_(total).squeeze(1)

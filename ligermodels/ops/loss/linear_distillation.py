@@ -48,6 +48,7 @@ def linear_distillation(
     logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    teacher_lse: Tensor | None = None,
     return_acceptance: bool = False,
     return_agreement: bool = False,
     memory_budget: int = 2**30,
@@ -77,10 +78,13 @@ def linear_distillation(
         logit_scale: positive factor of the student's logits, before the softcap. Default: 1.
         teacher_softcap: the softcap of the teacher's logits. Default: no cap.
         teacher_logit_scale: the factor of the teacher's logits. Default: 1.
+        teacher_lse: (...), where the teacher has more classes than V: the log-sum-exp of its logits over all classes,
+            with its softcap, scale and temperature, such as `linear_log_probs` returns. Only the acceptance uses it.
+            Default: over the V classes.
         return_acceptance: also return, for each token, the sum over classes of the smaller of the student's and the
             teacher's probability: the probability that speculative sampling accepts a token that the student samples.
             Both distributions are the ones that the divergence compares: over the V classes, with softcap, scale and
-            temperature. (...), the dtype of the loss.
+            temperature; with `teacher_lse`, the teacher's is over all its classes. (...), the dtype of the loss.
         return_agreement: also return, for each token, whether both sides have the largest logit at the same class, so
             that greedy decoding accepts the token. bool (...).
         memory_budget: bytes for the logits of a chunk, of both sides, and everything computed from them; a chunk has at
@@ -109,7 +113,7 @@ def linear_distillation(
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
-    _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights)
+    _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights, teacher_lse)
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
@@ -119,13 +123,15 @@ def linear_distillation(
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype).nll
     selection = select_rows(mask, num_tokens, "num_tokens")
+    lses = None if teacher_lse is None else teacher_lse.detach().to(weights.dtype)
     if selection is not None:
+        lses = None if lses is None else selection.take(lses)
         hidden, teacher_hidden, mask, weights = map(selection.take, (hidden, teacher_hidden, mask, weights))
     needs = needed_gradients(hidden, weight, bias)
     teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
     results = _LinearDistillation.apply(
         hidden, weight, bias, *teacher, mask.contiguous(), weights.contiguous(), options, memory_budget,
-        reduction != "none", (return_acceptance, return_agreement), needs,
+        reduction != "none", (return_acceptance, return_agreement), needs, lses,
     )  # fmt: skip
     return with_extras(*(results if selection is None else [selection.restore(x, 0) for x in results]))
 
@@ -135,8 +141,9 @@ def linear_distillation_reference(
     bias: Tensor | None = None, teacher_bias: Tensor | None = None, *, divergence: Divergence = "forward_kl",
     beta: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean",
     token_weights: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, return_acceptance: bool = False,
-    return_agreement: bool = False, memory_budget: int | None = None, num_tokens: int | None = None,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_lse: Tensor | None = None,
+    return_acceptance: bool = False, return_agreement: bool = False, memory_budget: int | None = None,
+    num_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The specification of `linear_distillation`, in plain torch, with all the logits.
 
@@ -157,6 +164,7 @@ def linear_distillation_reference(
         logit_scale: positive.
         teacher_softcap: positive, or None.
         teacher_logit_scale: positive.
+        teacher_lse: (...), the log-sum-exp of the teacher's logits over more classes, for the acceptance; or None.
         return_acceptance: also return the acceptance of each token.
         return_agreement: also return whether each token's classes of the largest logits agree.
         memory_budget: not used.
@@ -165,25 +173,27 @@ def linear_distillation_reference(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
 
-    def log_probs(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None, scale: float) -> Tensor:
+    def scaled(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None, scale: float) -> Tensor:
         logits = torch.nn.functional.linear(x, w, b).to(wide) * scale
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        return torch.log_softmax(logits.masked_fill(~mask.unsqueeze(-1), 0.0) / temperature, -1)
+        return logits.masked_fill(~mask.unsqueeze(-1), 0.0) / temperature
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return (log_a.exp() * (log_a - log_b)).sum(-1)
 
-    log_q = log_probs(hidden, weight, bias, softcap, logit_scale)
+    log_q = scaled(hidden, weight, bias, softcap, logit_scale).log_softmax(-1)
     with torch.no_grad():
-        log_p = log_probs(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale)
+        logits = scaled(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale)
+        log_p = logits.log_softmax(-1)
+        whole = log_p if teacher_lse is None else logits - teacher_lse.unsqueeze(-1)
+        accepted = torch.minimum(log_q, whole).exp().sum(-1)
     smaller, l1 = torch.minimum(log_q, log_p), (log_q.exp() - log_p.exp()).abs().sum(-1)
-    accepted = smaller.detach().exp().sum(-1)
     if divergence == "jsd":
         beta = 0.5 if beta is None else beta
         log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
         losses = beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
     elif divergence == "lk":
-        losses = torch.lerp(l1 / 2, kl(log_p, log_q), (-3 * accepted).exp())
+        losses = torch.lerp(l1 / 2, kl(log_p, log_q), (-3 * smaller.detach().exp().sum(-1)).exp())
     elif divergence == "nla":
         losses = -smaller.logsumexp(-1)
     elif divergence in ("tv", "l1"):
@@ -193,14 +203,14 @@ def linear_distillation_reference(
     losses = losses * loss_weights(mask, 0, reduction, token_weights, wide).nll
     return with_extras(
         losses if reduction == "none" else losses.sum(),
-        accepted * mask if return_acceptance else None,
+        torch.where(mask, accepted, 0.0) if return_acceptance else None,
         (log_q.argmax(-1) == log_p.argmax(-1)) & mask if return_agreement else None,
     )
 
 
 def _check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None,
+    teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None, teacher_lse: Tensor | None,
 ) -> None:  # fmt: skip
     reject_dtensors(OP, hidden, teacher_hidden, mask, token_weights)
     check_rows(OP, "hidden", hidden)
@@ -218,8 +228,9 @@ def _check_tensors(
     )
     if mask is not None:
         check_tensor(OP, "mask", mask, hidden.shape[:-1], hidden.device, torch.bool)
-    if token_weights is not None:
-        check_tensor(OP, "token_weights", token_weights, hidden.shape[:-1], hidden.device)
+    for name, x in (("token_weights", token_weights), ("teacher_lse", teacher_lse)):
+        if x is not None:
+            check_tensor(OP, name, x, hidden.shape[:-1], hidden.device)
 
 
 def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
@@ -242,7 +253,7 @@ def _linear_distillation(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor | None, mask: Tensor, loss_weights: Tensor, divergence: str, beta: float, temperature: float,
     softcap: float | None, logit_scale: float, teacher_softcap: float | None, teacher_logit_scale: float,
-    memory_budget: int, outputs: Sequence[bool], needs: Sequence[bool],
+    memory_budget: int, outputs: Sequence[bool], needs: Sequence[bool], teacher_lses: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The divergence, acceptance and agreement of each row, and the gradients of sum(loss_weights * divergences) by
     hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`."""
@@ -260,12 +271,13 @@ def _linear_distillation(
     teacher = ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, size)
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
     flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
+    flat_lses = None if teacher_lses is None else teacher_lses.reshape(-1)
     for chunk in student.chunks():
         logits = student.logits(chunk)
         divergence_in_place(
             logits, teacher.logits(chunk), flat_losses[chunk], flat_mask[chunk],
             flat_weights[chunk] if any(needs) else None, options, flat_accepted[chunk] if outputs[0] else None,
-            flat_agreed[chunk] if outputs[1] else None,
+            flat_agreed[chunk] if outputs[1] else None, None if flat_lses is None else flat_lses[chunk],
         )  # fmt: skip
         student.add_gradients(chunk, logits)
     student.close()
@@ -281,11 +293,12 @@ class _LinearDistillation(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
         teacher_bias: Tensor | None, mask: Tensor, loss_weights: Tensor, options: DistillationOptions,
         memory_budget: int, reduced: bool, outputs: tuple[bool, ...], needs: tuple[bool, ...],
+        teacher_lses: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         inputs = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, loss_weights)
         ctx.options = (*options, memory_budget)
-        losses, *statistics, dx, dw, db = _linear_distillation(*inputs, *ctx.options, outputs, now)
+        losses, *statistics, dx, dw, db = _linear_distillation(*inputs, *ctx.options, outputs, now, teacher_lses)
         statistics = [x for x, requested in zip(statistics, outputs, strict=True) if requested]
         ctx.mark_non_differentiable(*statistics)
         keep_gradients(ctx, inputs, [dx, dw, db], now)
