@@ -390,7 +390,7 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> 
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"mask": torch.ones(2)}, r"mask must be torch.bool of shape \(2\)"),
         ({"token_weights": torch.ones(2, 1)}, r"token_weights must be floating of shape \(2\)"),
-        ({"teacher_hidden": torch.ones(3, 6)}, r"teacher_hidden must be floating of shape \(2, 6\)"),
+        ({"teacher_hidden": torch.ones(3, 6)}, r"teacher_hidden must be floating of shape \(2, G\)"),
         ({"teacher_weight": torch.ones(4, 6)}, r"teacher_weight must be torch.float32 of shape \(5, 6\)"),
         ({"teacher_weight": torch.ones(5, 6).double()}, "teacher_weight must be torch.float32 .* got torch.float64"),
         ({"weight": torch.ones(5, 3)}, r"weight must be torch.float32 of shape \(V, 4\)"),

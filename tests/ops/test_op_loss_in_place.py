@@ -8,8 +8,9 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check
 
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, loss_weights
+from ligermodels.ops.loss.loss_weights import loss_weights
+from ligermodels.ops.loss.row_statistics import rows_in_place
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 
 
@@ -23,15 +24,15 @@ class InPlace(torch.autograd.Function):
         outputs = RowOutputs(ranks=options.pop("return_rank", False))
         loss_options = LossOptions(**options)
         weights = loss_weights(y, loss_options.ignore_index, reduction, token_weights, x.dtype).nll
-        rows = torch.nn.functional.pad(x, (before, after), value=7.0)
-        logits = rows[:, before : before + x.shape[1]]
-        statistics = RowStatistics.empty(y, weights.dtype, outputs)
-        rows_in_place(logits, y, statistics, loss_options, weights)
-        assert (rows[:, :before] == 7).all() and (rows[:, before + x.shape[1] :] == 7).all()
+        padded = torch.nn.functional.pad(x, (before, after), value=7.0)
+        logits = padded[:, before : before + x.shape[1]]
+        rows = Rows.empty(y, weights.dtype, outputs)._replace(weights=weights)
+        rows_in_place(logits, rows, loss_options)
+        assert (padded[:, :before] == 7).all() and (padded[:, before + x.shape[1] :] == 7).all()
         ctx.gradient = logits.contiguous()
-        if statistics.ranks is not None:
-            ctx.mark_non_differentiable(statistics.ranks)
-        return (statistics.losses * weights).sum(), statistics.ranks
+        if rows.ranks is not None:
+            ctx.mark_non_differentiable(rows.ranks)
+        return (rows.losses * weights).sum(), rows.ranks
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
@@ -87,7 +88,7 @@ def test_softcap_of_bfloat16(kernels_device: torch.device, name: str) -> None:
     wanted = plain_loss(exact, y, reduction="none", **options)
     (expected,) = torch.autograd.grad(wanted.sum(), exact)
     losses, ones = torch.empty(6, device=kernels_device), torch.ones(6, device=kernels_device)
-    launch_rows(x, y, RowStatistics(losses), LossOptions(**options), loss_weights=ones)
+    launch_rows(x, Rows(y, losses, weights=ones), LossOptions(**options))
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(x.double(), expected.nan_to_num(), rtol=2**-7, atol=1e-6)
 
@@ -98,7 +99,7 @@ def test_not_a_number(where: Where) -> None:
     logits[:2, 7] = float("nan")
     y, weights = torch.tensor([3, -100, 5], device=where.device), torch.ones(3, device=where.device)
     losses = torch.empty_like(weights)
-    rows_in_place(logits, y, RowStatistics(losses), LossOptions(), weights)
+    rows_in_place(logits, Rows(y, losses, weights=weights), LossOptions())
     assert losses.isnan().tolist() == [True, False, False]
     assert logits.isnan().any(1).tolist() == [True, False, False] and not logits[1].any()
 
@@ -128,6 +129,6 @@ def test_equal_bits_beside_other_kernels() -> None:
             with torch.cuda.stream(side):
                 for _ in range(4):
                     logits.mT @ logits[:, :256]
-        launch_rows(x, y, RowStatistics(losses), LossOptions(label_smoothing=0.1), loss_weights=weights)
+        launch_rows(x, Rows(y, losses, weights=weights), LossOptions(label_smoothing=0.1))
         found.append((losses.clone(), x))
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))

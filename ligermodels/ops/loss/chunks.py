@@ -1,8 +1,4 @@
-"""A linear head by chunks of rows: logits, statistics and gradients, so that the logits never exist whole.
-
-Per chunk one GEMM computes the logits, `rows_in_place` computes the statistics and replaces the logits by their
-gradient, and one GEMM for each gradient that is needed follows.
-"""
+"""A linear head by chunks of rows: logits, statistics and gradients, so that the logits never exist whole."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,9 +8,9 @@ from torch import Tensor
 from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.linear_head import SKIP_BELOW as SKIP_BELOW  # for `layers.targets`
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, bytes_per_logit, rows_in_place
-from ligermodels.ops.loss.sampler import SamplerOptions, row_sampler
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.row_statistics import bytes_per_logit, rows_in_place
+from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import empty_gradient
@@ -23,11 +19,66 @@ ROW_MULTIPLE = 128  # chunks are whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA the stride of logits is a multiple of this, so that rows are aligned for odd V
 
 
+@custom_op()
+def linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
+    class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float, outputs: Sequence[bool], memory_budget: int, needs: Sequence[bool],
+    inverse_temperatures: Tensor | None, sampled: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """Losses and statistics of each row of a head, and the gradients of sum(loss_weights * losses).
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: int64 (...), contiguous, checked.
+        loss_weights: float32 or float64 (...), contiguous; gives the dtype of the statistics.
+        class_weights: (V,), of the means, or None.
+        ignore_index: as the following options, see `LossOptions`.
+        label_smoothing: in [0, 1].
+        z_loss: 0 or above.
+        softcap: positive, or None.
+        logit_scale: positive.
+        outputs: the requested statistics, see `RowOutputs`.
+        memory_budget: bytes for a chunk.
+        needs: whether the gradients of hidden, weight and bias are needed.
+        inverse_temperatures: (...), contiguous, the dtype of the statistics, or None.
+        sampled: the `SamplerOptions`; empty if all classes are kept.
+
+    Returns:
+        The packed statistics of `Rows`; the three gradients, without elements where not needed; and if classes may be
+        dropped, the dropped bits and the log masses of `Rows`.
+    """
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    rows = Rows.empty(target, loss_weights.dtype, RowOutputs(*outputs))
+    if inverse_temperatures is not None or sampled:
+        rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=bool(sampled))
+    gradients = empty_gradients(hidden, weight, bias, needs)
+    results = [*rows.pack(), *gradients, *rows.dropped()]
+    if is_fake(hidden):
+        return results
+    if any(needs):
+        rows = rows._replace(weights=loss_weights)
+    beside = len(weight) * bytes_beside(hidden, options, rows)
+    size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
+    head = ChunkedHead(hidden, weight, bias, size, gradients)
+    for chunk, logits in head.chunks():
+        chunk_of_rows = rows.chunk(chunk)
+        if sampled:
+            fill_dropped(logits, chunk_of_rows, options, SamplerOptions(int(sampled[0]), *sampled[1:]))
+        rows_in_place(logits, chunk_of_rows, options, class_weights)
+        head.add_gradients(chunk, logits)
+    head.close()
+    rows.fill_lses()
+    return results
+
+
 class ChunkedHead:
     """The logits of a head, a chunk of rows at a time in one workspace, and the gradients summed over the chunks."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] = ()
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] | None = None
     ) -> None:
         """
         Args:
@@ -36,7 +87,7 @@ class ChunkedHead:
             bias: (V,), or None.
             size: the number of rows of a chunk.
             gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
-                elements for a gradient that is not needed. Empty: no gradients.
+                elements for a gradient that is not needed. Default: None, no gradients.
         """
         self.x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         self.weight, self.bias, self.size = weight, bias, size
@@ -46,15 +97,12 @@ class ChunkedHead:
         self.dw = None if dw is None else GradientSum(dw, several=size < len(self.x))
         self.db = None if db is None else GradientSum(db, several=True)
 
-    def chunks(self) -> Iterator[slice]:
-        """The rows of each chunk."""
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of each chunk, and their logits (rows, V), x @ weight.T + bias, valid until the next chunk."""
         for start in range(0, len(self.x), self.size):
-            yield slice(start, min(start + self.size, len(self.x)))
-
-    def logits(self, chunk: slice) -> Tensor:
-        """The logits of a chunk, (rows, V), valid until the next call."""
-        x = self.x[chunk]
-        return logits_into(self.workspace[: len(x)], x, self.weight, self.bias)
+            chunk = slice(start, min(start + self.size, len(self.x)))
+            x = self.x[chunk]
+            yield chunk, logits_into(self.workspace[: len(x)], x, self.weight, self.bias)
 
     def add_gradients(self, chunk: slice, dlogits: Tensor) -> None:
         """Computes the gradients that are needed from the gradient of a chunk's logits."""
@@ -104,74 +152,16 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
     return [empty_gradient(x, need, hidden) for x, need in zip((hidden, weight, bias), needs, strict=True)]
 
 
-@custom_op()
-def linear_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
-    class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, outputs: Sequence[bool], memory_budget: int, needs: Sequence[bool],
-    inverse_temperatures: Tensor | None = None, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-) -> list[Tensor]:  # fmt: skip
-    """Losses and statistics of each row of a head, and the gradients of sum(loss_weights * losses).
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        bias: (V,), or None.
-        target: int64 (...), contiguous, checked.
-        loss_weights: float32 or float64 (...), contiguous; gives the dtype of the statistics.
-        class_weights: (V,), of the means, or None.
-        ignore_index: as the following options, see `LossOptions`.
-        label_smoothing: in [0, 1].
-        z_loss: 0 or above.
-        softcap: positive, or None.
-        logit_scale: positive.
-        outputs: the requested statistics, see `RowOutputs`.
-        memory_budget: bytes for a chunk.
-        needs: whether the gradients of hidden, weight and bias are needed.
-        inverse_temperatures: (...), contiguous, the dtype of the statistics, or None.
-        top_k: as the following two, see `SamplerOptions`.
-        top_p: in [0, 1].
-        min_p: in [0, 1].
-
-    Returns:
-        The packed `RowStatistics`; the three gradients, without elements where not needed; and if classes may be
-        dropped, the dropped bits and the log masses of `RowSampler`.
-    """
-    options, requested = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale), RowOutputs(*outputs)
-    statistics = RowStatistics.empty(target, loss_weights.dtype, requested)
-    gradients = empty_gradients(hidden, weight, bias, needs)
-    kept = SamplerOptions(top_k, top_p, min_p)
-    sampler = row_sampler(inverse_temperatures, target, len(weight), kept, loss_weights.dtype)
-    if not is_fake(hidden):
-        beside = len(weight) * bytes_beside(hidden, options, kept, requested.ranks)
-        size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
-        head = ChunkedHead(hidden, weight, bias, size, gradients)
-        targets, weights = target.view(-1), loss_weights.view(-1)
-        for chunk in head.chunks():
-            logits, of_rows = head.logits(chunk), sampler.rows(chunk)
-            if kept.filters:
-                fill_dropped(logits, of_rows, options, kept)
-            rows_in_place(
-                logits, targets[chunk], statistics.rows(chunk), options, weights[chunk] if any(needs) else None,
-                class_weights, of_rows,
-            )  # fmt: skip
-            head.add_gradients(chunk, logits)
-        head.close()
-        statistics.fill_lses()
-    return [*statistics.pack(), *gradients, *([x for x in sampler[1:] if x is not None])]
-
-
-def bytes_beside(hidden: Tensor, options: LossOptions, kept: SamplerOptions, ranks: bool = False) -> int:
+def bytes_beside(hidden: Tensor, options: LossOptions, rows: Rows) -> int:
     """Bytes that statistics need for each logit beside the logit itself.
 
     Args:
         hidden: (..., H).
         options: `softcap` is used.
-        kept: whether cutoffs are searched for.
-        ranks: whether ranks are computed.
+        rows: with memory for ranks if these are computed, and for dropped bits if cutoffs are searched for.
     """
-    per_logit = 0 if use_kernels(hidden) else bytes_per_logit(hidden.dtype, options, ranks)
-    return max(per_logit, bytes_for_cutoffs(hidden.dtype) if kept.filters else 0)
+    per_logit = 0 if use_kernels(hidden) else bytes_per_logit(hidden.dtype, options, rows.ranks is not None)
+    return per_logit if rows.dropped_bits is None else max(per_logit, bytes_for_cutoffs(hidden.dtype))
 
 
 def padded(num_classes: int) -> int:

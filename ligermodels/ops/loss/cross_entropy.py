@@ -7,30 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.loss_terms import LossTerms
-from ligermodels.ops.loss.row_statistics import (
-    RowGradients,
-    RowOutputs,
-    RowStatistics,
-    pack_results,
-    row_statistics_reference,
-    unpack_gradients,
-)
-from ligermodels.ops.loss.token_losses import (
-    LossOptions,
+from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight
+from ligermodels.ops.loss.loss_weights import (
     LossWeights,
-    Reduction,
-    check_class_weights,
-    check_loss,
+    check_reduction,
     check_targets,
+    checked_class_weights,
     checked_loss_weights,
     loss_weights,
     with_extras,
 )
+from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
+from ligermodels.ops.loss.sharded_statistics import sharded_statistics
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction, RowGradients, RowOutputs, Rows
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_rows
+
+_TENSORS = Signature(logits="... V+", target="... int64", token_weights="... ?")
 
 
 def cross_entropy(
@@ -93,22 +89,23 @@ def cross_entropy(
         from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors
 
         logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
-    check_loss("cross_entropy", "logits", logits, target, token_weights, reduction, options)
+    _TENSORS.check("cross_entropy", logits, target, token_weights)
+    options.check("cross_entropy")
+    check_reduction("cross_entropy", reduction)
     V = logits.shape[-1] if shard is None else shard.num_classes
-    class_weights = check_class_weights("cross_entropy", class_weights, V, logits)
+    if class_weights is not None:
+        class_weights = checked_class_weights("cross_entropy", class_weights, V, logits)
     target, weights = checked_loss_weights(
         target, V, ignore_index, reduction, token_weights, logits.dtype, class_weights
     )
-    fused = shard is None and options.fused(class_weights, token_scaling)
+    fused = shard is None and has_one_weight(options, class_weights, token_scaling)
     terms = LossTerms(options, class_weights, token_scaling, fused)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
     arguments = logits, target, terms.kernel_options, outputs, terms.mean_weights(V, logits)
     if shard is not None:
-        from ligermodels.ops.loss.sharded_statistics import sharded_statistics
-
         rows = sharded_statistics(*arguments, shard)
     elif use_kernels(logits):
-        rows = RowStatistics.unpack(_CrossEntropy.apply(*arguments), outputs)
+        rows = Rows.unpack(target, _CrossEntropy.apply(*arguments), outputs)
     else:
         rows = row_statistics_reference(*arguments)
     return _reduced(terms, rows, weights, reduction, return_z_loss)
@@ -135,11 +132,10 @@ def cross_entropy_reference(
     """
     loss_options = LossOptions(**options)
     check_targets(target, logits.shape[-1], loss_options.ignore_index)
-    class_weights = check_class_weights("cross_entropy", class_weights, logits.shape[-1], logits)
-    weights = loss_weights(
-        target, loss_options.ignore_index, reduction, token_weights, logits.dtype, class_weights
-    )  # fmt: skip
-    fused = loss_options.fused(class_weights, token_scaling)
+    if class_weights is not None:
+        class_weights = checked_class_weights("cross_entropy", class_weights, logits.shape[-1], logits)
+    weights = loss_weights(target, loss_options.ignore_index, reduction, token_weights, logits.dtype, class_weights)
+    fused = has_one_weight(loss_options, class_weights, token_scaling)
     terms = LossTerms(loss_options, class_weights, token_scaling, fused)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
     means = terms.mean_weights(logits.shape[-1], logits)
@@ -148,7 +144,7 @@ def cross_entropy_reference(
 
 
 def _reduced(
-    terms: LossTerms, rows: RowStatistics, weights: LossWeights, reduction: Reduction, return_z_loss: bool
+    terms: LossTerms, rows: Rows, weights: LossWeights, reduction: Reduction, return_z_loss: bool
 ) -> Tensor | tuple[Tensor, ...]:
     losses, z_losses = terms.losses(rows, weights), terms.z_losses(rows, weights) if return_z_loss else None
     if reduction != "none":
@@ -161,13 +157,13 @@ def _cross_entropy_forward(
     logits: Tensor, target: Tensor, class_weights: Tensor | None, ignore_index: int, label_smoothing: float,
     z_loss: float, softcap: float | None, logit_scale: float, outputs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The packed `RowStatistics`. A target out of range counts as ignored: targets have been checked."""
-    statistics = RowStatistics.empty(target, torch.float32, RowOutputs(*outputs))
+    """The packed statistics of `Rows`. A target out of range counts as ignored: targets have been checked."""
+    rows = Rows.empty(target.contiguous(), torch.float32, RowOutputs(*outputs))
     if not is_fake(logits):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        launch_rows(as_rows(logits), target.contiguous(), statistics, options, class_weights=class_weights)
-        statistics.fill_lses()
-    return statistics.pack()
+        launch_rows(as_rows(logits), rows, options, class_weights)
+        rows.fill_lses()
+    return rows.pack()
 
 
 @custom_op()
@@ -180,32 +176,33 @@ def _cross_entropy_backward(
     gradient = logits.new_empty(logits.shape)
     if not is_fake(gradient):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        launch_gradient(
-            as_rows(logits), as_rows(gradient), target.contiguous(), maxima, totals,
-            RowGradients(dlosses, lses=dlses, means=dmeans).flat(), options, class_weights=class_weights,
-            num_classes=logits.shape[-1],
-        )  # fmt: skip
+        rows = Rows(target.contiguous(), maxima=maxima, totals=totals)
+        gradients = RowGradients(dlosses, lses=dlses, means=dmeans).flat()
+        V = logits.shape[-1]
+        launch_gradient(as_rows(logits), as_rows(gradient), rows, gradients, options, class_weights, 0, V)
     return gradient
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The packed `RowStatistics`, without entropies."""
+    """The packed statistics of `Rows`, without entropies."""
 
     @staticmethod
     def forward(ctx, logits, target, options, outputs, class_weights):
-        kernel_outputs = outputs._replace(lses=True)
-        packed = _cross_entropy_forward(logits, target, class_weights, *options, kernel_outputs)
-        rows = RowStatistics.unpack(packed, kernel_outputs)
-        ctx.save_for_backward(logits, target, class_weights, rows.maxima, rows.totals)
+        requested = outputs._replace(lses=True)
+        packed = _cross_entropy_forward(logits, target, class_weights, *options, requested)
+        rows = Rows.unpack(target, packed, requested)
+        ctx.save_for_backward(logits, class_weights, *rows.for_gradients())
         ctx.options, ctx.outputs = options, outputs
         return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        gradients = unpack_gradients(ctx.outputs, ctx.saved_tensors[3], by_fields)
+        logits, class_weights, *fields = ctx.saved_tensors
+        rows = Rows(*fields)
+        by = unpack_gradients(ctx.outputs, rows, by_fields)
         return (
             _cross_entropy_backward(
-                gradients.losses, gradients.lses, gradients.means, *ctx.saved_tensors, *ctx.options
+                by.losses, by.lses, by.means, logits, rows.target, class_weights, rows.maxima, rows.totals, *ctx.options
             ),
         )  # fmt: skip

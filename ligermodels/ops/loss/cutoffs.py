@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.ops.loss.row_statistics import effective
-from ligermodels.ops.loss.sampler import RowSampler, SamplerOptions, pack_bits
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.sampler import SamplerOptions, pack_bits
+from ligermodels.ops.loss.token_losses import LossOptions, Rows
 
 if TYPE_CHECKING:
     from ligermodels.ops.runtime.class_shards import ClassShard
@@ -28,21 +28,21 @@ def bytes_for_cutoffs(dtype: torch.dtype) -> int:
 
 
 def fill_dropped(
-    logits: Tensor, sampler: RowSampler, options: LossOptions, kept: SamplerOptions, shard: "ClassShard | None" = None
+    logits: Tensor, rows: Rows, options: LossOptions, kept: SamplerOptions, shard: "ClassShard | None" = None
 ) -> None:
     """Fills the dropped classes and the kept masses of rows of logits.
 
     Args:
         logits: (M, n), which stay as they are.
-        sampler: fields (M,).
+        rows: fields (M,).
         options: the options of the loss.
         kept: the classes that are kept.
         shard: the classes of this rank, if those of a row are sharded over ranks. The bits are of its classes.
     """
-    assert sampler.dropped_bits is not None and sampler.log_masses is not None
+    assert rows.dropped_bits is not None and rows.log_masses is not None
     first, num_classes = (0, logits.shape[1]) if shard is None else (shard.first, shard.num_classes)
 
-    wide, given = sampler.log_masses.dtype, logits.dtype
+    wide, given = rows.log_masses.dtype, logits.dtype
 
     def reduced(x: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
         return x if shard is None else shard.all_reduce(x, op)
@@ -50,7 +50,7 @@ def fill_dropped(
     def mass(mask: Tensor) -> Tensor:
         return reduced(torch.where(mask, exps, 0.0).sum(1))
 
-    exps = effective(logits.to(wide, copy=True), options, sampler.inverse_temperatures)[0]
+    exps = effective(logits.to(wide, copy=True), options, rows.inverse_temperatures)[0]
     top = reduced(exps.amax(1), dist.ReduceOp.MAX)
     exps = exps.sub_(top.unsqueeze(1)).exp_()
     total, highest = reduced(exps.sum(1)), reduced(logits.amax(1).to(wide), dist.ReduceOp.MAX).to(given)
@@ -77,8 +77,8 @@ def fill_dropped(
         classes, cutoffs = torch.where(lowest > cutoffs, 0, classes), torch.maximum(cutoffs, lowest)
     cutoffs, classes = cutoffs.unsqueeze(1), classes.unsqueeze(1)
     dropped = (logits < cutoffs) | ((logits == cutoffs) & (ids < classes))  # not NaN, which has to show
-    sampler.dropped_bits.copy_(pack_bits(dropped))
-    sampler.log_masses.copy_(torch.log1p(-mass(dropped) / total))
+    rows.dropped_bits.copy_(pack_bits(dropped))
+    rows.log_masses.copy_(torch.log1p(-mass(dropped) / total))
 
 
 def _largest(low: Tensor, high: Tensor, fits: Callable[[Tensor], Tensor]) -> Tensor:

@@ -31,52 +31,67 @@ class GradientSum:
         """
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self._gradient, self._empty = gradient, True
-        self._parts, self._sums = [slice(0, len(gradient))], [gradient]
+        self._parts = [(slice(None), gradient)]  # rows of the gradient, and their sum
         if several and wide != gradient.dtype:
-            inside = len(gradient) // 2 // ALIGNED * ALIGNED if gradient.dim() == 2 else 0
-            self._parts = [slice(0, inside), slice(inside, len(gradient))]
-            shared = gradient[: 2 * inside].view(-1).view(wide).view(inside, *gradient.shape[1:])
-            rest = torch.empty((len(gradient) - inside, *gradient.shape[1:]), dtype=wide, device=gradient.device)
-            self._sums = [shared, rest]
+            self._parts = _wide_parts(gradient, wide)
 
     def add(self, g: Tensor, x: Tensor | None = None) -> None:
         """Adds a chunk: g (M, V), and x (M, H) for a weight."""
-        for part, total in zip(self._parts, self._sums, strict=True):
-            if not len(total):
-                continue
-            columns = g[:, part]
-            if x is None:
-                rows_sum = columns.sum(0, dtype=total.dtype)
-                total.copy_(rows_sum if self._empty else total + rows_sum)
-                continue
-            options: dict[str, Any] = {"beta": 0 if self._empty else 1, "out": total}
-            if total.dtype == g.dtype:
-                torch.addmm(total, columns.t(), x, **options)
-            elif total.is_cuda:
-                torch.addmm(total, columns.t(), x, out_dtype=total.dtype, **options)
-            else:
-                torch.addmm(total, columns.t().to(total.dtype), x.to(total.dtype), **options)
+        for part, total in self._parts:
+            _add(total, g[:, part], x, first=self._empty)
         self._empty = False
 
     def close(self) -> Tensor:
         """Returns the gradient, zeros if nothing was added. `add` must not be called afterwards."""
-        gradient, sums, self._sums = self._gradient, self._sums, []
+        gradient, parts, self._parts = self._gradient, self._parts, []
         if self._empty:
             return gradient.zero_()
-        if sums[0] is gradient:
-            return gradient
-        shared, rest = sums
-        # Row r of the sum is stored where rows 2r and 2r + 1 of the result belong. So pieces of doubling length can be
-        # rounded in order: each overwrites only rows of the sum that have been rounded.
-        first = min(FIRST_ROWS, len(shared))
-        gradient[:first] = shared[:first].to(gradient.dtype)
-        ends = [first]
-        while ends[-1] < len(shared):
-            ends.append(min(2 * ends[-1], len(shared)))
-        for start, end in pairwise(ends):
-            gradient[start:end] = shared[start:end]
-        gradient[len(shared) :] = rest
+        for rows, total in parts:
+            if total is not gradient:
+                _round(gradient, rows, total)
         return gradient
+
+
+def _wide_parts(gradient: Tensor, wide: torch.dtype) -> list[tuple[slice, Tensor]]:
+    """The rows of a gradient in two parts, and memory of a wider dtype for the sum of each: for the first part, in the
+    memory of the gradient. Only the second part, of all rows, for gradients that are small."""
+    inside = len(gradient) // 2 // ALIGNED * ALIGNED if gradient.dim() == 2 else 0
+    shared = gradient[: 2 * inside].view(-1).view(wide).view(inside, *gradient.shape[1:])
+    rest = gradient.new_empty((len(gradient) - inside, *gradient.shape[1:]), dtype=wide)
+    parts = [(slice(0, inside), shared), (slice(inside, len(gradient)), rest)]
+    return parts if inside else parts[1:]
+
+
+def _add(total: Tensor, g: Tensor, x: Tensor | None, *, first: bool) -> None:
+    """total += g.T @ x, or without x the sum of the rows of g; `first`: total is uninitialised."""
+    if x is None:
+        rows_sum = g.sum(0, dtype=total.dtype)
+        total.copy_(rows_sum if first else total + rows_sum)
+        return
+    beta = 0 if first else 1
+    if total.dtype == g.dtype:
+        torch.addmm(total, g.t(), x, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, g.t(), x, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, g.t().to(total.dtype), x.to(total.dtype), beta=beta, out=total)
+
+
+def _round(gradient: Tensor, rows: slice, total: Tensor) -> None:
+    """gradient[rows] = total, where total may be in the memory of the first rows of the gradient.
+
+    Row r of a sum in this memory is stored where rows 2r and 2r + 1 of the gradient belong. So pieces of doubling
+    length can be rounded in order: each overwrites only rows of the sum that have been rounded."""
+    if rows.stop == len(gradient):  # these are in memory of their own
+        gradient[rows] = total
+        return
+    first = min(FIRST_ROWS, len(total))
+    gradient[:first] = total[:first].to(gradient.dtype)
+    ends = [first]
+    while ends[-1] < len(total):
+        ends.append(min(2 * ends[-1], len(total)))
+    for start, end in pairwise(ends):
+        gradient[start:end] = total[start:end]
 
 
 def keep_gradients(ctx: Any, inputs: Sequence[Tensor | None], gradients: list[Tensor], needs: Sequence[bool]) -> None:

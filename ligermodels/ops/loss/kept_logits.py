@@ -28,9 +28,9 @@ from ligermodels.ops.loss.chunks import (
     rows_per_chunk,
 )
 from ligermodels.ops.loss.cutoffs import fill_dropped
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, rows_in_place
-from ligermodels.ops.loss.sampler import RowSampler, SamplerOptions, row_sampler
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.row_statistics import rows_in_place
+from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import is_fake
 
@@ -92,6 +92,9 @@ class KeptRows(NamedTuple):
         return self.apart + self.inside > 0
 
 
+NO_ROWS = KeptRows(0, 0, CLASS_MULTIPLE)
+
+
 def rows_to_keep(hidden: Tensor, num_classes: int, memory_budget: int, needs: Sequence[bool]) -> KeptRows:
     """How many rows keep their logits: none if it is not worth it or not possible.
 
@@ -104,11 +107,10 @@ def rows_to_keep(hidden: Tensor, num_classes: int, memory_budget: int, needs: Se
         memory_budget: bytes for kept logits, a chunk of the backward pass and the float32 sum of hidden's gradient.
         needs: whether the gradients of hidden, weight and bias are needed.
     """
-    none = KeptRows(0, 0, num_classes)
     if torch.compiler.is_compiling() or not any(needs) or is_fake(hidden) or torch._C._len_torch_dispatch_stack():
-        return none
+        return NO_ROWS
     if not use_kernels(hidden):
-        return none
+        return NO_ROWS
     (*shape, H), item = hidden.shape, hidden.element_size()
     T, bytes_per_row = math.prod(shape), padded(num_classes) * item
     if T * bytes_per_row <= memory_budget:
@@ -119,14 +121,14 @@ def rows_to_keep(hidden: Tensor, num_classes: int, memory_budget: int, needs: Se
     if apart >= ROW_MULTIPLE:
         apart -= apart % ROW_MULTIPLE
     inside = min(H, T - apart) if needs[1] else 0
-    return KeptRows(apart, inside, min(size, num_classes)) if apart + inside >= LEAST_KEPT * T else none
+    return KeptRows(apart, inside, min(size, num_classes)) if apart + inside >= LEAST_KEPT * T else NO_ROWS
 
 
 def statistics_and_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None,
-    options: LossOptions, outputs: RowOutputs, memory_budget: int, rows: KeptRows,
-    inverse_temperatures: Tensor | None, sampled: SamplerOptions, shard: "ClassShard | None" = None,
-) -> tuple[RowStatistics, RowSampler, KeptLogits | None]:  # fmt: skip
+    options: LossOptions, outputs: RowOutputs, memory_budget: int, kept_rows: KeptRows,
+    inverse_temperatures: Tensor | None, sampled: SamplerOptions | None, shard: "ClassShard | None" = None,
+) -> tuple[Rows, KeptLogits | None]:  # fmt: skip
     """The statistics of each row of a head, and the logits of some rows. Not for compiled graphs.
 
     Args:
@@ -138,41 +140,38 @@ def statistics_and_logits(
         options: the options of the loss.
         outputs: the requested statistics.
         memory_budget: bytes for a chunk.
-        rows: `rows_to_keep`.
+        kept_rows: `rows_to_keep`.
         inverse_temperatures: (...), or None.
-        sampled: the classes that a sampler keeps.
+        sampled: the classes that a sampler keeps; None for all.
         shard: the classes of `weight`, if those of a row are sharded over ranks.
     """
     num_classes = len(weight) if shard is None else shard.most  # chunks are equal on all ranks
-    statistics = RowStatistics.empty(target, torch.promote_types(hidden.dtype, torch.float32), outputs)
-    sampler = row_sampler(inverse_temperatures, target, len(weight), sampled, statistics.losses.dtype)
-    x, y = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.view(-1)
+    rows = Rows.empty(target, torch.promote_types(hidden.dtype, torch.float32), outputs)
+    rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=sampled is not None)
+    x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     kept = KeptLogits(
-        weight.new_empty(rows.apart, 0), rows.inside, weight.new_empty(weight.shape if rows.inside else 0), rows.size
-    )
+        weight.new_empty(kept_rows.apart, 0), kept_rows.inside,
+        weight.new_empty(weight.shape if kept_rows.inside else 0), kept_rows.size,
+    )  # fmt: skip
 
-    def fill(logits: Tensor, chunk: slice) -> None:
-        of_rows = sampler.rows(chunk)
-        if sampled.filters:
-            fill_dropped(logits, of_rows, options, sampled, shard)
-        rows_in_place(logits, y[chunk], statistics.rows(chunk), options, None, class_weights, of_rows)
+    def fill(logits: Tensor, chunk: Rows) -> None:
+        if sampled is not None:
+            fill_dropped(logits, chunk, options, sampled, shard)
+        rows_in_place(logits, chunk, options, class_weights)
 
     with torch.cuda.device_of(hidden):
-        if rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
-            bytes_per_row = (
-                num_classes * bytes_beside(hidden, options, sampled) + padded(num_classes) * x.element_size()
-            )
-            size = rows_per_chunk(len(x) - rows.apart, bytes_per_row, 0, memory_budget)
-            head = ChunkedHead(x[rows.apart :], weight, bias, size)
-            for chunk in head.chunks():
-                logits = head.logits(chunk)
-                chunk = slice(chunk.start + rows.apart, chunk.stop + rows.apart)
-                fill(logits, chunk)
+        if kept_rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
+            bytes_per_row = num_classes * bytes_beside(hidden, options, rows) + padded(num_classes) * x.element_size()
+            size = rows_per_chunk(len(x) - kept_rows.apart, bytes_per_row, 0, memory_budget)
+            head = ChunkedHead(x[kept_rows.apart :], weight, bias, size)
+            for chunk, logits in head.chunks():
+                chunk = slice(chunk.start + kept_rows.apart, chunk.stop + kept_rows.apart)
+                fill(logits, rows.chunk(chunk))
                 kept.store(chunk, logits)
             del head, logits
-        if rows.apart:
-            apart = logits_into(empty_logits(rows.apart, weight), x[: rows.apart], weight, bias)
-            fill(apart, slice(0, rows.apart))
+        if kept_rows.apart:
+            apart = logits_into(empty_logits(kept_rows.apart, weight), x[: kept_rows.apart], weight, bias)
+            fill(apart, rows.chunk(slice(0, kept_rows.apart)))
             kept = kept._replace(apart=apart)
-    statistics.fill_lses()
-    return statistics, sampler, kept if kept.num_rows else None
+    rows.fill_lses()
+    return rows, kept if kept.num_rows else None

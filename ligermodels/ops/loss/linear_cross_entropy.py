@@ -15,11 +15,11 @@ from torch import Tensor
 from ligermodels.ops.loss.chunks import linear_loss
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
-from ligermodels.ops.loss.linear_head import checked_head
+from ligermodels.ops.loss.linear_head import LinearHead, checked_head
 from ligermodels.ops.loss.linear_statistics import linear_statistics
-from ligermodels.ops.loss.loss_terms import LossTerms, weighted_z_losses
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, with_extras
+from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, weighted_z_losses
+from ligermodels.ops.loss.loss_weights import with_extras
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction, RowOutputs, Rows
 from ligermodels.ops.runtime.library import once_differentiable
 
 
@@ -103,26 +103,15 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
         num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
     )  # fmt: skip
-    weights, z_losses = head.loss_weights, None
-    if options.fused(class_weights, token_scaling) and head.shard is None:
-        outputs = RowOutputs(return_rank, return_predicted, lses=return_z_loss)
-        packed = _LinearCrossEntropy.apply(
-            *head[:5], weights.nll, options, outputs, memory_budget, reduction != "none"
-        )  # fmt: skip
-        rows = RowStatistics.unpack(packed, outputs)
+    outputs, z_losses = RowOutputs(return_rank, return_predicted, lses=return_z_loss), None
+    if head.shard is None and has_one_weight(options, class_weights, token_scaling):
+        rows = _fused(head, options, outputs, reduced=reduction != "none")
         loss = rows.losses
         if return_z_loss:
-            z_losses = weighted_z_losses(rows, weights, options)
+            z_losses = weighted_z_losses(rows, head.loss_weights, options)
     else:
-        terms = LossTerms(options, head.class_weights, token_scaling, fused=False)
-        rows, _ = linear_statistics(
-            head, terms.kernel_options, terms.outputs(return_rank, return_z_loss, return_predicted),
-            class_weights=terms.mean_weights(head.num_classes, head.hidden), keep=not (terms.separate or return_z_loss),
-        )  # fmt: skip
-        losses = terms.losses(rows, weights)
+        rows, losses, z_losses = _by_terms(head, LossTerms(options, head.class_weights, token_scaling, False), outputs)
         loss = losses if reduction == "none" else losses.sum()
-        if return_z_loss:
-            z_losses = terms.z_losses(rows, weights)
     if z_losses is not None and reduction != "none":
         z_losses = z_losses.sum()
     extras = head.restore(rows.ranks, -1), head.restore(z_losses, 0), head.restore(rows.predicted, -1)
@@ -146,23 +135,29 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
 
 
+def _fused(head: LinearHead, options: LossOptions, outputs: RowOutputs, *, reduced: bool) -> Rows:
+    """The requested statistics, and as `losses` the reduced loss or the weighted losses of rows."""
+    tensors = head.hidden, head.weight, head.bias, head.target, head.loss_weights.nll
+    packed = _LinearCrossEntropy.apply(*tensors, head.needs, options, outputs, head.memory_budget, reduced)
+    return Rows.unpack(head.target, packed, outputs)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The packed `RowStatistics`, with the reduced loss or the weighted losses of rows, which alone have gradients."""
+    """The reduced loss or the weighted losses of rows, and the requested statistics, which have no gradients."""
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, target, needs, loss_weights, options, outputs, memory_budget, reduced
+        ctx, hidden, weight, bias, target, loss_weights, needs, options, outputs, memory_budget, reduced
     ):  # fmt: skip
         inputs = hidden, weight, bias, target, loss_weights
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
-        *packed, dx, dw, db = linear_loss(*inputs, None, *options, outputs, memory_budget, now)
-        losses, *extras = RowStatistics.unpack(packed, outputs)[:6]
-        extras = [x for x in extras if x is not None]
-        ctx.options, ctx.memory_budget = options, memory_budget
-        ctx.mark_non_differentiable(*extras)
+        *statistics, dx, dw, db = linear_loss(*inputs, None, *options, outputs, memory_budget, now, None, ())
         keep_gradients(ctx, inputs, [dx, dw, db], now)
+        ctx.options, ctx.memory_budget = options, memory_budget
+        losses, *others = statistics[: 1 + sum(outputs)]
+        ctx.mark_non_differentiable(*others)
         losses = losses * loss_weights
-        return losses.sum() if reduced else losses, *extras
+        return losses.sum() if reduced else losses, *others
 
     @staticmethod
     @once_differentiable
@@ -173,5 +168,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *inputs, loss_weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         return linear_loss(
-            *inputs, loss_weights * grad, None, *ctx.options, RowOutputs(), ctx.memory_budget, needs
+            *inputs, loss_weights * grad, None, *ctx.options, RowOutputs(), ctx.memory_budget, needs, None, ()
         )[-3:]  # fmt: skip
+
+
+def _by_terms(head: LinearHead, terms: LossTerms, outputs: RowOutputs) -> tuple[Rows, Tensor, Tensor | None]:
+    """The requested statistics, the weighted losses of rows, and their z-losses if lses are requested."""
+    requested = terms.outputs(outputs.ranks, outputs.lses, outputs.predicted)
+    rows = linear_statistics(
+        head, terms.kernel_options, requested, class_weights=terms.mean_weights(head.num_classes, head.hidden),
+        keep=not (terms.separate or outputs.lses),
+    )  # fmt: skip
+    losses = terms.losses(rows, head.loss_weights)
+    return rows, losses, terms.z_losses(rows, head.loss_weights) if outputs.lses else None

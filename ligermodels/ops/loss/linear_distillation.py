@@ -22,12 +22,19 @@ from ligermodels.ops.loss.divergences import (
     divergence_in_place,
 )
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
-from ligermodels.ops.loss.linear_head import check_memory_budget, check_weight, needed_gradients, select_rows
-from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_rows, check_tensor, under_autocast
+from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
+from ligermodels.ops.loss.loss_weights import check_reduction, loss_weights, with_extras
+from ligermodels.ops.loss.token_losses import Reduction
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import under_autocast
 
 OP = "linear_distillation"
+_TENSORS = Signature(
+    hidden="... H+", weight="V+ H =hidden", bias="V =hidden ?", teacher_hidden="... G+",
+    teacher_weight="V G =teacher_hidden", teacher_bias="V =teacher_hidden ?", mask="... bool ?", token_weights="... ?",
+    teacher_lse="... ?",
+)  # fmt: skip
 
 
 def linear_distillation(
@@ -113,7 +120,9 @@ def linear_distillation(
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
-    _check_tensors(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights, teacher_lse)
+    _TENSORS.check(
+        OP, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights, teacher_lse
+    )
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
@@ -208,31 +217,6 @@ def linear_distillation_reference(
     )
 
 
-def _check_tensors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None, teacher_lse: Tensor | None,
-) -> None:  # fmt: skip
-    reject_dtensors(OP, hidden, teacher_hidden, mask, token_weights)
-    check_rows(OP, "hidden", hidden)
-    check_rows(OP, "teacher_hidden", teacher_hidden)
-    check_weight(OP, hidden, weight, bias)
-    check_tensor(OP, "teacher_hidden", teacher_hidden, (*hidden.shape[:-1], teacher_hidden.shape[-1]), hidden.device)
-    check_weight(OP, teacher_hidden, teacher_weight, teacher_bias, "teacher_")
-    check_tensor(
-        OP,
-        "teacher_weight",
-        teacher_weight,
-        (len(weight), teacher_hidden.shape[-1]),
-        hidden.device,
-        teacher_hidden.dtype,
-    )
-    if mask is not None:
-        check_tensor(OP, "mask", mask, hidden.shape[:-1], hidden.device, torch.bool)
-    for name, x in (("token_weights", token_weights), ("teacher_lse", teacher_lse)):
-        if x is not None:
-            check_tensor(OP, name, x, hidden.shape[:-1], hidden.device)
-
-
 def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
     if options.divergence not in DIVERGENCES:
         raise InputError(f"{OP}: divergence must be one of {', '.join(DIVERGENCES)}; got {options.divergence!r}")
@@ -272,10 +256,9 @@ def _linear_distillation(
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
     flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
     flat_lses = None if teacher_lses is None else teacher_lses.reshape(-1)
-    for chunk in student.chunks():
-        logits = student.logits(chunk)
+    for (chunk, logits), (_, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
         divergence_in_place(
-            logits, teacher.logits(chunk), flat_losses[chunk], flat_mask[chunk],
+            logits, teacher_logits, flat_losses[chunk], flat_mask[chunk],
             flat_weights[chunk] if any(needs) else None, options, flat_accepted[chunk] if outputs[0] else None,
             flat_agreed[chunk] if outputs[1] else None, None if flat_lses is None else flat_lses[chunk],
         )  # fmt: skip

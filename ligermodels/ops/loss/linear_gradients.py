@@ -6,7 +6,6 @@ gradient of the hidden states, the smaller one, is summed over chunks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +13,8 @@ from torch import Tensor
 from ligermodels.ops.loss.chunks import empty_gradients, logits_into, rows_per_chunk
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.kept_logits import KeptLogits
-from ligermodels.ops.loss.row_statistics import RowGradients, bytes_per_logit, gradient_in_place
-from ligermodels.ops.loss.sampler import RowSampler
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.row_statistics import bytes_per_logit, gradient_in_place
+from ligermodels.ops.loss.token_losses import LossOptions, RowGradients, Rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows
@@ -38,7 +36,7 @@ def linear_gradients(
         weight: (V, H).
         bias: (V,), or None.
         target: int64 (...), checked.
-        maxima: (...), as the following two see `RowStatistics`.
+        maxima: (...), as the following two see `Rows`.
         totals: (...).
         entropies: (...), if these have a gradient.
         dlosses: (...), the gradient by -log p_y.
@@ -51,7 +49,7 @@ def linear_gradients(
         logit_scale: positive.
         memory_budget: bytes for a chunk.
         needs: whether the gradients of hidden, weight and bias are needed.
-        inverse_temperatures: (...), as the following see `RowSampler`.
+        inverse_temperatures: (...), as the following see `Rows`.
         dropped_bits: (..., bytes), or None.
 
     Returns:
@@ -60,41 +58,38 @@ def linear_gradients(
     gradients = empty_gradients(hidden, weight, bias, needs)
     if not is_fake(hidden):
         options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+        rows = Rows(
+            target, entropies=entropies, maxima=maxima, totals=totals, inverse_temperatures=inverse_temperatures,
+            dropped_bits=dropped_bits,
+        )  # fmt: skip
         row_gradients = RowGradients(dlosses, dentropies, dlses, dmeans)
         size = classes_per_chunk(as_rows(hidden), weight, options, memory_budget, needs[0])
-        fill_gradients(
-            gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-            RowSampler(inverse_temperatures, dropped_bits), KeptLogits.none(weight, size),
-        )  # fmt: skip
+        kept = KeptLogits.none(weight, size)
+        fill_gradients(gradients, hidden, weight, bias, rows, row_gradients, class_weights, options, kept)
     return gradients
 
 
 def fill_gradients(
-    gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
-    totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
-    options: LossOptions, sampler: RowSampler, kept: KeptLogits,
+    gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows,
+    row_gradients: RowGradients, class_weights: Tensor | None, options: LossOptions, kept: KeptLogits,
 ) -> None:  # fmt: skip
     """Fills the gradients of hidden, weight and bias by chunks of classes.
 
     Args:
         gradients: memory for the three gradients, see `empty_gradients`.
-        hidden: (..., H), and the following tensors as `linear_gradients` takes them.
+        hidden: (..., H).
         weight: (V, H).
         bias: (V,), or None.
-        target: int64 (...).
-        maxima: (...).
-        totals: (...).
-        entropies: (...), or None.
+        rows: of `hidden`, see `gradient_in_place`.
         row_gradients: the gradients by the statistics, (...).
         class_weights: (V,), or None.
         options: the options of the loss.
-        sampler: the temperature and the dropped classes, (...).
         kept: logits that the forward pass has kept, which are overwritten; the other logits are recomputed. `kept.size`
             is the number of classes of a chunk.
     """
     dx, dw, db = (g if g.numel() else None for g in gradients)
     x, V, size = as_rows(hidden), len(weight), kept.size
-    rows = _Rows(target, maxima, totals, entropies, row_gradients, sampler).flat()
+    row_gradients = row_gradients.flat()
     dx_sum = None if dx is None else GradientSum(dx.view(-1, dx.shape[-1]), several=size < V)
     workspace = None
     if len(kept.apart) < len(x) or size < V:
@@ -108,7 +103,10 @@ def fill_gradients(
             logits_into(logits[rest], x[rest], weight[classes], None if bias is None else bias[classes])
             blocks.append((rest, None))
         for chunk, block in blocks:
-            rows.chunk(chunk).replace(logits[chunk], block, options, class_weights, first, V)
+            gradient_in_place(
+                logits[chunk], rows.chunk(chunk), row_gradients.chunk(chunk), options, class_weights=class_weights,
+                first=first, num_classes=V, kept=block,
+            )  # fmt: skip
         if dx_sum is not None:
             dx_sum.add(logits.t(), weight[classes])
         if dw is not None:
@@ -127,69 +125,26 @@ def _as_logits(workspace: Tensor, num_rows: int, num_classes: int, size: int) ->
     return workspace[: num_rows * num_classes].view(-1, num_classes)
 
 
-class _Rows(NamedTuple):
-    """Numbers of each row, (...) or, flat, (T,): see `linear_gradients`."""
-
-    target: Tensor
-    maxima: Tensor
-    totals: Tensor
-    entropies: Tensor | None
-    gradients: RowGradients
-    sampler: RowSampler
-
-    def flat(self) -> "_Rows":
-        """Numbers (T,) from numbers (...). A sampler flattens its own with `rows`."""
-        entropies = None if self.entropies is None else self.entropies.reshape(-1)
-        numbers = self.target.flatten(), self.maxima.reshape(-1), self.totals.reshape(-1)
-        return _Rows(*numbers, entropies, self.gradients.flat(), self.sampler)
-
-    def chunk(self, rows: slice) -> "_Rows":
-        """Views of some rows."""
-        return _Rows(
-            self.target[rows], self.maxima[rows], self.totals[rows],
-            None if self.entropies is None else self.entropies[rows], self.gradients.rows(rows),
-            self.sampler.rows(rows),
-        )  # fmt: skip
-
-    def replace(
-        self, logits: Tensor, kept: Tensor | None, options: LossOptions, class_weights: Tensor | None, first: int,
-        num_classes: int,
-    ) -> None:  # fmt: skip
-        """`gradient_in_place` of logits (T, n) of the classes from `first` on, or of kept logits."""
-        gradient_in_place(
-            logits, self.target, self.maxima, self.totals, self.gradients, options, entropies=self.entropies,
-            class_weights=class_weights, first=first, num_classes=num_classes, kept=kept, sampler=self.sampler,
-        )  # fmt: skip
-
-
 def gradients_from_kept(
-    kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, maxima: Tensor,
-    totals: Tensor, entropies: Tensor | None, row_gradients: RowGradients, class_weights: Tensor | None,
-    options: LossOptions, sampler: RowSampler, needs: Sequence[bool],
+    kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, row_gradients: RowGradients,
+    class_weights: Tensor | None, options: LossOptions, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, weight and bias, from kept logits as far as there are any.
 
     Args:
         kept: the kept logits, which are overwritten; the gradient of weight is in the memory of `kept.dw`.
-        hidden: (..., H), and the following tensors as `linear_gradients` takes them.
+        hidden: (..., H), and the following arguments as `fill_gradients` takes them.
         weight: (V, H).
         bias: (V,), or None.
-        target: int64 (...).
-        maxima: (...).
-        totals: (...).
-        entropies: (...), or None.
+        rows: of `hidden`.
         row_gradients: the gradients by the statistics, (...).
         class_weights: (V,), or None.
         options: the options of the loss.
-        sampler: the temperature and the dropped classes, (...).
         needs: whether the gradients of hidden, weight and bias are needed.
     """
     dx, dw, db = empty_gradients(hidden, weight, bias, (needs[0], needs[1] and not kept.inside, needs[2]))
     gradients = [dx, kept.dw if kept.inside else dw, db]
-    fill_gradients(
-        gradients, hidden, weight, bias, target, maxima, totals, entropies, row_gradients, class_weights, options,
-        sampler, kept,
-    )  # fmt: skip
+    fill_gradients(gradients, hidden, weight, bias, rows, row_gradients, class_weights, options, kept)
     return gradients
 
 

@@ -7,20 +7,18 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.token_losses import (
-    LossOptions,
-    LossWeights,
-    Reduction,
-    check_class_weights,
-    check_loss,
-    checked_loss_weights,
-)
-from ligermodels.ops.runtime.library import is_dtensor, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+from ligermodels.ops.loss.loss_weights import LossWeights, check_reduction, checked_class_weights, checked_loss_weights
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction
+from ligermodels.ops.runtime.library import is_dtensor, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import under_autocast
 
 if TYPE_CHECKING:
     from ligermodels.ops.runtime.class_shards import ClassShard
 
+_TENSORS = Signature(
+    hidden="... H+", weight="V+ H =hidden", bias="V =hidden ?", target="... int64", token_weights="... ?"
+)
 SKIP_BELOW = 0.97  # rows without targets are skipped if the fraction of rows with targets is below this
 
 
@@ -138,11 +136,13 @@ def checked_head(
 
         hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
-    check_loss(op, "hidden", hidden, target, token_weights, reduction, options)
-    check_weight(op, hidden, weight, bias)
+    _TENSORS.check(op, hidden, weight, bias, target, token_weights)
+    options.check(op)
+    check_reduction(op, reduction)
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
-    class_weights = check_class_weights(op, class_weights, num_classes, hidden)
+    if class_weights is not None:
+        class_weights = checked_class_weights(op, class_weights, num_classes, hidden)
     target, loss_weights = checked_loss_weights(
         target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, class_weights
     )
@@ -154,27 +154,6 @@ def checked_head(
     return LinearHead(
         hidden, weight, bias, target, needs, loss_weights, class_weights, memory_budget, selection, shard
     )  # fmt: skip
-
-
-def check_weight(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Checks the weight and bias of a head.
-
-    Args:
-        op: the op's name, for error messages.
-        hidden: (..., H).
-        weight: (V, H), dtype and device of `hidden`, with at least one class.
-        bias: (V,), dtype and device of `hidden`, or None.
-        prefix: of the names "weight" and "bias" in error messages.
-
-    Raises:
-        InputError: a shape, dtype or device does not fit, or a tensor is a DTensor.
-    """
-    reject_dtensors(op, weight, bias)
-    check_tensor(op, f"{prefix}weight", weight, ("V", hidden.shape[-1]), hidden.device, hidden.dtype)
-    if len(weight) == 0:
-        raise InputError(f"{op}: {prefix}weight must have at least one class")
-    if bias is not None:
-        check_tensor(op, f"{prefix}bias", bias, weight.shape[:1], hidden.device, hidden.dtype)
 
 
 def check_memory_budget(op: str, memory_budget: int) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.linear_head import checked_head
 from ligermodels.ops.loss.linear_statistics import linear_statistics
-from ligermodels.ops.loss.row_statistics import RowOutputs, effective_logits, ranks_reference
+from ligermodels.ops.loss.loss_weights import check_targets
+from ligermodels.ops.loss.row_statistics import effective_logits, ranks_reference
 from ligermodels.ops.loss.sampler import checked_sampler, dropped_reference, inverse_temperatures
-from ligermodels.ops.loss.token_losses import LossOptions, check_targets
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs
 
 
 class TokenLogProbs(NamedTuple):
@@ -128,14 +129,13 @@ def linear_log_probs(
     )
     if temperatures is not None and head.selection is not None:
         temperatures = head.selection.take(temperatures)
-    rows, log_masses = linear_statistics(
+    rows = linear_statistics(
         head, options, outputs, keep=not entropy_in_loss, inverse_temperatures=temperatures, sampled=sampled
     )
     log_probs = 0 - head.restore(rows.losses, 0)  # an ignored row has 0, not -0
     if not any(outputs) and not return_log_kept_mass:
         return log_probs
-    if log_masses is None:
-        log_masses = torch.zeros_like(rows.losses)
+    log_masses = torch.zeros_like(rows.losses) if rows.log_masses is None else rows.log_masses
     return TokenLogProbs(
         log_probs,
         head.restore(rows.entropies, 0),
@@ -198,7 +198,8 @@ def linear_log_probs_reference(
     y = torch.where(valid, target, 0).unsqueeze(-1)
     x = x / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
     every = torch.logsumexp(x, -1)
-    x = x.masked_fill(dropped_reference(x.detach(), sampled), -torch.inf)
+    if sampled is not None:
+        x = x.masked_fill(dropped_reference(x.detach(), sampled), -torch.inf)
     log_p = torch.log_softmax(x, -1)
     log_probs = torch.where(valid, log_p.gather(-1, y).squeeze(-1), 0.0)
     if not (return_entropy or return_lse or return_predicted or return_rank or return_log_kept_mass):

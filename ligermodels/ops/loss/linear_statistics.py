@@ -10,100 +10,130 @@ in all. If only the hidden states need a gradient, the forward pass computes the
 the backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import linear_loss
-from ligermodels.ops.loss.kept_logits import rows_to_keep, statistics_and_logits
+from ligermodels.ops.loss.kept_logits import NO_ROWS, rows_to_keep, statistics_and_logits
 from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics, pack_results, unpack_gradients
-from ligermodels.ops.loss.sampler import ALL_CLASSES, RowSampler, SamplerOptions
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.row_statistics import pack_results, unpack_gradients
+from ligermodels.ops.loss.sampler import SamplerOptions
+from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
 from ligermodels.ops.runtime.library import once_differentiable
+
+if TYPE_CHECKING:
+    pass
 
 
 def linear_statistics(
     head: LinearHead, options: LossOptions, outputs: RowOutputs, *, class_weights: Tensor | None = None,
-    keep: bool = True, inverse_temperatures: Tensor | None = None, sampled: SamplerOptions = ALL_CLASSES,
-) -> tuple[RowStatistics, Tensor | None]:  # fmt: skip
-    """The statistics of the rows of a head, and the log mass of the kept classes; `losses` are -log p_y.
+    keep: bool = True, inverse_temperatures: Tensor | None = None, sampled: SamplerOptions | None = None,
+) -> Rows:  # fmt: skip
+    """The statistics of the rows of a head; `losses` are -log p_y.
 
     Args:
-        head: the checked arguments.
+        head: the checked arguments. With a `shard`, weight and bias are of this rank's classes, and the gradient of
+            hidden is this rank's part of a sum (`sharded_statistics`).
         options: the options of the loss, without label smoothing and z-loss.
         outputs: the requested statistics.
         class_weights: (V,), of the means, if these are requested.
         keep: whether the forward pass computes the gradient of -log p_y if only hidden states need a gradient. This is
             used if no other statistic gets a gradient.
         inverse_temperatures: of the head's rows, or None.
-        sampled: the classes that a sampler keeps; the statistics are of these. The log mass is None if all are kept.
+        sampled: the classes that a sampler keeps; the statistics are of these, and the rows have `log_masses`. Default:
+            all classes.
     """
     if head.shard is not None:
-        from ligermodels.ops.loss.sharded_statistics import sharded_linear_statistics  # imports DTensors
+        return _sharded(head, options, outputs, class_weights, inverse_temperatures, sampled)
+    return _statistics(head, options, outputs, class_weights, inverse_temperatures, sampled, keep)
 
-        return sharded_linear_statistics(
-            head, options, outputs, class_weights=class_weights, inverse_temperatures=inverse_temperatures,
-            sampled=sampled,
-        )  # fmt: skip
+
+@torch.compiler.disable
+def _sharded(
+    head: LinearHead, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None,
+    inverse_temperatures: Tensor | None, sampled: SamplerOptions | None,
+) -> Rows:  # fmt: skip
+    assert head.shard is not None
+    without_ranks, weights = outputs._replace(ranks=False), local_weights(class_weights, head.shard)
+    rows = _statistics(head, options, without_ranks, weights, inverse_temperatures, sampled, False)
+    return rows._replace(ranks=ranks_of_head(head, options.ignore_index) if outputs.ranks else None)
+
+
+def _statistics(
+    head: LinearHead, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None,
+    inverse_temperatures: Tensor | None, sampled: SamplerOptions | None, keep: bool,
+) -> Rows:  # fmt: skip
     packed = _LinearStatistics.apply(
-        *head[:4], class_weights, inverse_temperatures, options, outputs, sampled, head.memory_budget, head.needs, keep
+        head.hidden, head.weight, head.bias, head.target, class_weights, inverse_temperatures, options, outputs,
+        sampled, head.memory_budget, head.needs, keep, head.shard,
     )  # fmt: skip
-    packed, log_masses = (packed[:-1], packed[-1]) if sampled.filters else (packed, None)
-    return RowStatistics.unpack(packed, outputs), log_masses
+    statistics, log_masses = (packed, None) if sampled is None else (packed[:-1], packed[-1])
+    return Rows.unpack(head.target, statistics, outputs)._replace(log_masses=log_masses)
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """The packed `RowStatistics`, and if classes are dropped the log mass of the others, which has no gradient."""
+    """The packed statistics of `Rows`, and with a sampler that drops classes the log masses, without a gradient."""
 
     @staticmethod
     def forward(
         ctx, hidden, weight, bias, target, class_weights, inverse_temperatures, options, outputs, sampled,
-        memory_budget, needs, keep,
+        memory_budget, needs, keep, shard,
     ):  # fmt: skip
-        inputs = hidden, weight, bias, target, class_weights
+        inside: Any = None
         requested = outputs._replace(lses=True)
+        if shard is not None:
+            target, _, inside = shard.targets(target, options.ignore_index)
+            options = options._replace(ignore_index=IGNORED)
+        inputs = hidden, weight, bias, target, class_weights
         keep_gradient = keep and needs == (True, False, False) and hidden.dtype != torch.float16
-        rows_kept = None if keep_gradient else rows_to_keep(hidden, len(weight), memory_budget, needs)
+        num_classes = len(weight) if shard is None else shard.most
+        kept_rows = NO_ROWS if keep_gradient else rows_to_keep(hidden, num_classes, memory_budget, needs)
         dx = ctx.kept = None
-        if rows_kept:
-            rows, sampler, ctx.kept = statistics_and_logits(
-                *inputs, options, requested, memory_budget, rows_kept, inverse_temperatures, sampled
+        if kept_rows or (shard is not None and sampled is not None):
+            rows, ctx.kept = statistics_and_logits(
+                *inputs, options, requested, memory_budget, kept_rows, inverse_temperatures, sampled, shard
             )
         else:
             ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
             results = linear_loss(
-                *inputs[:4], ones, class_weights, *options, requested, memory_budget, (keep_gradient, False, False),
-                inverse_temperatures, *sampled,
+                hidden, weight, bias, target, ones, class_weights, *options, requested, memory_budget,
+                (keep_gradient, False, False), inverse_temperatures, sampled or (),
             )  # fmt: skip
-            results, of_sampler = (results[:-2], results[-2:]) if sampled.filters else (results, ())
-            sampler = RowSampler(inverse_temperatures, *of_sampler)
-            *packed, dx, _, _ = results
-            rows = RowStatistics.unpack(packed, requested)
+            results, dropped = (results, (None, None)) if sampled is None else (results[:-2], results[-2:])
+            *statistics, dx, _, _ = results
+            rows = Rows.unpack(target, statistics, requested)
+            rows = rows._replace(
+                inverse_temperatures=inverse_temperatures, dropped_bits=dropped[0], log_masses=dropped[1]
+            )
+        if shard is not None:
+            rows = merge(rows, inside, shard)
         ctx.save_for_backward(
-            *inputs, rows.maxima, rows.totals, rows.entropies, dx if keep_gradient else None, *sampler[:2]
+            hidden, weight, bias, class_weights, inside, dx if keep_gradient else None, *rows.for_gradients()
         )
-        ctx.options, ctx.outputs, ctx.memory_budget = options, outputs, memory_budget
-        return pack_results(ctx, rows, outputs, sampler.log_masses)
+        ctx.options, ctx.outputs, ctx.shard, ctx.memory_budget = options, outputs, shard, memory_budget
+        return pack_results(ctx, rows, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *by_fields):
-        hidden, weight, bias, target, class_weights, maxima, totals, entropies, dx, *of_sampler = ctx.saved_tensors
-        sampler = RowSampler(*of_sampler)
-        if sampler.dropped_bits is not None:
-            by_fields = by_fields[:-1]  # the log masses have no gradient
-        gradients = unpack_gradients(ctx.outputs, maxima, by_fields)
+        hidden, weight, bias, class_weights, inside, dx, *fields = ctx.saved_tensors
+        rows, options, needs = Rows(*fields), ctx.options, ctx.needs_input_grad[:3]
+        gradients = unpack_gradients(ctx.outputs, rows, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
             return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
+        if ctx.shard is not None:
+            gradients = local_gradients(gradients, inside, ctx.shard)
         kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them
         if kept is not None:
             return gradients_from_kept(
-                kept, hidden, weight, bias, target, maxima, totals, entropies, gradients, class_weights, ctx.options,
-                sampler, ctx.needs_input_grad[:3],
+                kept, hidden, weight, bias, rows, gradients, class_weights, options, needs
             )  # fmt: skip
         return linear_gradients(
-            hidden, weight, bias, target, maxima, totals, entropies, *gradients, class_weights,
-            ctx.options.ignore_index, ctx.options.softcap, ctx.options.logit_scale, ctx.memory_budget,
-            ctx.needs_input_grad[:3], *sampler[:2],
+            hidden, weight, bias, rows.target, rows.maxima, rows.totals, rows.entropies, *gradients, class_weights,
+            options.ignore_index, options.softcap, options.logit_scale, ctx.memory_budget, needs,
+            rows.inverse_temperatures, rows.dropped_bits,
         )  # fmt: skip

@@ -20,8 +20,19 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.row_statistics import RowOutputs, RowStatistics
-from ligermodels.ops.loss.token_losses import LossOptions, LossWeights
+from ligermodels.ops.loss.loss_weights import LossWeights
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+
+
+def has_one_weight(options: LossOptions, class_weights: Tensor | None, token_scaling: bool) -> bool:
+    """Whether one weight for the whole loss of a row is enough.
+
+    Args:
+        options: the options of the loss.
+        class_weights: (V,), or None.
+        token_scaling: whether a row's loss is multiplied by the probability of its target.
+    """
+    return not token_scaling and (class_weights is None or not (options.label_smoothing or options.z_loss))
 
 
 class LossTerms(NamedTuple):
@@ -61,7 +72,7 @@ class LossTerms(NamedTuple):
             return self.class_weights
         return torch.ones(num_classes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
-    def losses(self, rows: RowStatistics, weights: LossWeights) -> Tensor:
+    def losses(self, rows: Rows, weights: LossWeights) -> Tensor:
         """The weighted loss of each row; the reduced loss is their sum."""
         smoothing = 0.0 if self.fused else self.options.label_smoothing
         losses = rows.losses * weights.nll * (1 - smoothing)
@@ -73,15 +84,15 @@ class LossTerms(NamedTuple):
             losses = losses + weighted_z_losses(rows, weights, self.options)
         return self._scaled(losses, rows)
 
-    def z_losses(self, rows: RowStatistics, weights: LossWeights) -> Tensor:
+    def z_losses(self, rows: Rows, weights: LossWeights) -> Tensor:
         """The weighted z-loss of each row, without a gradient."""
         return self._scaled(weighted_z_losses(rows, weights, self.options).detach(), rows)
 
-    def _scaled(self, losses: Tensor, rows: RowStatistics) -> Tensor:
+    def _scaled(self, losses: Tensor, rows: Rows) -> Tensor:
         return losses * torch.exp(-rows.losses.detach()) if self.token_scaling else losses
 
 
-def weighted_z_losses(rows: RowStatistics, weights: LossWeights, options: LossOptions) -> Tensor:
+def weighted_z_losses(rows: Rows, weights: LossWeights, options: LossOptions) -> Tensor:
     """The z-loss of each row, weighted.
 
     Args:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.loss.token_losses import Rows
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -29,47 +30,17 @@ class SamplerOptions(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
 
-    @property
-    def filters(self) -> bool:
-        """Whether some classes may be dropped."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+def dropped_classes(bits: Tensor, first: int, num_classes: int) -> Tensor:
+    """Whether each class from `first` on is dropped, bool (M, num_classes).
 
-class RowSampler(NamedTuple):
-    """The temperature and the dropped classes of each row, of the target's shape (...); None for 1 and for no class.
-
-    Class c is dropped if bit c % 8 of byte c // 8 is set. The bits, and not the logits, tell the backward pass which
-    classes are kept: logits that it recomputes by other chunks may differ by a rounding.
+    Args:
+        bits: uint8 (M, bytes), see `Rows`.
+        first: the first class, a multiple of 8.
+        num_classes: the number of classes.
     """
-
-    inverse_temperatures: Tensor | None = None
-    dropped_bits: Tensor | None = None  # uint8 (..., num_bytes(V))
-    log_masses: Tensor | None = None  # the log-probability of the kept classes together
-
-    def rows(self, chunk: slice) -> "RowSampler":
-        """Views of some rows, each flat."""
-        temperatures, log_masses = (
-            None if x is None else x.view(-1)[chunk] for x in (self.inverse_temperatures, self.log_masses)
-        )
-        bits = self.dropped_bits
-        return RowSampler(temperatures, None if bits is None else bits.view(-1, bits.shape[-1])[chunk], log_masses)
-
-    def arguments(self) -> tuple[Tensor | None, Tensor | None, int]:
-        """The arguments of kernels: inverse temperatures, bits, and the stride of the bits' rows."""
-        bits = self.dropped_bits
-        return self.inverse_temperatures, bits, 0 if bits is None else bits.shape[-1]
-
-    def dropped(self, first: int, num_classes: int) -> Tensor | None:
-        """Whether each class from `first` on is dropped, bool (M, num_classes), for flat fields; None if none is.
-
-        Args:
-            first: the first class, a multiple of 8.
-            num_classes: the number of classes.
-        """
-        if self.dropped_bits is None:
-            return None
-        part = self.dropped_bits[:, first // 8 : num_bytes(first + num_classes)].unsqueeze(-1)
-        return ((part >> _places(part.device)) & 1).bool().flatten(1)[:, :num_classes]
+    part = bits[:, first // 8 : num_bytes(first + num_classes)].unsqueeze(-1)
+    return ((part >> _places(part.device)) & 1).bool().flatten(1)[:, :num_classes]
 
 
 def num_bytes(num_classes: int) -> int:
@@ -78,7 +49,7 @@ def num_bytes(num_classes: int) -> int:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """bool (M, V) -> uint8 (M, num_bytes(V)); see `RowSampler`."""
+    """bool (M, V) -> uint8 (M, num_bytes(V)); see `Rows`."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
     return (padded.to(torch.uint8) << _places(mask.device)).sum(-1, dtype=torch.uint8)
 
@@ -87,29 +58,24 @@ def _places(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-NO_SAMPLER, ALL_CLASSES = RowSampler(), SamplerOptions()
-
-
-def row_sampler(
-    inverse_temperatures: Tensor | None, target: Tensor, num_classes: int, kept: SamplerOptions, dtype: torch.dtype
-) -> RowSampler:
-    """The sampler of each row, with memory for the dropped classes if there may be some.
+def empty_sampler(rows: Rows, inverse_temperatures: Tensor | None, num_classes: int, *, filtered: bool) -> Rows:
+    """The rows with temperatures, and with memory for the dropped classes if there may be some.
 
     Args:
+        rows: contiguous targets (...).
         inverse_temperatures: (...), or None.
-        target: int64 (...).
         num_classes: the number of classes V.
-        kept: the classes that are kept.
-        dtype: of the statistics.
+        filtered: whether classes may be dropped.
     """
-    if not kept.filters:
-        return RowSampler(inverse_temperatures)
-    bits = target.new_empty((*target.shape, num_bytes(num_classes)), dtype=torch.uint8)
-    return RowSampler(inverse_temperatures, bits, target.new_empty(target.shape, dtype=dtype))
+    rows = rows._replace(inverse_temperatures=inverse_temperatures)
+    if not filtered:
+        return rows
+    bits = rows.losses.new_empty((*rows.losses.shape, num_bytes(num_classes)), dtype=torch.uint8)
+    return rows._replace(dropped_bits=bits, log_masses=torch.empty_like(rows.losses))
 
 
-def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptions:
-    """The options of a sampler.
+def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptions | None:
+    """The options of a sampler; None if it keeps all classes.
 
     Args:
         op: the op's name, for error messages.
@@ -125,7 +91,8 @@ def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptio
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None and (not _is_number(value) or not 0 <= value <= 1):
             raise InputError(f"{op}: {name} must be a number in [0, 1] or None, the same for all rows; got {value}")
-    return SamplerOptions(int(top_k or 0), 1.0 if top_p is None else float(top_p), float(min_p or 0.0))
+    sampled = SamplerOptions(int(top_k or 0), 1.0 if top_p is None else float(top_p), float(min_p or 0.0))
+    return None if sampled == SamplerOptions() else sampled
 
 
 def inverse_temperatures(

@@ -1,4 +1,4 @@
-"""The loss of a row of logits: its options, its weight in the reduced loss, and the checks of both.
+"""The loss of a row of logits: its options, and the records of the numbers of each row.
 
 For a row of logits l and its target y, with effective logits x = logit_scale * l, or softcap * tanh(logit_scale * l /
 softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), and lse = log sum exp x:
@@ -9,15 +9,13 @@ softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), and lse = log sum exp x:
 head of `loss_terms` has the formula with class weights and token scaling.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import checked_on_host
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_rows, check_tensor, empty_like
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -31,184 +29,118 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
 
-    def fused(self, class_weights: Tensor | None, token_scaling: bool) -> bool:
-        """Whether one weight for the whole loss of a row is enough; otherwise `loss_terms` sums the terms."""
-        one_weight = class_weights is None or not (self.label_smoothing or self.z_loss)
-        return one_weight and not token_scaling
+    def check(self, op: str) -> None:
+        """Raises InputError, naming `op`, for a number out of its range."""
+        if not 0 <= self.label_smoothing <= 1:
+            raise InputError(f"{op}: label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if not self.z_loss >= 0:
+            raise InputError(f"{op}: z_loss must be 0 or above, got {self.z_loss}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise InputError(f"{op}: softcap must be positive or None, got {self.softcap}")
+        if not self.logit_scale > 0:
+            raise InputError(f"{op}: logit_scale must be positive, got {self.logit_scale}")
 
 
-class LossWeights(NamedTuple):
-    """The weight of each term of each row's loss; the reduced loss is the sum of weight * term over rows and terms.
+class RowOutputs(NamedTuple):
+    """The statistics that are requested beside the losses, in the order of `Rows`."""
 
-    float32 (float64 for float64 losses), the target's shape. Weights are 0 for ignored rows, and for all rows if the
-    divisor of the mean is 0. Without class weights all three are the same tensor.
+    ranks: bool = False
+    predicted: bool = False
+    entropies: bool = False
+    lses: bool = False
+    means: bool = False
+
+
+UNUSED: Any = None  # the default of fields that code reads only where they are given
+
+
+class Rows(NamedTuple):
+    """Numbers of each row of logits, (...) as the target, or flat; None for numbers that are not requested or used.
+
+    The statistics, from losses to totals, are in the order in which registered ops return them. Ignored rows have ranks
+    and predicted classes -1, totals 1, and 0 otherwise. The log-sum-exp is maximum + log(total). Kernels use these two,
+    because their sum loses the digits of a small loss beside large logits.
+
+    A class c is dropped if bit c % 8 of byte c // 8 is set. The bits, and not the logits, tell the backward pass which
+    classes are kept: logits that it recomputes by other chunks may differ by a rounding.
     """
 
-    nll: Tensor  # of -log p_y: token weight * class weight
-    smoothing: Tensor  # of the mean over classes: token weight, over the same divisor
-    z_loss: Tensor  # of the z-loss: token weight, over the sum of token weights
+    target: Tensor  # int64
+    losses: Tensor = UNUSED
+    ranks: Tensor | None = None  # number of classes that rank before the target, see `cross_entropy`
+    predicted: Tensor | None = None  # class of the largest logit, the first one of equal logits
+    entropies: Tensor | None = None  # of softmax(x)
+    lses: Tensor | None = None  # log sum exp x
+    means: Tensor | None = None  # mean over the classes of class_weights * x
+    maxima: Tensor = UNUSED  # of x; requested with lses
+    totals: Tensor = UNUSED  # sum exp(x - maximum); requested with lses
+    weights: Tensor | None = None  # of the losses, in the gradient that replaces the logits; None: no gradient
+    inverse_temperatures: Tensor | None = None  # None for 1
+    dropped_bits: Tensor | None = None  # uint8 (..., bytes): the classes that a sampler drops; None for no class
+    log_masses: Tensor | None = None  # the log-probability of the kept classes together
+
+    @classmethod
+    def empty(cls, target: Tensor, dtype: torch.dtype, outputs: RowOutputs) -> "Rows":
+        """Uninitialised statistics for targets (...).
+
+        Args:
+            target: int64 (...).
+            dtype: of the statistics that are not integers.
+            outputs: the requested statistics.
+        """
+        requested = (True, *outputs, outputs.lses, outputs.lses)
+        dtypes = (dtype, torch.int64, torch.int64, *[dtype] * 5)
+        statistics: Any = [
+            target.new_empty(target.shape, dtype=dtype) if needed else None
+            for needed, dtype in zip(requested, dtypes, strict=True)
+        ]
+        return cls(target, *statistics)
+
+    def pack(self) -> list[Tensor]:
+        """The statistics that are not None, in order: the results of registered ops and autograd.Functions."""
+        return [x for x in self[1:9] if x is not None]
+
+    def dropped(self) -> list[Tensor]:
+        """The dropped bits and the log masses, or nothing if all classes are kept."""
+        return [x for x in (self.dropped_bits, self.log_masses) if x is not None]
+
+    @classmethod
+    def unpack(cls, target: Tensor, statistics: Iterable[Tensor | None], outputs: RowOutputs) -> "Rows":
+        """Rows with packed statistics of targets (...); with maxima and totals if these are among the statistics."""
+        remaining = iter(statistics)
+        fields: Any = [next(remaining) if requested else None for requested in (True, *outputs)]
+        return cls(target, *fields, *remaining)
+
+    def chunk(self, rows: slice) -> "Rows":
+        """Views of some rows, flat."""
+        dims = self.target.dim()
+        fields: Any = [None if x is None else x.reshape(-1, *x.shape[dims:])[rows] for x in self]
+        return Rows(*fields)
+
+    def for_gradients(self) -> "Rows":
+        """The fields that the gradients depend on."""
+        return self._replace(losses=UNUSED, ranks=None, predicted=None, lses=None, means=None, log_masses=None)
+
+    def fill_lses(self) -> None:
+        """Computes the log-sum-exps, if requested, from maxima and totals."""
+        if self.lses is not None:
+            torch.add(self.maxima, self.totals.log(), out=self.lses)
 
 
-def loss_weights(
-    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype,
-    class_weights: Tensor | None = None,
-) -> LossWeights:  # fmt: skip
-    """Weights of the loss terms of each row, for targets that have been checked.
+class RowGradients(NamedTuple):
+    """The gradients by the statistics of each row, (M,); None for 0. `losses`: by -log p_y."""
 
-    Args:
-        target: int64 (...).
-        ignore_index: the target of ignored rows.
-        reduction: "mean" divides the weights by their sum; with class weights the z-loss has a divisor of its own, the
-            sum of the token weights, as in Liger-Kernel. "sum" and "none" divide by nothing.
-        token_weights: floating (...), or None for ones.
-        dtype: the dtype of the logits or hidden states; the weights are at least float32.
-        class_weights: floating (V,), or None for ones.
-    """
-    dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
-    tokens = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    if class_weights is None:
-        return LossWeights(*[_normalised(tokens, tokens) if reduction == "mean" else tokens] * 3)
-    classes = target.clamp(0, len(class_weights) - 1)  # on CUDA the check has not stopped an invalid target yet
-    products = tokens * class_weights.detach().to(dtype)[classes]
-    if reduction != "mean":
-        return LossWeights(products, tokens, tokens.clone())
-    return LossWeights(_normalised(products, products), _normalised(tokens, products), _normalised(tokens, tokens))
+    losses: Tensor
+    entropies: Tensor | None = None
+    lses: Tensor | None = None
+    means: Tensor | None = None
 
+    def flat(self) -> "RowGradients":
+        """Contiguous gradients (M,) from gradients (...)."""
+        gradients: Any = [None if g is None else g.reshape(-1).contiguous() for g in self]
+        return RowGradients(*gradients)
 
-def _normalised(weights: Tensor, divisors: Tensor) -> Tensor:
-    """weights / sum of divisors; 0 if that sum is 0."""
-    total = divisors.sum()
-    return torch.where(total != 0, weights / total, 0.0)
-
-
-def checked_loss_weights(
-    target: Tensor, num_classes: int, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
-    dtype: torch.dtype, class_weights: Tensor | None = None,
-) -> tuple[Tensor, LossWeights]:  # fmt: skip
-    """Checks the targets (`check_targets`) and computes their `loss_weights`, in one op.
-
-    A compiled graph that uses the returned targets therefore keeps the check.
-
-    Args:
-        target: int64 (...).
-        num_classes: the number of classes V.
-        ignore_index: the target of ignored rows.
-        reduction: "mean", "sum" or "none".
-        token_weights: floating (...), or None.
-        dtype: the dtype of the logits or hidden states.
-        class_weights: floating (V,), or None.
-
-    Returns:
-        A contiguous copy of the targets, and the weights, contiguous and without a gradient.
-    """
-    tokens, classes = (None if weights is None else weights.detach() for weights in (token_weights, class_weights))
-    checked, *weights = _loss_weights(
-        target, tokens, classes, num_classes, ignore_index, reduction, dtype == torch.float64
-    )
-    return checked, LossWeights(*weights if classes is not None else weights * 3)
-
-
-@custom_op()
-def _loss_weights(
-    target: Tensor, token_weights: Tensor | None, class_weights: Tensor | None, num_classes: int, ignore_index: int,
-    reduction: str, double: bool,
-) -> list[Tensor]:  # fmt: skip
-    """A copy of the targets, and the three weights, or without class weights one."""
-    dtype, count = torch.float64 if double else torch.float32, 1 if class_weights is None else 3
-    if is_fake(target):
-        return [empty_like(target), *(target.new_empty(target.shape, dtype=dtype) for _ in range(count))]
-    check_targets(target, num_classes, ignore_index)
-    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype, class_weights)
-    return [target.clone(memory_format=torch.contiguous_format), *(w.contiguous() for w in weights[:count])]
-
-
-def check_loss(
-    op: str, name: str, x: Tensor, target: Tensor, token_weights: Tensor | None, reduction: str, options: LossOptions
-) -> None:
-    """Checks the arguments that all cross entropies share.
-
-    Args:
-        op: the op's name, for error messages.
-        name: the name of `x`, for error messages.
-        x: logits or hidden states, floating (..., N).
-        target: int64 (...).
-        token_weights: floating (...), or None.
-        reduction: "mean", "sum" or "none".
-        options: the options of the loss.
-
-    Raises:
-        InputError: a shape, dtype, device or option does not fit, or a tensor is a DTensor.
-    """
-    reject_dtensors(op, x, target, token_weights)
-    check_rows(op, name, x)
-    check_tensor(op, "target", target, x.shape[:-1], x.device, torch.int64)
-    if token_weights is not None:
-        check_tensor(op, "token_weights", token_weights, target.shape, x.device)
-    check_reduction(op, reduction)
-    if not 0 <= options.label_smoothing <= 1:
-        raise InputError(f"{op}: label_smoothing must be in [0, 1], got {options.label_smoothing}")
-    if not options.z_loss >= 0:
-        raise InputError(f"{op}: z_loss must be 0 or above, got {options.z_loss}")
-    if options.softcap is not None and not options.softcap > 0:
-        raise InputError(f"{op}: softcap must be positive or None, got {options.softcap}")
-    if not options.logit_scale > 0:
-        raise InputError(f"{op}: logit_scale must be positive, got {options.logit_scale}")
-
-
-def check_reduction(op: str, reduction: str) -> None:
-    """Raises InputError unless the reduction is "mean", "sum" or "none"."""
-    if reduction not in ("mean", "sum", "none"):
-        raise InputError(f'{op}: reduction must be "mean", "sum" or "none", got {reduction!r}')
-
-
-def check_class_weights(op: str, class_weights: Tensor | None, num_classes: int, x: Tensor) -> Tensor | None:
-    """Checks the class weights, and casts them to the dtype of the losses.
-
-    Args:
-        op: the op's name, for error messages.
-        class_weights: floating (num_classes,), or None.
-        num_classes: the number of classes.
-        x: logits or hidden states, for device and dtype.
-
-    Returns:
-        The weights without a gradient, contiguous, float32 (float64 for float64 `x`); None for None.
-
-    Raises:
-        InputError: shape, dtype or device do not fit, or the weights are a DTensor.
-    """
-    if class_weights is None:
-        return None
-    reject_dtensors(op, class_weights)
-    check_tensor(op, "class_weights", class_weights, (num_classes,), x.device)
-    return class_weights.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-
-
-def check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Checks that each target is a class or ignored.
-
-    On CUDA this is a device-side assertion, so that the host does not wait for the device, unless `host_checks` are on.
-
-    Args:
-        target: int64, any shape.
-        num_classes: targets must be in [0, num_classes).
-        ignore_index: the target of ignored rows.
-
-    Raises:
-        InputError: a target is neither a class nor `ignore_index`.
-    """
-    valid = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
-    if not checked_on_host(target):
-        message = f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})"
-        torch._assert_async(valid.all(), message)
-    elif not valid.all():
-        index = (~valid).nonzero()[0].tolist()
-        raise InputError(
-            f"target{index} is {target[tuple(index)].item()}, which is neither in [0, {num_classes}) nor the "
-            f"ignore_index ({ignore_index}); {int((~valid).sum())} such in all"
-        )
-
-
-def with_extras(loss: Tensor, *extras: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """The loss, or a tuple of the loss and the extras that are not None."""
-    returned = [x for x in extras if x is not None]
-    return (loss, *returned) if returned else loss
+    def chunk(self, rows: slice) -> "RowGradients":
+        """Views of some rows of flat gradients."""
+        gradients: Any = [None if g is None else g[rows] for g in self]
+        return RowGradients(*gradients)

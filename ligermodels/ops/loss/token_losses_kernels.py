@@ -3,18 +3,14 @@
 No program waits for another one: a row's loss, and its gradient in place of the logits, are the work of one program.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from ligermodels.ops.loss.logit_functions import below, dropped, effective, exp, next_above, tempered
-from ligermodels.ops.loss.sampler import NO_SAMPLER, RowSampler
-from ligermodels.ops.loss.token_losses import LossOptions
+from ligermodels.ops.loss.token_losses import LossOptions, RowGradients, Rows
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
-
-if TYPE_CHECKING:
-    from ligermodels.ops.loss.row_statistics import RowGradients, RowStatistics
 
 TILES = 4
 LOWEST = tl.constexpr(-3.4028234663852886e38) if HAS_TRITON else None  # the maximum of no logits, or of -inf
@@ -266,70 +262,65 @@ def _numbers(options: LossOptions) -> tuple[float, ...]:
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
 
 
-def _flags(options: LossOptions, sampler: RowSampler) -> dict[str, bool]:
+def _flags(options: LossOptions, rows: Rows) -> dict[str, bool]:
     """The parts of the formula that the kernels need."""
     return {
-        "SCALED": options.logit_scale != 1 or sampler.inverse_temperatures is not None,
+        "SCALED": options.logit_scale != 1 or rows.inverse_temperatures is not None,
         "CAPPED": options.softcap is not None,
         "SMOOTHED": options.label_smoothing != 0,
     }
 
 
-def launch_rows(
-    logits: Tensor, target: Tensor, statistics: "RowStatistics", options: LossOptions, *,
-    loss_weights: Tensor | None = None, class_weights: Tensor | None = None,
-    sampler: RowSampler = NO_SAMPLER,
-) -> None:  # fmt: skip
-    """Fills the statistics of rows of logits, and replaces the logits by the gradient of loss_weights * losses.
+def _sampler(rows: Rows) -> tuple[Any, ...]:
+    """The sampler as the kernels take it: inverse temperatures, bits, and the stride of the bits' rows."""
+    bits = rows.dropped_bits
+    return rows.inverse_temperatures, bits, 0 if bits is None else bits.shape[-1]
+
+
+def launch_rows(logits: Tensor, rows: Rows, options: LossOptions, class_weights: Tensor | None = None) -> None:
+    """Fills the statistics of rows of logits, and replaces the logits by the gradient of weights * losses.
 
     Args:
         logits: (M, V), the last dimension contiguous.
-        target: int64 (M,), contiguous.
-        statistics: fields (M,), contiguous; those that are None are not computed.
+        rows: fields (M,), contiguous; statistics that are None are not computed; without weights the logits stay.
         options: the options of the loss.
-        loss_weights: float32 (M,); None: the logits stay.
         class_weights: float32 (V,), of the means, which exclude label smoothing (their sums share lanes).
-        sampler: fields (M,), contiguous.
     """
     M, V = logits.shape
-    losses, ranks, predicted, entropies, _, means, maxima, totals = statistics
-    most = 2048 if loss_weights is None else 4096  # in place, a row should have a multiprocessor to itself
+    most = 2048 if rows.weights is None else 4096  # in place, a row should have a multiprocessor to itself
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), most)  # 8 a thread: 16-byte loads of bfloat16
     _cross_entropy_row_kernel[(M,)](
-        logits, logits.stride(0), target, loss_weights, class_weights, *sampler.arguments(), losses, maxima, totals,
-        ranks, predicted, entropies, means, V, options.ignore_index, *_numbers(options), **_flags(options, sampler),
-        RANK=ranks is not None, PREDICTED=predicted is not None, ENTROPY=entropies is not None,
-        TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes, num_warps=lanes // 256,
+        logits, logits.stride(0), rows.target, rows.weights, class_weights, *_sampler(rows), rows.losses, rows.maxima,
+        rows.totals, rows.ranks, rows.predicted, rows.entropies, rows.means, V, options.ignore_index,
+        *_numbers(options), **_flags(options, rows), RANK=rows.ranks is not None, PREDICTED=rows.predicted is not None,
+        ENTROPY=rows.entropies is not None, TILES=min(power_of_2_above(-(-V // lanes)), TILES), BLOCK=lanes,
+        num_warps=lanes // 256,
     )  # fmt: skip
 
 
 def launch_gradient(
-    logits: Tensor, gradient: Tensor, target: Tensor, maxima: Tensor, totals: Tensor, gradients: "RowGradients",
-    options: LossOptions, *, entropies: Tensor | None = None, class_weights: Tensor | None = None, first: int = 0,
-    num_classes: int, sampler: RowSampler = NO_SAMPLER,
+    logits: Tensor, gradient: Tensor, rows: Rows, gradients: RowGradients, options: LossOptions,
+    class_weights: Tensor | None, first: int, num_classes: int,
 ) -> None:  # fmt: skip
     """Fills the gradient by logits (M, n) from the gradients by the statistics of their rows.
 
     Args:
         logits: (M, n), the last dimension contiguous.
         gradient: (M, n), the last dimension contiguous; it may be `logits`.
-        target: int64 (M,), contiguous.
-        maxima: of whole rows, (M,), see `RowStatistics`.
-        totals: of whole rows, (M,).
+        rows: fields (M,), contiguous: targets, maxima and totals of whole rows, entropies if these have a gradient,
+            and the sampler.
         gradients: the gradients by losses, entropies, lses and means, (M,), contiguous.
         options: the options of the loss.
-        entropies: of whole rows, (M,), if these have a gradient.
         class_weights: float32 (num_classes,), of the means.
         first: the first class of `logits`.
         num_classes: the number of all classes.
-        sampler: fields (M,), contiguous.
     """
     M, n = logits.shape
     block = min(power_of_2_above(n), 4096)
     blocks = -(-n // block)
     _cross_entropy_gradient_kernel[(M * blocks,)](
-        logits, logits.stride(0), gradient, gradient.stride(0), target, gradients.losses, gradients.entropies,
-        gradients.lses, gradients.means, class_weights, *sampler.arguments(), maxima, totals, entropies, first, n,
-        num_classes, blocks, options.ignore_index, *_numbers(options), **_flags(options, sampler),
+        logits, logits.stride(0), gradient, gradient.stride(0), rows.target, gradients.losses, gradients.entropies,
+        gradients.lses, gradients.means, class_weights, *_sampler(rows), rows.maxima, rows.totals, rows.entropies,
+        first, n, num_classes, blocks, options.ignore_index, *_numbers(options), **_flags(options, rows),
         BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip

@@ -9,13 +9,27 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.library import PLAIN, reject_dtensors, replicated
 from ligermodels.ops.runtime.tensors import Shape, check_tensor
 
+_DTYPES = tuple(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+_FLOATING = tuple(dtype for dtype in _DTYPES if dtype.is_floating_point)
+
 
 class _Spec(NamedTuple):
+    """One tensor of an op, as declared."""
+
     name: str
     shape: Shape
     dtypes: tuple[torch.dtype, ...]
-    like: int | None  # index of the tensor with the same dtype
+    wanted: tuple[Any, ...]  # dtype, device, leading sizes and sizes: values, or names that stand for equal values
     optional: bool
+
+    def fits(self, x: Tensor, known: dict[str, Any]) -> bool:
+        """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
+        num_leading = max(x.dim() + 3 - len(self.wanted), 0)
+        values = (x.dtype, x.device, x.shape[:num_leading], *x.shape[num_leading:])
+        if x.dtype not in self.dtypes or len(values) != len(self.wanted):
+            return False
+        pairs = zip(self.wanted, values, strict=True)
+        return all((known.setdefault(w, value) if type(w) is str else w) == value for w, value in pairs)
 
 
 class Signature:
@@ -34,8 +48,8 @@ class Signature:
 
     def __init__(self, *, dtensors: Literal["refused", "replicated", "kept"] = "refused", **tensors: str) -> None:
         self._dtensors = dtensors
-        self._positive = {word[:-1] for text in tensors.values() for word in text.split() if word.endswith("+")}
-        self._specs = [_parsed(name, text.replace("+", ""), list(tensors)) for name, text in tensors.items()]
+        self._positive = [word[:-1] for text in tensors.values() for word in text.split() if word.endswith("+")]
+        self._specs = [_parsed(name, text.replace("+", "")) for name, text in tensors.items()]
 
     def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
         """Check the tensors of a call, and return them.
@@ -48,22 +62,21 @@ class Signature:
         Raises:
             InputError: a shape, dtype or device does not fit, or a tensor is a DTensor and the op takes none.
         """
-        plain, device = True, None
-        for (name, shape, dtypes, like, optional), x in zip(self._specs, tensors, strict=True):
-            if x is None and optional:
+        plain = True
+        for spec, x in zip(self._specs, tensors, strict=True):
+            if x is None and spec.optional:
                 continue
-            if like is not None:
-                dtypes = (tensors[like].dtype,)
-            known = len(sizes)
-            if not isinstance(x, Tensor) or not _fits(x, shape, device, dtypes, sizes):
-                raise _error(op, name, x, shape, device, dtypes, dict(list(sizes.items())[:known]))
-            device, plain = x.device, plain and type(x) in PLAIN
+            num_known = len(sizes)
+            if not isinstance(x, Tensor) or not spec.fits(x, sizes):
+                raise _error(op, spec, x, dict(list(sizes.items())[:num_known]))
+            plain = plain and type(x) in PLAIN
         for letter in self._positive:
             if sizes[letter] == 0:
                 shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
                 raise InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
-        if plain or self._dtensors == "kept":
-            return tensors
+        return tensors if plain or self._dtensors == "kept" else self._with_dtensors(op, tensors)
+
+    def _with_dtensors(self, op: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._dtensors == "refused":
             reject_dtensors(op, *tensors)
             return tensors
@@ -71,45 +84,28 @@ class Signature:
         return tensors[0], *replicated(op, tensors[0], **others)
 
 
-def _parsed(name: str, text: str, names: list[str]) -> _Spec:
-    sizes: list[Any] = []
-    dtypes, like = [], None
+def _parsed(name: str, text: str) -> _Spec:
+    """The tensor `name` from its sizes, dtypes, "=other" for the dtype of another tensor, and "?"."""
+    shape: list[Any] = []
+    dtypes, tied = [], name
     for word in text.replace("?", "").split():
         if word.startswith("="):
-            like = names.index(word[1:])
+            tied = word[1:]
         elif hasattr(torch, word):
             dtypes.append(getattr(torch, word))
         else:
-            sizes.append(... if word == "..." else int(word) if word.isdigit() else word)
-    return _Spec(name, tuple(sizes), tuple(dtypes), like, "?" in text)
+            shape.append(... if word == "..." else int(word) if word.isdigit() else word)
+    leading, sizes = ("...", shape[1:]) if shape[:1] == [...] else ((), shape)
+    allowed = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
+    return _Spec(name, tuple(shape), allowed, (f"dtype of {tied}", "device", leading, *sizes), "?" in text)
 
 
-def _fits(
-    x: Tensor, shape: Shape, device: torch.device | None, dtypes: tuple[torch.dtype, ...], sizes: dict[str, Any]
-) -> bool:
-    """Whether x is as declared. Adds the letters of its shape to `sizes`."""
-    if (device is not None and x.device != device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
-        return False
-    found: Any = x.shape
-    if shape and shape[0] is ...:
-        split = max(len(found) - len(shape) + 1, 0)
-        leading, found, shape = found[:split], found[split:], shape[1:]
-        if sizes.setdefault("...", leading) != leading:
-            return False
-    if len(found) != len(shape):
-        return False
-    for size, letter in zip(found, shape, strict=True):
-        if size != (sizes.setdefault(letter, size) if type(letter) is str else letter):
-            return False
-    return True
-
-
-def _error(
-    op: str, name: str, x: Any, shape: Shape, device: torch.device | None, dtypes: tuple[torch.dtype, ...],
-    sizes: dict[str, Any],
-) -> InputError:  # fmt: skip
+def _error(op: str, spec: _Spec, x: Any, known: dict[str, Any]) -> InputError:
     """The error of `check_tensor`, with numbers for known letters."""
-    parts = [[*sizes.get("...", [...])] if size is ... else [sizes.get(size, size)] for size in shape]
+    parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
     wanted = tuple(size for part in parts for size in part)
-    check_tensor(op, name, x, wanted, device, *dtypes)
-    return InputError(f"{op}: {name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}")
+    dtypes = (known[spec.wanted[0]],) if spec.wanted[0] in known else spec.dtypes
+    check_tensor(op, spec.name, x, wanted, known.get("device"), *(() if dtypes is _FLOATING else dtypes))
+    return InputError(
+        f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
+    )
