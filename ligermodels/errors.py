@@ -26,6 +26,10 @@ class CheckpointWarning(UserWarning):
     """The newest checkpoint of a run is damaged, and an older one is used."""
 
 
+class AdapterWarning(UserWarning):
+    """LoRA leaves out layers that a user may expect it to adapt, or a file cannot hold all of its settings."""
+
+
 class SequenceLengthWarning(UserWarning):
     """A sequence is longer than the model's `max_position_embeddings`."""
 

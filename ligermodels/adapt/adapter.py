@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.adapt.adapter_base import check_family
-from ligermodels.adapt.adapter_config import PATTERNS, adapter_config, check_config, values_by_path
-from ligermodels.adapt.lora import (
-    Model,
-    Target,
-    check_adaptable,
-    insert,
-    leaf,
-    new_updates,
-    require_lora,
-    targets,
-    transformers_layout,
-)
+from ligermodels.adapt.adapter_config import adapter_config
+from ligermodels.adapt.adapter_layers import updates_of_file
+from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
+from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
+from ligermodels.adapt.targets import expert_targets, targets, transformers_layout
 from ligermodels.arguments import check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
@@ -33,6 +24,7 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER
 from ligermodels.convert.input_files import folder_to_write, is_present
+from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
@@ -40,11 +32,9 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.lora import LoRA, LoRAPart
+from ligermodels.layers.expert_lora import ExpertFormat, ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.families import family_of
-from ligermodels.models.state_dict import layout_in_memory
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
@@ -53,7 +43,13 @@ BESIDE = (*TOKENIZER, CHAT_TEMPLATES, GENERATION_CONFIG)
 """Names of the files of the base checkpoint that an adapter's folder may contain too, changed."""
 
 
-def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save_adapter(
+    model: Model,
+    folder: str | os.PathLike[str],
+    *,
+    expert_format: ExpertFormat = "target_parameters",
+    overwrite: bool = False,
+) -> None:
     """Write the LoRA of a model in PEFT's format.
 
     `peft.PeftModel.from_pretrained` loads it on transformers' model. Tensors are written exactly, in their dtype. The
@@ -63,10 +59,14 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
     Args:
         model: a model with LoRA, from `add_lora` or `load_adapter`.
         folder: created if it does not exist.
+        expert_format: names of the LoRA of experts. "target_parameters" are PEFT's, which vLLM reads for families with
+            stacked experts (gpt-oss, Qwen3.5). "per_expert" has a layer for each expert, for vLLM's other mixtures and
+            SGLang. "shared_outer" has three tensors for each mixture, for the option `experts_shared_outer_loras` of
+            SGLang and `enable_moe_shared_loras` of vLLM. The formats compute the same. Default: "target_parameters".
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
 
     Raises:
-        InputError: the model has no LoRA.
+        InputError: the model has no LoRA; or `expert_format` does not fit the family or the adapter.
         CheckpointError: the folder is in use, or the disk is full. No incomplete adapter is left behind.
 
     Examples:
@@ -75,15 +75,16 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], *, overwrite: boo
     """
     updates = require_lora(model, "save_adapter")
     reshard(model)
-    write_adapter(model, updates, lora_tensors(updates), folder, overwrite=overwrite)
+    write_adapter(model, updates, lora_tensors(updates), folder, expert_format=expert_format, overwrite=overwrite)
 
 
 def write_adapter(
     model: CausalLM,
-    updates: Mapping[str, LoRA],
+    updates: Mapping[str, AnyLoRA],
     tensors: Mapping[str, Tensor],
     folder: str | os.PathLike[str],
     *,
+    expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> None:
     """Write an adapter in PEFT's format.
@@ -93,12 +94,16 @@ def write_adapter(
         updates: the LoRA of its layers, also on the meta device.
         tensors: A and B to write, under the names of `lora_tensors`.
         folder: created if it does not exist.
+        expert_format: see `save_adapter`.
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
     """
+    check_expert_format(expert_format)
+    updates, tensors = _in_format(updates, tensors, expert_format)
     spec = model.require_export_spec()
     source = spec.source
     # Layers of a vision tower have the same names as layers of the text model.
-    adaptable = None if source is not None and source.nested else targets(model, transformers_layout(model))
+    layout, nested = transformers_layout(model), source is not None and source.nested
+    adaptable = None if nested else [*targets(model, layout), *expert_targets(model, layout)]
     own: dict[str, Path | str] = {
         name: path for name, path in spec.files.items() if source and path.absolute() != source.folder / name
     }
@@ -110,10 +115,10 @@ def write_adapter(
         own[GENERATION_CONFIG] = as_json(generation)
     save_checkpoint(
         folder,
-        adapter_map(updates).export(tensors),
+        adapter_map(updates, expert_format).export(tensors),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name))},
+        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name, expert_format))},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=Ranks(tensors.values()),
@@ -163,8 +168,8 @@ def load_adapter(
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
     with open_adapter(folder) as (config, checkpoint):
-        updates = _updates(model, config, checkpoint, dtype)
-        adapter_map(updates).load(checkpoint, lora_tensors(updates))
+        updates, form = updates_of_file(model, config, checkpoint, dtype)
+        adapter_map(updates, form).load(checkpoint, lora_tensors(updates))
     return insert(model, updates, trainable=is_trainable)
 
 
@@ -174,6 +179,7 @@ def rewrite_adapter(
     folder: str | os.PathLike[str],
     *,
     dtype: DtypeLike | None = None,
+    expert_format: ExpertFormat | None = None,
     overwrite: bool = False,
 ) -> None:
     """Check that an adapter in PEFT's format fits a model, and write it as `save_adapter` does.
@@ -183,6 +189,7 @@ def rewrite_adapter(
         adapter: a local folder or a hub repo id.
         folder: created if it does not exist.
         dtype: dtype of the written tensors. Default: the stored dtype, so that all tensors keep their bits.
+        expert_format: see `save_adapter`. Default: the format of the adapter.
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
 
     Raises the errors of `load_adapter` and `save_adapter`.
@@ -190,10 +197,10 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         stored = functools.reduce(torch.promote_types, (header.dtype for header in checkpoint.headers.values()))
-        updates = _updates(model, config, checkpoint, dtype or stored)
+        updates, form = updates_of_file(model, config, checkpoint, dtype or stored)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in lora_tensors(updates).items()}
-        adapter_map(updates).load(checkpoint, tensors)
-    write_adapter(model, updates, tensors, folder, overwrite=overwrite)
+        adapter_map(updates, form).load(checkpoint, tensors)
+    write_adapter(model, updates, tensors, folder, expert_format=expert_format or form, overwrite=overwrite)
 
 
 @contextmanager
@@ -215,23 +222,23 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
         yield adapter
 
 
-def adapted_paths(config: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
-    """Path in transformers of each adapted layer -> its lora_alpha, for an adapter with tensors of these `names`.
+def adapter_map(updates: Mapping[str, AnyLoRA], expert_format: ExpertFormat = "target_parameters") -> WeightMap:
+    """The weight map from native names of A and B to their names in PEFT's files.
 
-    Raises ConfigError or CheckpointError, naming the field or tensor, if native LoRA does not support the adapter.
+    Args:
+        updates: native name of the layer -> its update. LoRA of experts has the parts that the format needs.
+        expert_format: see `save_adapter`.
     """
-    check_config(config)
-    return values_by_path("alpha_pattern", config, sorted(_paths(names)))
+    mappings: list[WeightMapping] = []
+    for name, update in updates.items():
+        if isinstance(update, ExpertLoRA):
+            mappings += expert_mappings(f"{name}.update", update, expert_format)
+        else:
+            mappings += update.weight_mappings(f"{name}.update")
+    return WeightMap(mappings)
 
 
-def adapter_map(updates: Mapping[str, LoRA]) -> WeightMap:
-    """The weight map from native names of A and B to their names in PEFT's files."""
-    return WeightMap(
-        [mapping for name, update in updates.items() for mapping in update.weight_mappings(f"{name}.update")]
-    )
-
-
-def lora_tensors(updates: Mapping[str, LoRA]) -> dict[str, Tensor]:
+def lora_tensors(updates: Mapping[str, AnyLoRA]) -> dict[str, Tensor]:
     """A and B by the names of the model's parameters."""
     return {
         f"{name}.update.{own}": tensor
@@ -240,48 +247,14 @@ def lora_tensors(updates: Mapping[str, LoRA]) -> dict[str, Tensor]:
     }
 
 
-def _updates(
-    model: CausalLM, config: Mapping[str, Any], checkpoint: Checkpoint, dtype: DtypeLike | None
-) -> dict[str, LoRA]:
-    """Empty LoRA updates of an adapter, not yet in the model. Raises the errors of `load_adapter`."""
-    check_config(config)
-    check_family(model, config)
-    known = _targets(model, paths := _paths(checkpoint.headers))
-    if unknown := [path for path in paths if path not in known]:
-        names = ", ".join(dict.fromkeys(map(leaf, known)))
-        raise CheckpointError(
-            f"{checkpoint.folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's "
-            f"blocks, such as {unknown[0]}; native LoRA adapts {names}"
-        )
-    adapted = [path for path in known if path in paths]
-    ranks, alphas = (values_by_path(pattern, config, adapted) for pattern in PATTERNS)
-    rslora = bool(config.get("use_rslora"))
-    parts = {path: LoRAPart(path, known[path].views, ranks[path], alphas[path], rslora) for path in adapted}
-    return new_updates(model, known, parts, config.get("lora_dropout") or 0.0, dtype)
-
-
-def _paths(names: Collection[str]) -> set[str]:
-    """Paths of the layers that the file adapts; CheckpointError if it contains other tensors than A and B."""
-    matches = {name: re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name) for name in names}
-    if other := [name for name, match in matches.items() if match is None]:
-        raise CheckpointError(
-            f"{ADAPTER}: has {len(other)} tensors that are no A or B of a linear layer, such as {other[0]}"
-        )
-    if not matches:
-        raise CheckpointError(f"{ADAPTER}: has no tensors")
-    return {match[1] for match in matches.values() if match is not None}
-
-
-def _targets(model: Model, paths: Collection[str]) -> dict[str, Target]:
-    """The linear layers by their names in the layout that contains the most `paths`.
-
-    An adapter may belong to the model with its vision tower, or to the text model alone.
-    """
-    spec = model.require_export_spec()
-    hf_config = spec.hf_config if spec.source is None else spec.source.hf_config
-    layouts = (
-        transformers_layout(model),
-        layout_in_memory(spec, model.config),
-        *family_of(hf_config).weight_maps(model.config),
-    )
-    return max((targets(model, layout) for layout in layouts), key=lambda known: len(known.keys() & set(paths)))
+def _in_format(
+    updates: Mapping[str, AnyLoRA], tensors: Mapping[str, Tensor], form: ExpertFormat
+) -> tuple[dict[str, AnyLoRA], dict[str, Tensor]]:
+    """The updates, and their tensors, with the LoRA of experts `converted` for a format."""
+    changed, written = dict(updates), dict(tensors)
+    for name, update in updates.items():
+        if isinstance(update, ExpertLoRA):
+            own = {key: written.pop(f"{name}.update.{key}") for key in update.lora_parameters()}
+            changed[name], parameters = converted(update, own, form)
+            written |= {f"{name}.update.{key}": tensor for key, tensor in parameters.items()}
+    return changed, written

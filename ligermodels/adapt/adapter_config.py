@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
-from ligermodels.adapt.lora import leaf
+from ligermodels.adapt.expert_files import SHARED
+from ligermodels.adapt.lora import AnyLoRA
 from ligermodels.adapt.patterns import full_matches
+from ligermodels.adapt.targets import container, leaf
 from ligermodels.arguments import LARGEST
 from ligermodels.convert.config_json import short
 from ligermodels.convert.files import ADAPTER_CONFIG
-from ligermodels.errors import ConfigError
-from ligermodels.layers.lora import MOST_RANKS, LoRA
+from ligermodels.errors import AdapterWarning, ConfigError
+from ligermodels.layers.expert_lora import ExpertFormat, ExpertPart
+from ligermodels.layers.lora import MOST_RANKS, LoRAPart
 
 NO_EFFECT = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters",
+    "task_type",
 ))  # fmt: skip
-"""Fields that do not change the meaning of the tensors. The names of the tensors tell the adapted layers."""
+"""Fields that do not change the meaning of the tensors. The names of the tensors tell the adapted layers; only if one
+weight of the experts is adapted, `target_parameters` tells which."""
 READ = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern",
     "use_rslora",
@@ -32,7 +39,10 @@ PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 
 
 def adapter_config(
-    updates: Mapping[str, LoRA], adaptable: Collection[str] | None, base_model: str | None = None
+    updates: Mapping[str, AnyLoRA],
+    adaptable: Collection[str] | None,
+    base_model: str | None = None,
+    expert_format: ExpertFormat = "target_parameters",
 ) -> dict[str, Any]:
     """The fields of adapter_config.json. The most frequent rank and scaling are values; others are patterns.
 
@@ -41,14 +51,24 @@ def adapter_config(
         adaptable: the paths of all layers that could be adapted; None if the adapter may have layers that the model
             does not have.
         base_model: name of the base model. Default: None.
+        expert_format: see `save_adapter`.
     """
-    parts = {part.name: part for update in updates.values() for part in update.parts}
-    r = Counter(part.r for part in parts.values()).most_common(1)[0][0]
-    alpha = Counter(part.lora_alpha for part in parts.values()).most_common(1)[0][0]
-    # PEFT adapts all layers with a path that ends in a name. So short names are used only if they name no other layer.
-    names = dict.fromkeys(map(leaf, parts))
-    use_names = adaptable is not None and all(path in parts for path in adaptable if leaf(path) in names)
+    parts = [part for update in updates.values() for part in update.parts]
+    r = Counter(part.r for part in parts).most_common(1)[0][0]
+    alpha = Counter(part.lora_alpha for part in parts).most_common(1)[0][0]
+    has_experts = any(isinstance(part, ExpertPart) for part in parts)
+    is_stacked = expert_format == "target_parameters"
+    parameters = [part.name for part in parts if isinstance(part, ExpertPart) and is_stacked]
+    modules = [_module_name(part, expert_format) for part in parts if part.name not in parameters]
     first = next(iter(updates.values()))
+    if has_experts and first.dropout:
+        warnings.warn(
+            f"{ADAPTER_CONFIG}: lora_dropout is written as 0 instead of {first.dropout}: PEFT opens no adapter of "
+            "experts with dropout. Give it again to continue training",
+            AdapterWarning,
+            stacklevel=2,
+        )
+    patterns = {_pattern(part, expert_format): part for part in parts}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -56,17 +76,50 @@ def adapter_config(
         "inference_mode": True,
         "r": r,
         "lora_alpha": alpha,
-        "lora_dropout": first.dropout,
+        "lora_dropout": 0.0 if has_experts else first.dropout,
         "use_rslora": first.parts[0].use_rslora,
-        "target_modules": list(names if use_names else parts),
-        "rank_pattern": {name: part.r for name, part in parts.items() if part.r != r},
-        "alpha_pattern": {name: part.lora_alpha for name, part in parts.items() if part.lora_alpha != alpha},
+        "target_modules": _target_names(modules, adaptable, 1),
+        **({"target_parameters": _target_names(parameters, adaptable, 2)} if parameters else {}),
+        "rank_pattern": {name: part.r for name, part in patterns.items() if part.r != r},
+        "alpha_pattern": {name: part.lora_alpha for name, part in patterns.items() if part.lora_alpha != alpha},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": None,
         "use_dora": False,
     }
+
+
+def _target_names(paths: Sequence[str], adaptable: Collection[str] | None, components: int) -> list[str]:
+    """The names of adapted layers, short if they name no other layer: PEFT adapts every layer that a name ends.
+
+    Args:
+        paths: paths of the adapted layers.
+        adaptable: paths of all layers that could be adapted; None for whole paths.
+        components: number of components of a short name.
+    """
+    names = {path: ".".join(path.split(".")[-components:]) for path in paths}
+    short_names = set(names.values())
+    others = [path for path in adaptable or () if path not in names]
+    if adaptable is None or any(".".join(path.split(".")[-components:]) in short_names for path in others):
+        return list(names)
+    return list(dict.fromkeys(names.values()))
+
+
+def _module_name(part: LoRAPart, expert_format: ExpertFormat) -> str:
+    """The name that `target_modules` has for a part; the experts of a layer have a common one."""
+    if not isinstance(part, ExpertPart):
+        return part.name
+    return f"{container(part.name)}.{SHARED[part.leaf] if expert_format == 'shared_outer' else leaf(part.layers[0][0])}"
+
+
+def _pattern(part: LoRAPart, expert_format: ExpertFormat) -> str:
+    """The key of a part in `rank_pattern` and `alpha_pattern`."""
+    if not isinstance(part, ExpertPart) or expert_format == "target_parameters":
+        return part.name
+    if expert_format == "shared_outer":
+        return _module_name(part, expert_format)
+    return rf"{re.escape(container(container(part.layers[0][0])))}\.\d+\.{leaf(part.layers[0][0])}"
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -112,6 +165,27 @@ def values_by_path(pattern: str, config: Mapping[str, Any], paths: Sequence[str]
         except ValueError as error:
             raise ConfigError(f"{ADAPTER_CONFIG}: field {pattern!r}: {short(expression)} {error}") from None
         values |= dict.fromkeys(compress(paths, matching), value)
+    return values
+
+
+def values_by_part(pattern: str, config: Mapping[str, Any], named: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`values_by_path` of parts that have one or several paths.
+
+    Args:
+        pattern: "rank_pattern" or "alpha_pattern".
+        config: the fields of adapter_config.json.
+        named: path of a part -> the paths by which the patterns name it; for experts perhaps one for each.
+
+    Raises:
+        ConfigError: the paths of a part have different values.
+    """
+    by_path = values_by_path(pattern, config, [path for paths in named.values() for path in paths])
+    values: dict[str, Any] = {}
+    for part, paths in named.items():
+        if len(found := {by_path[path] for path in paths}) > 1:
+            reason = f"has values {sorted(found)} for the experts of {part}, and native LoRA has one for all of them"
+            raise _error(config, pattern, reason)
+        values[part] = found.pop()
     return values
 
 

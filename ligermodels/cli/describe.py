@@ -162,8 +162,9 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
     Raises ConfigError and CheckpointError for files that are missing or damaged.
     """
-    from ligermodels.adapt.adapter import adapted_paths, open_adapter
-    from ligermodels.adapt.lora import leaf
+    from ligermodels.adapt.adapter import open_adapter
+    from ligermodels.adapt.adapter_layers import layers_of_file
+    from ligermodels.adapt.targets import leaf
 
     with open_adapter(folder) as (config, checkpoint):
         headers = checkpoint.headers
@@ -176,14 +177,14 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
             "targets": config.get("target_modules"),
         }
         try:
-            alphas = adapted_paths(config, headers)
+            layers = layers_of_file(config, headers)
         except (ConfigError, CheckpointError) as error:
             facts["not_opened"] = str(error)
         else:
-            facts["rank"] = _distinct(h.shape[0] for name, h in headers.items() if name.endswith(".lora_A.weight"))
-            facts["alpha"] = _distinct(alphas.values())
-            facts["targets"] = list(dict.fromkeys(map(leaf, alphas)))
-            facts["adapted_layers"] = len(alphas)
+            facts["rank"] = _distinct(rank for rank, _ in layers.values())
+            facts["alpha"] = _distinct(alpha for _, alpha in layers.values())
+            facts["targets"] = list(dict.fromkeys(map(leaf, layers)))
+            facts["adapted_layers"] = len(layers)
         return facts | _sizes(headers.values()) | _stored(headers.values())
 
 

@@ -38,7 +38,14 @@ class Shard:
 UNSHARDED = Shard()
 
 
-class Compute(nn.Module):
+class Part(nn.Module):
+    """A part of a linear layer, or of the experts of a mixture."""
+
+    unexportable: ClassVar[str | None] = None
+    """Why a model with such parts cannot be written as a checkpoint, and what to do; None if it can be."""
+
+
+class Compute(Part):
     """How a linear layer keeps its weight and multiplies by it; subclasses define `forward`.
 
     A class that keeps the weight itself (codes in place of numbers) sets `holds_weight`, and defines `dense` and
@@ -46,8 +53,6 @@ class Compute(nn.Module):
     """
 
     holds_weight: ClassVar[bool] = False
-    unexportable: ClassVar[str | None] = None
-    """Why a model with such weights cannot be written as a checkpoint, and what to do; None if it can be."""
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def forward(
@@ -103,15 +108,12 @@ class Compute(nn.Module):
         return {name: "replicated" for name, _ in self.named_parameters()}
 
 
-class Update(nn.Module):
+class Update(Part):
     """What is added to the product of a linear layer, such as a low-rank update; subclasses define `forward`.
 
     Parameters are replicated over tensor-parallel ranks. `forward` takes this rank's channels of them by
     `shard.inputs` and `shard.outputs`.
     """
-
-    unexportable: ClassVar[str | None] = None
-    """Why a model with such updates cannot be written as a checkpoint, and what to do; None if it can be."""
 
     def forward(self, x: Tensor, shard: Shard = UNSHARDED) -> Tensor:
         """The summand for the input x (..., in_features): (..., out_features), of the dtype of x."""
@@ -123,7 +125,7 @@ class Update(nn.Module):
 
 
 def check_exportable(model: nn.Module) -> None:
-    """InputError if a part of a linear layer has no place in a checkpoint: its class says why by `unexportable`."""
+    """InputError if a part of a layer has no place in a checkpoint: its class says why by `unexportable`."""
     for module in model.modules():
-        if isinstance(module, Compute | Update) and module.unexportable is not None:
+        if isinstance(module, Part) and module.unexportable is not None:
             raise InputError(module.unexportable)

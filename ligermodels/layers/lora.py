@@ -48,13 +48,18 @@ class LoRAPart:
         """Add rows in the checkpoint's order to the rows of a native tensor, in place.
 
         Args:
-            native: (out_features of the native layer, n).
-            rows: (out_features of this part, n).
+            native: (out_features of the native layer, ...).
+            rows: (out_features of this part, ...), the other dimensions as in `native`.
         """
         for view in self.views:
             target = view.view(native)
-            count = target.numel() // native.shape[1]
+            count = target.numel() // math.prod(native.shape[1:])
             target.add_(rows[view.start : view.start + count].view(target.shape))
+
+    def gather(self, native: Tensor) -> Tensor:
+        """The rows of a native tensor (out_features of the native layer, ...) in the checkpoint's order."""
+        parts = (view.view(native).reshape(-1, *native.shape[1:]) for view in self.views)
+        return torch.cat(list(parts))
 
 
 class LoRA(Update):

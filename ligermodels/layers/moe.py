@@ -24,6 +24,7 @@ from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.expert_parallel import on_ranks
+from ligermodels.layers.expert_parts import ComposedExperts, Product, plain_product
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
@@ -174,13 +175,14 @@ class MoEConfig(LayerConfig):
         return sizes if self.shared is None else {**sizes, "shared_expert_size": self.shared.size}
 
 
-class MoE(Layer):
+class MoE(ComposedExperts, Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
 
     Modules: `router` (a `Router`), `shared` (a `GatedMLP`, or None) and `shared_gate` (a linear layer with one output
     or None). Parameters: `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`; `down` (E, H,
-    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Experts have no capacity limit, so no token
-    is dropped.
+    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights
+    in 4 or 8 bits; the parameters are then None) and `update` (LoRA). Experts have no capacity limit, so no token is
+    dropped.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
@@ -210,10 +212,17 @@ class MoE(Layer):
         self.shared_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self.init_weights()
 
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of `gate_up` and `down`, also if `compute` keeps the weights."""
+        experts, hidden = self.router.weight.shape
+        return (experts, 2 * self.config.size, hidden), (experts, hidden, self.config.size)
+
     def init_weights(self, std: float = 0.02) -> None:
         """The experts' weights: normal(0, std); their biases zero."""
         for weight in (self.gate_up, self.down):
-            nn.init.normal_(weight, std=std)
+            if weight is not None:
+                nn.init.normal_(weight, std=std)
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -244,7 +253,8 @@ class MoE(Layer):
                 p if type(p) in PLAIN_OR_NONE else cast(Any, p).to_local() for p in parameters
             )
         biases = gate_up_bias, down_bias
-        out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, mesh=self._expert_mesh)
+        parts = {"mesh": self._expert_mesh, "product": self.product, "num_experts": self.config.router.num_experts}
+        out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, **parts)
         out = sum_over_ranks(self, out)
         if self.shared is not None:
             shared = cast(Tensor, self.shared(tokens))
@@ -259,11 +269,13 @@ def mix_experts(
     tokens: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | None,
+    down: Tensor | None,
     activation: Callable[[Tensor], Tensor],
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     mesh: Any = None,
+    product: Product = plain_product,
+    num_experts: int | None = None,
 ) -> Tensor:
     """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
 
@@ -277,16 +289,18 @@ def mix_experts(
         biases: biases (E, 2 * size) of gate_up and (E, H) of down. Default: none.
         mesh: a DeviceMesh over which experts are divided evenly; weights and biases are then of this rank's experts.
             Default: None.
+        product: computes gate_up and down; experts with parts have their own. Default: `plain_product`.
+        num_experts: number E of experts of all ranks. Default: the rows of `gate_up`.
 
     Returns:
         (N, H), in the dtype of the experts' computation.
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
-        return ops.grouped_mm(rows, down, offsets, biases[1])
+        rows = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
+        return product("down", rows, offsets, down, biases[1])
 
-    order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up) * (1 if mesh is None else mesh.size()))
+    order, inverse, offsets = ops.sort_by_expert(experts, num_experts or len(cast(Tensor, gate_up)))
     rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
     rows = compute(rows, offsets) if mesh is None else on_ranks(rows, offsets, compute, mesh)
     rows = ops.gather_rows(rows, inverse, order)

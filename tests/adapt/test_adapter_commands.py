@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from zoo import CONFIGS, EACH_FAMILY, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.adapt.lora import targets, transformers_layout
+from ligermodels.adapt.targets import targets, transformers_layout
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.speculative.profiles import PROFILES

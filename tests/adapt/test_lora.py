@@ -152,6 +152,7 @@ def test_target_modules(wanted: Any, found: set[str]) -> None:
     assert len(trained) == len(found) + len(lora_layers(model))
 
 
+@pytest.mark.filterwarnings("ignore::ligermodels.errors.AdapterWarning")
 @pytest.mark.parametrize(
     "name", ["llama-2", "phi3", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss"]
 )
@@ -387,11 +388,8 @@ def test_hooks_on_a_layer_are_not_lost() -> None:
         assert seen == ["hook", "forward"] and model.get_submodule("decoder.blocks.1.mixer.o") is layer
 
 
-def test_experts_are_refused_by_name() -> None:
-    for config, names in (
-        (CONFIGS["mixtral"], ["w1", "gate"]),
-        (CONFIGS["qwen3_moe"], ["gate_proj", "gate", "experts"]),
-    ):
+def test_routers_are_refused_by_name() -> None:
+    for config, names in ((CONFIGS["mixtral"], ["w4", "gate"]), (CONFIGS["qwen3_moe"], ["gate", "shared_experts"])):
         for name in names:
             with pytest.raises(InputError, match=f"{name}' .*known: q_proj, k_proj, v_proj, o_proj"):
                 lm.add_lora(lm.from_config(config), target_modules=[name])

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import ligermodels as lm
 from ligermodels.adapt.adapter import adapter_map
-from ligermodels.adapt.lora import leaf, lora_layers, targets
+from ligermodels.adapt.lora import lora_layers
+from ligermodels.adapt.targets import leaf, targets
 from ligermodels.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-5

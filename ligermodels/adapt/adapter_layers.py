@@ -1,0 +1,127 @@
+"""The layers that an adapter's file adapts, and the empty LoRA updates that take its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ligermodels.adapt.adapter_base import check_family
+from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_part, values_by_path
+from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
+from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
+from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
+from ligermodels.convert.files import ADAPTER
+from ligermodels.convert.loading import Spec
+from ligermodels.convert.placement import DtypeLike
+from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.errors import CheckpointError
+from ligermodels.layers.expert_lora import ExpertFormat
+from ligermodels.models.families import family_of
+from ligermodels.models.state_dict import layout_in_memory
+
+
+def updates_of_file(
+    model: Model, config: Mapping[str, Any], checkpoint: Checkpoint, dtype: DtypeLike | None
+) -> tuple[dict[str, AnyLoRA], ExpertFormat]:
+    """Empty LoRA updates for the tensors of an adapter, not yet in the model, and the format of its experts.
+
+    Args:
+        model: the model to adapt.
+        config: the fields of adapter_config.json.
+        checkpoint: the tensors.
+        dtype: dtype of A and B; None for the dtype of the weights.
+
+    Raises the errors of `load_adapter`.
+    """
+    check_config(config)
+    check_family(model, config)
+    linear, experts = _targets(model, paths := adapted_paths(checkpoint.headers))
+    try:
+        found = find_experts(paths, experts, config.get("target_parameters"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.folder / ADAPTER}: {error}") from None
+    rest = paths - file_names(found)
+    if unknown := [path for path in sorted(rest) if path not in linear]:
+        names = ", ".join(dict.fromkeys(map(leaf, (*linear, *experts))))
+        raise CheckpointError(
+            f"{checkpoint.folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's "
+            f"blocks, such as {unknown[0]}; native LoRA adapts {names}"
+        )
+    named = {path: (path,) for path in linear if path in rest} | found.names
+    known = {**linear, **experts}
+    ranks, alphas = (values_by_part(pattern, config, named) for pattern in PATTERNS)
+    rslora = bool(config.get("use_rslora"))
+    parts = {path: known[path].part(path, ranks[path], alphas[path], rslora) for path in named}
+    shared = found.form == "shared_outer" and _is_shared(checkpoint, found.names)
+    options: dict[str, Any] = {"dropout": config.get("lora_dropout") or 0.0, "dtype": dtype, "shared_outer": shared}
+    return new_updates(model, known, parts, **options), found.form
+
+
+def adapted_paths(names: Collection[str]) -> set[str]:
+    """Paths of the layers that a file with tensors of these `names` adapts.
+
+    Raises CheckpointError if the file contains other tensors than A and B.
+    """
+    matches = {name: re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name) for name in names}
+    if other := [name for name, match in matches.items() if match is None]:
+        raise CheckpointError(
+            f"{ADAPTER}: has {len(other)} tensors that are no A or B of a linear layer, such as {other[0]}"
+        )
+    if not matches:
+        raise CheckpointError(f"{ADAPTER}: has no tensors")
+    return {match[1] for match in matches.values() if match is not None}
+
+
+def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> dict[str, tuple[int, float]]:
+    """Path in transformers of each adapted layer -> its rank and lora_alpha, for an adapter, without its model.
+
+    Args:
+        config: the fields of adapter_config.json.
+        headers: name -> dtype and shape of the tensors.
+
+    Raises ConfigError or CheckpointError, naming the field or tensor, if native LoRA does not support the adapter.
+    """
+    check_config(config)
+    paths = adapted_paths(headers)
+    stacked = {leaf(name): name for name in config.get("target_parameters") or ()}
+    named: dict[str, str] = {}
+    for path in sorted(paths):
+        whole = f"{path}.base_layer" in paths
+        if leaf(path) == "base_layer":
+            named[f"{container(path)}.gate_up_proj"] = path
+        elif whole or (len(stacked) == 1 and stacked and leaf(path) == leaf(container(next(iter(stacked.values()))))):
+            named[f"{path}.{'down_proj' if whole else next(iter(stacked))}"] = path
+        else:
+            named[path] = path
+    ranks, alphas = (values_by_path(pattern, config, list(named)) for pattern in PATTERNS)
+    shapes = {name: headers[f"{PREFIX}{path}.lora_A.weight"].shape for name, path in named.items()}
+    # The tensor of stacked experts has the rank of all experts.
+    return {name: (shapes[name][-2] if path == name else ranks[name], alphas[name]) for name, path in named.items()}
+
+
+def _is_shared(checkpoint: Checkpoint, names: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether all experts share A of gate and up, and B of down, in a file of the format "shared_outer"."""
+    side = {path: "B" if leaf(path) == "down_proj" else "A" for path in names}
+    tensors = (f"{PREFIX}{layers[0]}.lora_{side[path]}.weight" for path, layers in names.items())
+    return all(name in checkpoint.headers and checkpoint.headers[name].shape[0] == 1 for name in tensors)
+
+
+def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], dict[str, Target]]:
+    """The linear layers and the experts by their names in the layout that contains the most `paths`.
+
+    An adapter may belong to the model with its vision tower, or to the text model alone.
+    """
+    spec = model.require_export_spec()
+    hf_config = spec.hf_config if spec.source is None else spec.source.hf_config
+    layouts = (
+        transformers_layout(model),
+        layout_in_memory(spec, model.config),
+        *family_of(hf_config).weight_maps(model.config),
+    )
+    modules = {*paths, *map(container, paths), *(container(container(path)) for path in paths)}
+
+    def hits(known: tuple[dict[str, Target], dict[str, Target]]) -> int:
+        return len(known[0].keys() & set(paths)) + sum(container(path) in modules for path in known[1])
+
+    return max(((targets(model, layout), expert_targets(model, layout)) for layout in layouts), key=hits)
