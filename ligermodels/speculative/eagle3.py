@@ -229,17 +229,15 @@ class Eagle3Model(DraftHeadModel):
         if targets is None:
             logits = [batch.layout.packing.restore(self.projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
-        needed, sums = targets.wait_for_needed(), list[Tensor]()
+        sums = list[Tensor]()
 
         def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
             teacher = following(last, step + 1)
-            teacher = teacher if needed is None else needed.take(teacher)
             result = self.projection.divergence(teacher, hidden, values, divergence=self.divergence, **options)
             sums.append(result.sums)
             return result.loss
 
-        taken = (each if needed is None else needed.take(each) for each in drafted)
-        output = self._heads_loss(taken, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
+        output = self._heads_loss(drafted, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
         accepted, agreed, counts = torch.stack(sums, dim=1)
         at_least_one = counts.clamp(min=1)
         output.acceptance, output.agreement, output.counts = (
