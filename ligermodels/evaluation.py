@@ -109,8 +109,7 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
             prepared = prepare_batch(model, (1,), **inputs)
             hidden, reference_hidden = (m(**prepared.inputs)["last_hidden_state"] for m in (model, reference))
             targets = cast(Targets, prepared.targets)
-            needed, labels = targets.wait_for_needed(), targets.values[0]
-            labels = labels if needed is None else needed.take(labels)
+            labels = targets.take(targets.values[0])
             heads = hidden, model.logits, reference_hidden, reference.logits
             sums.append(divergence_and_losses(*heads, labels, vocab_size=model.config.vocab_size).double())
     if not sums:

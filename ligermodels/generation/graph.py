@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ligermodels.layers.async_copy import AsyncHostCopy
+from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 Result = TypeVar("Result")
 

@@ -178,5 +178,4 @@ def _added_features(padding: Padding, extras: Mapping[str, Any]) -> list[AddedFe
 def _needed_states(hidden: Tensor, padding: Padding, targets: Targets) -> Tensor:
     """The states that the native pass would return for `targets`, of states (B, T, H) with padding."""
     hidden = hidden if padding.layout is None else padding.layout.take(hidden)
-    needed = targets.wait_for_needed()
-    return hidden if needed is None else needed.take(hidden)
+    return targets.take(hidden)

@@ -141,7 +141,8 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
         # transformers lets the last token of a packed document predict the first label of the next document.
         layout = layout_without_padding(shape_of(inputs), None)
     vocab_size = text_config(model).vocab_size
-    targets = Targets(labels, (1,), vocab_size=vocab_size, layout=layout, every_token=every_token)
+    narrow = part(model, "backbone").native.layer.narrows and not every_token
+    targets = Targets(labels, (1,), vocab_size=vocab_size, layout=layout, narrow=narrow)
     if not has_pixels:
         options |= {"token_indices": targets, "padding": padding, "native": natively}
     hidden = part(model, "inner")(**inputs, attention_mask=padding.mask, **options).last_hidden_state

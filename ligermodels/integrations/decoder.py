@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.integrations.modules import OnModules, attribute_named, native_of
 from ligermodels.layers import BlockOutput, ForwardContext, PerLayerInputs, PerLayerInputsConfig, RotaryEmbedding
 from ligermodels.layers.tokens import TokenLayout
-from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.models.decoder import Decoder, DecoderConfig, first_token_wise
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,11 @@ class HFDecoder(OnModules, Decoder):
         self.per_layer_inputs = None if inputs is None else HFPerLayerInputs(backbone, inputs)
         self.ropes = ropes
 
+    @property
+    def narrows(self) -> bool:  # type: ignore[override]
+        """See `Decoder`; the layers of a transformers model may change."""
+        return first_token_wise(self.blocks) < len(self.blocks)
+
     def with_features(self, added: Sequence[AddedFeatures]) -> HFDecoder:
         """A decoder that adds features of images to the results of the first layers, for one pass."""
         decoder = HFDecoder(self.source, self.config, self.ropes)
@@ -110,15 +115,15 @@ class HFDecoder(OnModules, Decoder):
         return super().forward(input_ids, **inputs)
 
     def _context(
-        self, tokens: TokenLayout, x: Tensor, position_ids: Tensor | None, *args: Any, **kwargs: Any
+        self, layout: TokenLayout, x: Tensor, position_ids: Tensor | None, *args: Any, **kwargs: Any
     ) -> ForwardContext:
         """With times, heights and widths, the rotary tables are computed by the rotary embedding of transformers."""
         positions, grid = split_positions(position_ids)
-        context = super()._context(tokens, x, positions, *args, **kwargs)
+        context = super()._context(layout, x, positions, *args, **kwargs)
         if grid is None:
             return context
         rope = cast(RotaryEmbedding, self.ropes[0]).config
-        grid = tokens.take(grid.permute(1, 2, 0)).permute(2, 0, 1)
+        grid = layout.take(grid.permute(1, 2, 0)).permute(2, 0, 1)
         cos, sin = (table[..., : table.shape[-1] // 2].contiguous() for table in self.source.rotary_emb(x, grid))
         return replace(context, rope_tables={rope: (cos, sin)})
 

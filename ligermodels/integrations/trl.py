@@ -211,7 +211,7 @@ def _fused_outputs(
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     padding = Padding(attention_mask, inputs, labels)
     # Made first, so that their number is on the host by the time that the head needs it.
-    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size, every_token=True)
+    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size)
     kwargs |= {"past_key_values": past_key_values, "use_cache": False}
     if getattr(model.config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
@@ -219,14 +219,14 @@ def _fused_outputs(
         **inputs, attention_mask=attention_mask, padding=padding, native=not padding.is_labelled, **kwargs
     )
     hidden, shifted, cast = found.last_hidden_state, targets.values[0], options.cast_lm_head_to_fp32
-    hidden, counts = hidden.float() if cast else hidden, targets.wait_for_counts()
+    hidden = hidden.float() if cast else hidden
     with torch.autocast(hidden.device.type, enabled=False) if cast else nullcontext():
         statistics = model.lm_head(
             hidden,
             shifted,
             outputs=options.outputs,
             temperature=options.temperature,
-            num_targets=None if counts is None else counts[0],
+            num_targets=targets.wait_for_count(0),
         )
     statistics = {name: each[:, :-1] for name, each in statistics.items()}
     mask = shifted[:, :-1] != IGNORE_INDEX

@@ -90,6 +90,16 @@ class ForwardContext:
         """The context of one block: with `experts`, if the caller gives them."""
         return replace(self, experts=self.routing.get(number)) if self.routing else self
 
+    def of_shard(self, shard: SequenceShard) -> ForwardContext:
+        """The context of this rank's tokens under context parallelism, from the context of all tokens. Its
+        `per_layer_inputs` are this rank's already."""
+        return replace(
+            self,
+            rope_tables={rope: (shard.take(cos), shard.take(sin)) for rope, (cos, sin) in self.rope_tables.items()},
+            positions=None if self.positions is None else shard.take(self.positions),
+            shard=shard,
+        )
+
     def of_tokens(self, needed: SelectedTokens) -> ForwardContext:
         """The context of layers that are given only the `needed` tokens."""
         per_layer = self.per_layer_inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,16 +12,16 @@ from torch import Tensor
 
 from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
-from ligermodels.layers.async_copy import AsyncHostCopy
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
 from ligermodels.layers.packing import check_plain, check_same_tokens, document_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding, token_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, layout_without_padding, token_layout
 from ligermodels.ops.loss.chunks import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import checked_on_host
 from ligermodels.ops.runtime.library import is_fake
+from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 
 def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
@@ -77,22 +78,55 @@ def count_targets(
     return torch.stack([(shift_labels(rows, each, layout.cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
 
 
+class TokensWithTarget(Tokens):
+    """The tokens that have a target of at least one of K losses, for decoders whose last blocks mix no tokens.
+
+    Their number is copied to the host while the first blocks run; `take` and `restore` wait for it.
+
+    Args:
+        values: long (K, rows, length), the targets.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._any = (values != IGNORE_INDEX).any(0).flatten()
+        self._count = AsyncHostCopy(self._any.sum())
+
+    @cached_property
+    def selected(self) -> SelectedTokens | None:
+        """The tokens; None for all tokens, if nearly all have a target, or none has."""
+        count = self._count.get()
+        if not 0 < count < SKIP_BELOW * self._any.numel():
+            return None
+        indices = self._any.argsort(descending=True, stable=True)[:count]
+        return SelectedTokens(indices, self._values.shape[1], self._values.shape[2])
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (rows, length, ...) -> (1, n, ...) of these tokens; x itself if all tokens are taken."""
+        return x if self.selected is None else self.selected.take(x, fill)
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens."""
+        return x if self.selected is None else self.selected.restore(x, fill)
+
+
 class Targets:
     """The targets of K losses, whose labels lie `ahead` tokens further on.
 
-    Tokens without a target do not affect losses or gradients once no further layer mixes tokens. If enough tokens have
-    none, a decoder that is given the `Targets` computes only the states of the tokens that have a target, and `loss`
-    takes these states. The counts are copied to the host while the decoder's first blocks run.
+    The numbers of targets are copied to the host while the decoder's first blocks run, so that the losses skip tokens
+    without a target and nothing waits for the GPU.
 
     Args:
         labels: (B, T) int64, -100 where ignored.
         ahead: K distances, at least 1.
         vocab_size: labels must be below it.
         layout: layout of the tokens (B, T); by default one document in each row.
-        every_token: the states of all tokens are needed, whatever the labels.
+        narrow: the decoder computes the states of tokens without a target no further than its last block that mixes
+            tokens, and `loss` takes the states of the other tokens: see `Decoder.narrows`. Default: False.
 
     Attributes:
         values: long (K, rows, length), the targets of this rank's tokens in the layout.
+        tokens: the tokens whose states `loss` takes; None for all tokens.
 
     Raises:
         InputError: labels of another dtype, or outside of the vocabulary (on a GPU: a device assertion).
@@ -105,38 +139,27 @@ class Targets:
         *,
         vocab_size: int,
         layout: TokenLayout | None = None,
-        every_token: bool = False,
+        narrow: bool = False,
     ) -> None:
         if labels.dtype != torch.int64:
             raise InputError(f"labels: must be int64, got {labels.dtype}")
         inside = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
-        self.ahead, self._every_token = tuple(ahead), every_token
+        self.ahead = tuple(ahead)
         self.layout = layout_without_padding((labels.shape[0], labels.shape[1]), None) if layout is None else layout
         self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
-        self._host_counts: AsyncHostCopy | None = None
-        self._needed: SelectedTokens | None = None
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
-        if not (torch.compiler.is_compiling() or is_recording() or labels.is_meta):
-            valid = (self.values != IGNORE_INDEX).flatten(1)
-            self._any = valid.any(0)
-            self._host_counts = AsyncHostCopy(torch.cat([valid, self._any[None]]).sum(1))
+        counted = not (torch.compiler.is_compiling() or is_recording() or labels.is_meta)
+        self._counts = AsyncHostCopy((self.values != IGNORE_INDEX).sum((1, 2))) if counted else None
+        self.tokens = TokensWithTarget(self.values) if counted and narrow else None
 
-    def wait_for_counts(self) -> list[int] | None:
-        """How many targets each loss has on this rank, (K,); None in a graph. Waits for the copy to the host."""
-        return None if self._host_counts is None else self._host_counts.get()[:-1]
+    def wait_for_count(self, index: int) -> int | None:
+        """How many targets loss number `index` has on this rank; None in a graph. Waits for the copy to the host."""
+        return None if self._counts is None else self._counts.get()[index]
 
-    def wait_for_needed(self) -> SelectedTokens | None:
-        """The tokens that have a target; None where all tokens are taken. Waits for the copy to the host.
-
-        All tokens are taken if nearly all have a target, or none has, in a graph, and with `every_token`.
-        """
-        if self._needed is None and self._host_counts is not None and not self._every_token:
-            count = self._host_counts.get()[-1]
-            if 0 < count < SKIP_BELOW * self._any.numel():
-                indices = self._any.argsort(descending=True, stable=True)[:count]
-                self._needed = SelectedTokens(indices, self.values.shape[1], self.values.shape[2])
-        return self._needed
+    def take(self, x: Tensor) -> Tensor:
+        """x (rows, length, ...) of the layout's tokens -> of the tokens whose states `loss` takes."""
+        return x if self.tokens is None else self.tokens.take(x)
 
     def share(self, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """This batch's fraction of the targets of the first loss.
@@ -168,7 +191,7 @@ class Targets:
         Args:
             index: number of the loss, from 0.
             head: a head such as `LMHead`, which returns a `HeadLoss`, or the results of `ops.linear_cross_entropy`.
-            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
+            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of `tokens`.
             token_weights: (B, T), a weight for each label's term.
             num_items_in_batch: divides the summed loss, in place of the number of targets; see `per_item`.
             reduction: "mean", "sum", or "none".
@@ -181,15 +204,12 @@ class Targets:
         Raises:
             InputError: context parallelism with class weights and a z-loss, whose mean has two divisors.
         """
-        needed, counts, divisor = self.wait_for_needed(), self.wait_for_counts(), num_items_in_batch
-        targets = self.values[index] if needed is None else needed.take(self.values[index])
+        targets, divisor = self.take(self.values[index]), num_items_in_batch
         if token_weights is not None:
-            shifted = self._shifted(token_weights, self.ahead[index], 0)
-            options["token_weights"] = shifted if needed is None else needed.take(shifted)
+            options["token_weights"] = self.take(self._shifted(token_weights, self.ahead[index], 0))
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
-        options["num_targets"] = None if counts is None else counts[index]
-        options["reduction"] = reduction if divisor is None else "sum"
+        options |= {"num_targets": self.wait_for_count(index), "reduction": reduction if divisor is None else "sum"}
         result = as_head_loss(head(hidden, targets, **options), options)
         return HeadLoss(*(self._result(x, fill, divisor) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
 
@@ -199,7 +219,7 @@ class Targets:
         Args:
             index: number of the loss, from 0.
             head: a head such as `LMHead`, which returns a `HeadLoss`.
-            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of the needed tokens.
+            hidden: states (rows, length, H) of the tokens in the layout, or (1, n, H) of `tokens`.
             options: options of `ops.linear_log_probs`, such as `return_entropy` and `return_predicted`. A tensor
                 `temperature` is (B, T), aligned with the labels.
 
@@ -207,13 +227,11 @@ class Targets:
             `log_probs`, and `entropy`, `predicted` and `log_kept_mass` where the options ask for them, each (B, T): 0,
             and -1 for predicted tokens, where there is no target.
         """
-        needed, counts, targets = self.wait_for_needed(), self.wait_for_counts(), self.values[index]
         if isinstance(temperature := options.get("temperature"), Tensor):
             self._check_temperature(index, temperature)
-            shifted = self._shifted(temperature, self.ahead[index], 1)
-            options["temperature"] = shifted if needed is None else needed.take(shifted)
-        options["num_targets"] = None if counts is None else counts[index]
-        result = head(hidden, targets if needed is None else needed.take(targets), log_probs=True, **options)
+            options["temperature"] = self.take(self._shifted(temperature, self.ahead[index], 1))
+        options["num_targets"] = self.wait_for_count(index)
+        result = head(hidden, self.take(self.values[index]), log_probs=True, **options)
         return HeadLoss(*(self._result(x, fill) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
 
     def _check_temperature(self, index: int, temperature: Tensor) -> None:
@@ -258,8 +276,7 @@ class Targets:
         if x.dim() == 0:
             total = self.layout.sum(x)
             return total if divisor is None else per_item(total, divisor)
-        needed = self.wait_for_needed()
-        return self.layout.restore(x if needed is None else needed.restore(x, fill), fill)
+        return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
@@ -135,7 +135,11 @@ class RefusesDropout(nn.Module):
 
 
 class Decoder(RefusesDropout):
-    """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
+    """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`.
+
+    Attributes:
+        narrows: whether the last blocks mix no tokens (Gemma 4), so that passes with `token_indices` save their work.
+    """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _tensor_ranks = 1  # number of tensor-parallel ranks
@@ -157,6 +161,7 @@ class Decoder(RefusesDropout):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
+        self.narrows: bool = first_token_wise(self.blocks) < len(self.blocks)
         if config.dropout:
             self.eval()
 
@@ -200,7 +205,7 @@ class Decoder(RefusesDropout):
             seq_lens: long (B,), in a prefill: the number of tokens in each sequence; the rest of its row is padding.
             tree: the new tokens are a tree of candidates.
             token_indices: long (n,), indices of the flattened B * T tokens: only the states of these tokens are
-                returned, and computed as far as that is possible. `Targets` stand for the tokens that have a target.
+                returned; blocks that mix no tokens compute only these. `Targets` stand for their `tokens`.
             router_outputs: list to which the `RouterOutput` of every mixture of experts is appended.
             per_layer_inputs: (B, T, layers, P), for a model whose layers have inputs of their own: beside
                 `inputs_embeds`, in place of the embedding by layer of `input_ids`.
@@ -215,54 +220,37 @@ class Decoder(RefusesDropout):
         Returns:
             (B, T, H); with `token_indices` (1, n, H); with a `layout` its tokens, (rows, length, H).
         """
-        tokens = self._layout(input_ids, inputs_embeds, cu_seqlens, state) if layout is None else layout
-        # Without a `layout`, `token_indices` number the tokens before context parallelism divides them: under it, these
-        # tokens are taken at the end.
-        early, late = (None, token_indices) if layout is None and tokens.shard is not None else (token_indices, None)
-        x, per_layer_inputs = self._embed(tokens, input_ids, inputs_embeds, per_layer_inputs)
-        context = self._context(tokens, x, position_ids, state, seq_lens, tree, per_layer_inputs, routing or {})
-        start, end = 0, len(self.blocks)
+        if layout is None:
+            return self._in_own_layout(
+                input_ids, inputs_embeds, cu_seqlens, state, seq_lens, tree, token_indices, hidden_states,
+                position_ids=position_ids, router_outputs=router_outputs, per_layer_inputs=per_layer_inputs,
+                routing=routing,
+            )  # fmt: skip
+        x, per_layer_inputs = self._embed(layout, input_ids, inputs_embeds, per_layer_inputs)
+        context = self._context(layout, x, position_ids, state, seq_lens, tree, per_layer_inputs, routing or {})
+        blocks = range(len(self.blocks))
         if hidden_states is not None:
-            for boundary in sorted(hidden_states):
-                x, start = self._run(range(start, boundary), x, context, state, router_outputs), boundary
-                hidden_states[boundary] = x if layout is not None else _returned(x, tokens, None)
-
-        narrow_at = end if early is None else max(start, first_token_wise(self.blocks))
-        x = self._run(range(start, narrow_at), x, context, state, router_outputs)
-        selected = None if early is None else _selected(early, x)
-        x = x if selected is None else selected.take(x)
-        if narrow_at < end:
-            context = context if selected is None else context.of_tokens(selected)
-            x = self._run(range(narrow_at, end), x, context, state, router_outputs)
-        if state is not None:
-            state.after(tokens.shape[1], seq_lens, tree)
-        x = self.norm(x)
-        return x if layout is not None or selected is not None else _returned(x, tokens, late)
-
-    def _layout(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cu_seqlens: Tensor | None, state: object
-    ) -> TokenLayout:
-        """The layout of a pass that is given none. With a decoding state, each rank computes all tokens."""
-        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        mesh = None if state is not None else self._context_mesh
-        return layout_without_padding((inputs.shape[0], inputs.shape[1]), cu_seqlens, mesh)
+            x, blocks = self._kept(hidden_states, blocks, x, context, state, router_outputs)
+        if token_indices is not None:
+            x, blocks, context = self._narrowed(token_indices, blocks, x, context, state, router_outputs)
+        return self.norm(self._run(blocks, x, context, state, router_outputs))
 
     def _embed(
-        self, tokens: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
+        self, layout: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the first block (rows, length, H), and the inputs of each layer (rows, length, layers, P)."""
-        input_ids = None if input_ids is None else tokens.take(input_ids)
-        x = self.embed(input_ids) if inputs_embeds is None else tokens.take(inputs_embeds)
+        input_ids = None if input_ids is None else layout.take(input_ids)
+        x = self.embed(input_ids) if inputs_embeds is None else layout.take(inputs_embeds)
         if self.config.per_layer_inputs is not None:
             if input_ids is None and per_layer is None:
                 raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
-            per_layer = None if per_layer is None else tokens.take(per_layer)
+            per_layer = None if per_layer is None else layout.take(per_layer)
             per_layer = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x, per_layer)
         return x if self.config.input_scale == 1.0 else x * self.config.input_scale, per_layer
 
     def _context(
         self,
-        tokens: TokenLayout,
+        layout: TokenLayout,
         x: Tensor,
         position_ids: Tensor | None,
         state: DecodingState | None,
@@ -272,27 +260,20 @@ class Decoder(RefusesDropout):
         routing: Mapping[int, Tensor],
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks."""
-        adds = state is not None or seq_lens is not None or tree is not None  # to the tokens of a decoding state
+        cache_seqlens = None if state is None else state.cache_seqlens
         if position_ids is not None:
-            positions = tokens.packing.take(position_ids)
-        elif adds and tokens.cu_seqlens is None:
-            positions = _new_positions(x, state, seq_lens, tree)
+            positions = layout.packing.take(position_ids)
+        elif state is not None:
+            positions = _new_positions(x, cache_seqlens, seq_lens, tree)
         else:
-            positions = tokens.positions(x)
-        # Scalings may depend on the highest position of a row, which another rank may hold.
+            positions = layout.positions(x)
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        if tokens.shard is not None:
-            positions = tokens.shard.take(positions)
-            tables = {rope: (tokens.shard.take(cos), tokens.shard.take(sin)) for rope, (cos, sin) in tables.items()}
         context = ForwardContext(
-            tables, tokens.cu_seqlens, positions, tokens.shard, per_layer_inputs=per_layer, routing=routing
-        )
-        if not adds:
-            return context
-        if state is not None:
-            state.check(x.shape[0], x.shape[1])
-            context = replace(context, cache_seqlens=state.cache_seqlens)
-        return replace(context, seq_lens=seq_lens, tree=tree)
+            tables, layout.cu_seqlens, positions, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
+            per_layer_inputs=per_layer, routing=routing,
+        )  # fmt: skip
+        # Scalings may depend on the highest position of a row, which another rank may hold: tables are divided last.
+        return context if layout.shard is None else context.of_shard(layout.shard)
 
     def _run(
         self,
@@ -322,6 +303,63 @@ class Decoder(RefusesDropout):
                 router_outputs.append(output.router)
         return x if parts is None else parts.restore(x)
 
+    # -- modes of a pass -----------------------------------------------------------------------------------------------
+
+    def _in_own_layout(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: DecodingState | None,
+        seq_lens: Tensor | None,
+        tree: TreeTokens | None,
+        token_indices: Tensor | Targets | None,
+        hidden_states: dict[int, Tensor] | None,
+        **options: Any,
+    ) -> Tensor:
+        """`forward` without a layout, as for all passes with a decoding state: (B, T, H), or (1, n, H)."""
+        inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        shape, mesh = (inputs.shape[0], inputs.shape[1]), self._context_mesh
+        if state is not None:  # each rank computes all tokens
+            state.check(*shape)
+            mesh = None
+        layout = layout_without_padding(shape, cu_seqlens, mesh)
+        # The `token_indices` number the tokens before context parallelism divides them.
+        early = token_indices if layout.shard is None else None
+        options |= {"state": state, "seq_lens": seq_lens, "tree": tree, "hidden_states": hidden_states}
+        x = self.forward(input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
+        if state is not None:
+            state.after(shape[1], seq_lens, tree)
+        if hidden_states is not None:
+            hidden_states.update({boundary: layout.restore(kept) for boundary, kept in hidden_states.items()})
+        x = x if layout.shard is None else layout.shard.restore(x)
+        selected = None if token_indices is None else _selected(token_indices, x)
+        if selected is None:
+            return layout.packing.restore(x)
+        return x if early is not None else selected.take(x)
+
+    def _kept(self, hidden_states: dict[int, Tensor], blocks: range, x: Tensor, *args: Any) -> tuple[Tensor, range]:
+        """Run the blocks up to the last boundary of `hidden_states`, whose values are replaced; and the blocks left."""
+        for boundary in sorted(hidden_states):
+            x, blocks = self._run(range(blocks.start, boundary), x, *args), range(boundary, blocks.stop)
+            hidden_states[boundary] = x
+        return x, blocks
+
+    def _narrowed(
+        self, token_indices: Tensor | Targets, blocks: range, x: Tensor, context: ForwardContext, *args: Any
+    ) -> tuple[Tensor, range, ForwardContext]:
+        """Run the blocks up to the last that mixes tokens, then take the tokens whose states are needed.
+
+        Returns:
+            The states of these tokens, (1, n, H); the blocks left; and their context.
+        """
+        first = max(blocks.start, first_token_wise(self.blocks))
+        x, blocks = self._run(range(blocks.start, first), x, context, *args), range(first, blocks.stop)
+        selected = _selected(token_indices, x)
+        if selected is None:
+            return x, blocks, context
+        return selected.take(x), blocks, context.of_tokens(selected) if blocks else context
+
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         ranks = self._tensor_ranks
@@ -331,22 +369,14 @@ class Decoder(RefusesDropout):
         return DecodingState(mixers, batch_size, max_length, **sizes)
 
 
-def _selected(needed: Tensor | Targets, x: Tensor) -> SelectedTokens | None:
+def _selected(token_indices: Tensor | Targets, x: Tensor) -> SelectedTokens | None:
     """The tokens of x (rows, length, H) whose states are needed, as `Decoder.forward` takes them; None for all.
 
     For `Targets` it waits for the number of the tokens, which the GPU has counted before the blocks that are queued."""
-    if isinstance(needed, Tensor):
-        return SelectedTokens(needed, x.shape[0], x.shape[1])
-    selected = needed.wait_for_needed()
+    if isinstance(token_indices, Tensor):
+        return SelectedTokens(token_indices, x.shape[0], x.shape[1])
+    selected = None if token_indices.tokens is None else token_indices.tokens.selected
     return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
-
-
-def _returned(x: Tensor, tokens: TokenLayout, needed: Tensor | Targets | None) -> Tensor:
-    """States x in the layout `tokens`, as a caller without a layout gets them: (B, T, H), or (1, n, H) of the needed
-    tokens."""
-    x = x if tokens.shard is None else tokens.shard.restore(x)
-    selected = None if needed is None else _selected(needed, x)
-    return tokens.packing.restore(x) if selected is None else selected.take(x)
 
 
 def first_token_wise(blocks: Any) -> int:
@@ -361,9 +391,9 @@ def first_token_wise(blocks: Any) -> int:
     return first
 
 
-def _new_positions(x: Tensor, state: DecodingState | None, seq_lens: Tensor | None, tree: TreeTokens | None) -> Tensor:
+def _new_positions(x: Tensor, cache_seqlens: Tensor | None, seq_lens: Tensor | None, tree: TreeTokens | None) -> Tensor:
     """Positions (B or 1, T) of tokens x (B, T, H) that are added to a decoding state."""
-    cache_seqlens, length = None if state is None else state.cache_seqlens, x.shape[1]
+    length = x.shape[1]
     if cache_seqlens is not None and length == 1:  # a step of plain decoding; the root of a tree alone has depth 0
         return cache_seqlens[:, None]
     index = torch.arange(length, device=x.device)[None] if tree is None else tree.depth.view(-1, length)

@@ -56,16 +56,16 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     layout = model.layout(
         shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
     )
-    targets: Targets | None = None
+    narrow, targets = model.decoder.narrows and not every_token, None
     router_outputs = _router_outputs(inputs)
     if inputs.labels is not None:
         size = model.config.vocab_size
-        targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, every_token=every_token)
+        targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, narrow=narrow)
     hidden = model.decoder(
         inputs.input_ids,
         inputs_embeds=inputs.inputs_embeds,
         position_ids=inputs.position_ids,
-        token_indices=targets,
+        token_indices=targets if narrow else None,
         router_outputs=router_outputs,
         routing=given_experts(model.decoder, inputs.routing, layout, inputs.attention_mask),
         layout=layout,

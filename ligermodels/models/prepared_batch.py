@@ -74,7 +74,8 @@ def prepare_batch(
     )
     targets = None
     if labels is not None:
-        targets = Targets(labels, ahead, vocab_size=model.config.vocab_size, layout=layout)
+        narrow = model.decoder.narrows and not every_token
+        targets = Targets(labels, ahead, vocab_size=model.config.vocab_size, layout=layout, narrow=narrow)
     by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     inputs: dict[str, Any] = {key: None if x is None else layout.packing.take(x) for key, x in by_token.items()}
     needed = None if every_token else targets

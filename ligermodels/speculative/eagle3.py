@@ -232,21 +232,18 @@ class Eagle3Model(DraftHeadModel):
         if targets is None:
             logits = [batch.layout.packing.restore(projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
-        needed = targets.wait_for_needed()
         # The targets of all steps come after the tokens whose next token is a target of step 0.
         precedes = F.pad(targets.values[0, :, :-1] != IGNORE_INDEX, (1, 0))
         whole = projection.whole_vocabulary(last, precedes, loss_options.get("memory_budget", 2**30))
 
         def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
-            ahead = [following(x, step + 1) for x in (last, *(whole or ()))]
-            teacher, *others = ahead if needed is None else map(needed.take, ahead)
+            teacher, *others = [following(x, step + 1) for x in (last, *(whole or ()))]
             seen = WholeVocabulary(*others) if others else None
             result = projection.divergence(teacher, hidden, values, seen, divergence=self.divergence, **options)
             sums.append(result.sums)
             return result.loss
 
-        taken = (each if needed is None else needed.take(each) for each in drafted)
-        output = self._heads_loss(taken, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
+        output = self._heads_loss(drafted, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
         accepted, agreed, counts = torch.stack(sums, dim=1)
         at_least_one = counts.clamp(min=1)
         output.acceptance, output.agreement, output.counts = (

@@ -185,7 +185,6 @@ class MTPModel(MultiHeadModel):
         inputs = batch.inputs
         embeds = inputs["inputs_embeds"]
         embeds = self._embed(inputs["input_ids"]) if embeds is None else embeds
-        needed = None if batch.targets is None else batch.targets.wait_for_needed()
         for step in range(self.num_heads):
             # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
             # target, and causal attention within documents keeps them from the positions with a target.
@@ -198,7 +197,7 @@ class MTPModel(MultiHeadModel):
                 cu_seqlens=inputs["cu_seqlens"],
                 activation_checkpointing=self.base.activation_checkpointing,
             )
-            yield hidden if needed is None else needed.take(hidden)
+            yield hidden
 
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         return self._through_base(hidden, targets, **loss_options)

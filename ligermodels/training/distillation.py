@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import IGNORE_INDEX, LMHead
+from ligermodels.layers import IGNORE_INDEX, LMHead, Targets
 from ligermodels.layers.sharding import call_gathered
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
@@ -73,21 +73,22 @@ class DistillationModel(nn.Module):
         if num_items_in_batch is None:
             num_items_in_batch = self.num_targets(labels, cu_seqlens=cu_seqlens).clamp(min=1)
         inputs = ModelInputs(input_ids, None, labels, None, None, cu_seqlens)
+        # The states of both models are those of the same tokens.
+        every_token = not (self.model.decoder.narrows and self.teacher.decoder.narrows)
         with torch.no_grad():
-            taught = decode(self.teacher, inputs, every_token=False)
-        total, count, routers = call_gathered(self.model, self._divergence, inputs, taught)
+            taught = decode(self.teacher, inputs, every_token)
+        total, count, routers = call_gathered(self.model, self._divergence, inputs, taught, every_token)
         return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, routers)
 
-    def _divergence(self, inputs: ModelInputs, taught: Decoded) -> tuple[Tensor, Tensor, RouterResults]:
+    def _divergence(
+        self, inputs: ModelInputs, taught: Decoded, every_token: bool
+    ) -> tuple[Tensor, Tensor, RouterResults]:
         """The summed divergence, the number of its tokens, and the results of the routers."""
-        decoded = decode(self.model, inputs, every_token=False)
-        targets: Any = decoded.targets
-        needed, values = targets.wait_for_needed(), targets.values[0]
-        counts = targets.wait_for_counts()
-        mask = (values if needed is None else needed.take(values)) != IGNORE_INDEX
-        num_tokens = None if counts is None else counts[0]
-        head = self.model.head
-        total = call_gathered(head, self._head_divergence, decoded.hidden, taught.hidden, mask, num_tokens)
+        decoded = decode(self.model, inputs, every_token)
+        targets, head = cast(Targets, decoded.targets), self.model.head
+        mask = targets.take(targets.values[0]) != IGNORE_INDEX
+        states = decoded.hidden, taught.hidden
+        total = call_gathered(head, self._head_divergence, *states, mask, targets.wait_for_count(0))
         return total, mask.sum(), decoded.routers
 
     def _head_divergence(self, hidden: Tensor, taught: Tensor, mask: Tensor, num_tokens: int | None) -> Tensor:

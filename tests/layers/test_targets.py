@@ -1,4 +1,4 @@
-"""Tokens without a target are left out after the last block: the same loss and gradients, from fewer tokens."""
+"""Labels shifted for one loss or several; tokens without a target are left out where blocks mix no tokens."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,10 @@ from ligermodels.layers.packing import document_bounds
 from ligermodels.layers.targets import SKIP_BELOW
 from ligermodels.layers.tokens import layout_without_padding, take_tokens
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
+from ligermodels.training.distillation import DistillationModel
 
+SHARED = "gemma4_text-per-layer-inputs"
+"""A model whose last blocks attend to keys and values of earlier blocks."""
 BOUNDS = torch.tensor([0, 9, 11, 32, 38], dtype=torch.int32)
 
 
@@ -82,8 +85,8 @@ def test_targets_of_several_losses(device: str, packed: bool) -> None:
         torch.cuda.set_sync_debug_mode("error")
     try:
         shape = (labels.shape[0], labels.shape[1])
-        found = Targets(given, ahead, vocab_size=9, layout=layout_without_padding(shape, ends))
-        indices, counts = found.wait_for_needed().indices, found.wait_for_counts()
+        found = Targets(given, ahead, vocab_size=9, layout=layout_without_padding(shape, ends), narrow=True)
+        indices, counts = found.tokens.selected.indices, [found.wait_for_count(i) for i in range(3)]
         states = torch.arange(1.0, 36.0, device=device)[indices].view(1, -1, 1)
         results = [
             found.loss(i, head, states, token_weights=loss_weights, reduction="none", return_rank=True)[:2]
@@ -114,10 +117,11 @@ def test_targets_of_several_losses(device: str, packed: bool) -> None:
 def test_all_tokens_are_taken_where_nearly_all_are_needed_or_none(count: int) -> None:
     labels = torch.full((1, 100), -100)
     labels[:, 1 : count + 1] = 1
-    found = Targets(labels, (1,), vocab_size=2)
-    assert found.wait_for_counts() == [count]
-    assert (found.wait_for_needed() is None) == (count != 96)
-    assert Targets(labels, (1,), vocab_size=2, every_token=True).wait_for_needed() is None
+    found = Targets(labels, (1,), vocab_size=2, narrow=True)
+    assert found.wait_for_count(0) == count
+    assert (found.tokens.selected is None) == (count != 96)
+    assert found.take(labels).numel() == (96 if count == 96 else 100)
+    assert Targets(labels, (1,), vocab_size=2).tokens is None
 
 
 @pytest.mark.parametrize("bad", [-1, 9, -101])
@@ -188,12 +192,15 @@ def test_loss_and_gradients_are_those_of_all_tokens(name: str, mode: str) -> Non
             torch.testing.assert_close(one, two)
 
 
-def test_only_tokens_with_targets_pass_the_final_norm() -> None:
-    model = make("llama-3.1")
+@pytest.mark.parametrize("name", ["llama-3.1", SHARED])
+def test_only_blocks_that_mix_no_tokens_leave_tokens_out(name: str) -> None:
+    model = make(name)
+    assert model.decoder.narrows == (name == SHARED)
     seen = watch(model)
     ids, labels = draw(2, 19)
     count = int((labels[:, 1:] >= 0).sum())
-    some, every = (dict.fromkeys(("norm", "head"), tokens) for tokens in (count, 38))
+    parts = ("before", "mixer", "mlp_norm", "mlp", "norm", "head")
+    some, every = (dict.fromkeys(parts, tokens) for tokens in (count if name == SHARED else 38, 38))
     for options, wanted in (
         ({"labels": labels}, some),
         ({"labels": labels, "reduction": "none"}, some),
@@ -202,11 +209,11 @@ def test_only_tokens_with_targets_pass_the_final_norm() -> None:
         ({}, every),
     ):
         out = model(ids, **options)
-        assert seen == {"before": 38, "mixer": 38, "mlp_norm": 38, "mlp": 38, **wanted}
+        assert seen == wanted
         assert out.logits is None or out.logits.shape == (2, 19, 131)
     with torch.no_grad():
         model(ids, labels=labels)
-    assert seen["norm"] == count
+    assert seen == some
 
 
 def test_a_mixture_sees_every_token() -> None:
@@ -215,8 +222,7 @@ def test_a_mixture_sees_every_token() -> None:
     seen = watch(model)
     ids, labels = draw(2, 19)
     found = model(ids, labels=labels)
-    every = dict.fromkeys(("before", "mixer", "mlp_norm", "mlp"), 38)
-    assert seen == every | dict.fromkeys(("norm", "head"), int((labels[:, 1:] >= 0).sum()))
+    assert set(seen.values()) == {38}
     assert torch.equal(found.aux_loss, model(ids, labels=ids, return_logits=True).aux_loss)
 
 
@@ -228,17 +234,16 @@ def test_chosen_tokens_of_packed_rows() -> None:
         torch.testing.assert_close(model(ids, token_indices=some, **options).logits, logits[some][None])
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "gemma4_text-per-layer-inputs"])
+@pytest.mark.parametrize("name", ["llama-3.1", SHARED])
 def test_targets_of_a_batch_whose_rows_the_decoder_joins(name: str) -> None:
     """The targets know nothing of documents, for which the decoder joins all rows into one."""
     model, (ids, labels) = make(name), draw(2, 19)
     bounds = document_bounds(ids.shape, CASES["restarts"]["position_ids"], None)
-    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size)
+    targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, narrow=True)
     states = model.decoder(ids, cu_seqlens=bounds).flatten(0, 1)
-    needed = targets.wait_for_needed()
-    assert needed is not None
+    assert targets.tokens is not None and targets.tokens.selected is not None
     found = model.decoder(ids, cu_seqlens=bounds, token_indices=targets)
-    torch.testing.assert_close(found, states[needed.indices][None])
+    torch.testing.assert_close(found, states[targets.tokens.selected.indices][None])
 
 
 class Own(nn.Module):
@@ -253,22 +258,21 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("llama-3.1", "mixer"), ("llama-3.1", "mlp"), ("olmo2", "mlp"), ("mixtral", "mixer")]
+    ("name", "place"), [("llama-3.1", "mixer"), ("olmo2", "mlp"), ("mixtral", "mixer"), (SHARED, "mlp")]
 )
 def test_layers_that_know_nothing_of_targets(name: str, place: str) -> None:
-    """They get and give all tokens; the head gets those with targets."""
+    """They get and give all tokens; behind them, the head of a decoder that narrows gets those with targets."""
     model = make(name)
     own = Own(getattr(model.decoder.blocks[-1], place))
     setattr(model.decoder.blocks[-1], place, own)
     seen = tokens_seen(head=model.head, own=own)
     ids, labels = draw(2, 19)
-    embeds = model.decoder.embed(ids).detach()
-    parameters = [p for p in model.parameters() if p is not model.decoder.embed.weight]
-    wanted = loss_of_logits(model, embeds, labels)
+    targets = shift_labels(labels, 1).flatten()
+    parameters = list(model.parameters())
+    wanted = F.cross_entropy(model(ids).logits.flatten(0, 1), targets)
     expected = torch.autograd.grad(wanted, parameters)
-    found = model(labels=labels, inputs_embeds=embeds).loss
-    count = int((labels[:, 1:] >= 0).sum())
-    assert seen == {"head": count, "own": 38}
+    found = model(ids, labels=labels).loss
+    assert seen == {"head": int((targets >= 0).sum()) if name == SHARED else 38, "own": 38}
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(torch.autograd.grad(found, parameters), expected)
 
@@ -292,11 +296,23 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
             each(ids, **{"labels": labels, **options})
 
 
+@pytest.mark.parametrize("names", [("llama-3.1", SHARED), (SHARED, "llama-3.1"), (SHARED, SHARED)])
+def test_distillation_compares_the_same_tokens(names: tuple[str, str]) -> None:
+    """Whether one of the two decoders, or both, leave out tokens without a target."""
+    student, teacher = map(make, names)
+    ids, labels = draw(2, 19)
+    targets = shift_labels(labels, 1) >= 0
+    log_p, log_q = (each(ids).logits[targets].log_softmax(-1) for each in (student, teacher))
+    wanted = F.kl_div(log_p, log_q, reduction="sum", log_target=True) / targets.sum()
+    found = DistillationModel(student, teacher, beta=0.0)(ids, labels).loss
+    torch.testing.assert_close(found, wanted)
+
+
 # -- Medusa ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["heads", "joint", "distill"])
-@pytest.mark.parametrize(("name", "lm_head"), [("llama-3.1", "own"), ("gemma2", "shared"), ("mixtral", "own")])
+@pytest.mark.parametrize(("name", "lm_head"), [(SHARED, "own"), ("gemma2", "shared"), ("mixtral", "own")])
 def test_medusa_as_from_all_tokens(name: str, lm_head: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is needed for the first head or another; ranks are those of all tokens."""
     model = lm.MedusaModel.from_base(make(name), 3, 1, lm_head)
@@ -326,7 +342,8 @@ def test_medusa_as_from_all_tokens(name: str, lm_head: str, stage: str, monkeypa
             for start, end in pairwise(ends)
             for t in range(start, end)
         )
-        assert 0 < needed < 36 and set(few.values()) == {needed} and set(all_of_them.values()) == {38}
+        assert 0 < needed < 36 and set(all_of_them.values()) == {38}
+        assert set(few.values()) == {needed if name == SHARED else 38}
         assert found.ranks.shape == wanted.ranks.shape == (3, *ids.shape)
         for field in ("ranks", "counts", "accuracy"):
             torch.testing.assert_close(getattr(found, field), getattr(wanted, field), rtol=0, atol=0)
