@@ -45,11 +45,18 @@ class GenerationMixin:
 
     @overload
     def generate(
-        self, input_ids: TokenIds, max_new_tokens: int | None = ..., *, return_routing: Literal[True], **options: Any
-    ) -> GenerateOutput: ...
+        self,
+        input_ids: TokenIds,
+        max_new_tokens: int | None = ...,
+        *,
+        return_routing: Literal[False] = ...,
+        **options: Any,
+    ) -> Tensor: ...
 
     @overload
-    def generate(self, input_ids: TokenIds, max_new_tokens: int | None = ..., **options: Any) -> Tensor: ...
+    def generate(
+        self, input_ids: TokenIds, max_new_tokens: int | None = ..., *, return_routing: Literal[True], **options: Any
+    ) -> GenerateOutput: ...
 
     def generate(
         self,
