@@ -46,13 +46,20 @@ def generate(
     input_ids: TokenIds,
     max_new_tokens: int | None = ...,
     *,
-    return_routing: Literal[True],
+    return_routing: Literal[False] = ...,
     **options: Any,
-) -> GenerateOutput: ...
+) -> Tensor: ...
 
 
 @overload
-def generate(model: DecodingModel, input_ids: TokenIds, max_new_tokens: int | None = ..., **options: Any) -> Tensor: ...
+def generate(
+    model: DecodingModel,
+    input_ids: TokenIds,
+    max_new_tokens: int | None = ...,
+    *,
+    return_routing: Literal[True],
+    **options: Any,
+) -> GenerateOutput: ...
 
 
 @torch.no_grad()  # Not inference_mode: the returned ids may be used in training.

@@ -97,6 +97,8 @@ class Router(nn.Module):
     """
 
     selection_bias: Tensor | None
+    trained_buffers: tuple[str, ...] = ()
+    """Names of buffers that training changes: checkpoints of a run hold them."""
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         "weight": "replicated",
         "bias": "replicated",

@@ -40,8 +40,8 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     router_z_loss_coef: float = 0.0
-    """Weight of the z-loss of the routers of mixtures of experts in the whole loss; set it to change it. It is no field
-    of config.json, and not saved. See `layers.router_z_loss`."""
+    """Weight, in the loss in training mode, of the z-loss of the routers of mixtures of experts; set it to change it.
+    It is no field of config.json, and not saved. See `layers.router_z_loss`."""
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()

@@ -85,8 +85,8 @@ class CausalLMOutput(ModelOutput):
     z_loss: with `return_z_loss`, the z-loss within the loss, reduced in the same way, without a gradient.
     predicted: with `return_predicted`, long (B, T), at each token the likeliest next one; -1 where the label that
         follows is ignored or missing.
-    router_z_loss: with labels, the z-loss of the routers of mixtures of experts, unweighted, if the model's
-        `router_z_loss_coef` is above 0.
+    router_z_loss: with labels, in training mode, the z-loss of the routers of mixtures of experts, unweighted, if the
+        model's `router_z_loss_coef` is above 0.
     tokens_per_expert: with labels, long (layers with experts, experts): how many tokens each expert computed, without
         padding.
     routing: with `return_routing`, int16 (B, T, layers with experts, experts per token): the experts of each token; -1

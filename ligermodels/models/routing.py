@@ -41,7 +41,8 @@ def router_loss(model: CausalLM, results: Any) -> Tensor | None:
     Returns:
         A scalar; None without a loss that has a weight.
     """
-    weighted = (model.config.router_aux_loss_coef, results.aux_loss), (model.router_z_loss_coef, results.router_z_loss)
+    coefficients = model.config.router_aux_loss_coef, model.router_z_loss_coef
+    weighted = zip(coefficients, (results.aux_loss, results.router_z_loss), strict=True)
     terms = [weight * loss for weight, loss in weighted if weight and loss is not None]
     return sum(terms[1:], terms[0]) if terms else None
 
@@ -150,7 +151,7 @@ def router_results(
         balanced = [output for output in outputs if output.aux_loss]
         if balanced:
             losses["aux_loss"] = load_balancing_loss(balanced, mask, layout.shard, replayed=replayed)
-        if model.router_z_loss_coef:
+        if model.router_z_loss_coef and model.training:
             losses["router_z_loss"] = router_z_loss(outputs, mask, layout.shard)
         if all(output.experts is not None for output in outputs) and len({o.logits.shape for o in outputs}) == 1:
             losses["tokens_per_expert"] = count_tokens_per_expert(outputs, mask, layout.shard)

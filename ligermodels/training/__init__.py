@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ligermodels.training.recipe import TrainingRecipe
     from ligermodels.training.recording import RecordableOptimizer, Recording
     from ligermodels.training.reports import OutputMetrics, StepMetrics
+    from ligermodels.training.router_bias import update_router_bias
     from ligermodels.training.run import run_job
     from ligermodels.training.schedule import lr_schedule, schedule_factor, warmup_cosine
 
@@ -61,6 +62,7 @@ _get, __dir__ = lazy_names(
         "recipe": ("TrainingRecipe",),
         "recording": ("RecordableOptimizer", "Recording"),
         "reports": ("OutputMetrics", "StepMetrics"),
+        "router_bias": ("update_router_bias",),
         "run": ("run_job",),
         "schedule": ("lr_schedule", "schedule_factor", "warmup_cosine"),
     },
@@ -116,5 +118,6 @@ __all__ = [
     "train_eagle",
     "train_heads",
     "train_mtp",
+    "update_router_bias",
     "warmup_cosine",
 ]

@@ -126,7 +126,7 @@ class Checkpoints:
 
         Args:
             step: number of the step.
-            model: its parameters that require gradients are saved.
+            model: its parameters that require gradients are saved, and its `trained_buffers`.
             optimizer: its state is saved.
             run: further values for run.json, as JSON types.
         """
@@ -321,7 +321,7 @@ def _read_tensors(
     return tensors
 
 
-def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters among `tensors`, by name. Raises CheckpointError unless names, shapes and dtypes are expected."""
     parameters = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     if {name: (t.shape, t.dtype) for name, t in parameters.items()} != {
@@ -332,8 +332,12 @@ def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str
     return parameters
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that require gradients, and the buffers that training changes."""
+    yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    for name, module in model.named_modules():
+        for buffer in getattr(module, "trained_buffers", ()):
+            yield f"{name}.{buffer}", module.get_buffer(buffer)
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

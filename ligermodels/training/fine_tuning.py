@@ -25,6 +25,7 @@ from ligermodels.training.job import Job
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
 from ligermodels.training.preparation import quantize_base
 from ligermodels.training.reference import add_reference
+from ligermodels.training.router_bias import balance_routers
 from ligermodels.training.run import run_job
 
 
@@ -117,7 +118,8 @@ def export_adapter(
 
 
 def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
-    """Quantise the weights and add LoRA to the model, if the recipe does."""
+    """Set up the model's routers, quantise its weights and add LoRA, if the recipe does."""
+    prepare_routers(recipe, model)
     quantize_base(recipe, model)
     if recipe.lora_rank is not None:
         with arguments_named(r="lora_rank", target_modules="lora_targets"):
@@ -128,6 +130,19 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
                 lora_dropout=recipe.lora_dropout,
                 target_modules=recipe.lora_targets or "all-linear",
             )
+
+
+def prepare_routers(recipe: FineTuningRecipe, model: CausalLM) -> None:
+    """Set the weight of the routers' z-loss, and prepare updates of their biases.
+
+    Raises:
+        ConfigError: a setting does not fit the model.
+    """
+    if recipe.router_z_loss_coef and not model.decoder.expert_routers:
+        raise ConfigError("router_z_loss_coef: is for mixtures of experts, and this model has none; leave it out")
+    model.router_z_loss_coef = recipe.router_z_loss_coef
+    if recipe.router_bias_update_rate:
+        balance_routers(model)
 
 
 def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
@@ -157,6 +172,7 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         trainable=objective.trainable,
         learning_rates=[(model.parameters(), recipe.learning_rate)],
         output_metrics=objective.output_metrics,
+        router_bias_update_rate=recipe.router_bias_update_rate,
         evaluate=objective.evaluate,
         export=save,
         reference=objective.reference,

@@ -42,6 +42,11 @@ class FineTuningRecipe(ObjectiveRecipe):
             "is for quantised weights; give quantize too",
         ),
         (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
+        (
+            ("router_bias_update_rate",),
+            lambda settings: settings["lora_rank"] is None,
+            "changes the routers of the model, and LoRA trains an adapter, which has none",
+        ),
         *harness.CONDITIONS,
         *ObjectiveRecipe.conditions,
     )
@@ -69,6 +74,16 @@ class FineTuningRecipe(ObjectiveRecipe):
     )
     quantize_exclude: tuple[str, ...] = Field(
         (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
+    )
+
+    router_z_loss_coef: float = Field(
+        0.0, ge=0, description="Mixtures of experts: weight of the routers' z-loss, such as 0.001."
+    )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Mixtures with selection biases (DeepSeek-V3, GLM-4.5): change of the biases after each step, "
+        "towards an even load, such as 0.001.",
     )
 
     lm_eval: harness.Tasks = ()

@@ -42,6 +42,7 @@ class Job:
     export: writes the result of the training to a folder.
     loss_options: further arguments of the loss, by step and number of steps.
     output_metrics: metrics to log, from an output of `trainable`.
+    router_bias_update_rate: see `train`.
     reference: a second, frozen model that the run holds: a teacher, or the model before training; None without one.
     """
 
@@ -52,6 +53,7 @@ class Job:
     export: Callable[[Path], object]
     loss_options: Callable[[int, int], Mapping[str, Any]] = lambda step, steps: {}
     output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
+    router_bias_update_rate: float = 0.0
     reference: CausalLM | None = None
 
 

@@ -39,6 +39,7 @@ def train(
     loss_options: Callable[[int], Mapping[str, Any]] | None = None,
     output_metrics: Callable[[Any], OutputMetrics] | None = None,
     cuda_graph: CudaGraph = "off",
+    router_bias_update_rate: float = 0.0,
     hooks: Sequence[Hook] = (),
     stop: Callable[[], bool] | None = None,
 ) -> int:
@@ -65,6 +66,8 @@ def train(
         loss_options: further keyword arguments of the model's forward, by the number of the step.
         output_metrics: metrics to log, from an output of the model.
         cuda_graph: "on": each step is one CUDA graph, see `graph_step`; "auto": where this is faster; "off".
+        router_bias_update_rate: change of the selection biases of a mixture's routers after each step, towards an even
+            load of the experts: see `update_router_bias`. Needs `output_metrics` with `tokens_per_expert`. Default: 0.
         hooks: deprecated: (period, function), for `Callback.on_step_end`.
         stop: deprecated: function for `Callback.should_stop`.
 
@@ -88,7 +91,7 @@ def train(
     """
     callbacks = [*callbacks, *callbacks_of(on_step, hooks, stop)]
     _check_numbers(steps, accumulation_steps, report_every, max_grad_norm, callbacks)
-    eager_step = EagerStep(model, optimizer, max_grad_norm, output_metrics)
+    eager_step = EagerStep(model, optimizer, max_grad_norm, output_metrics, router_bias_update_rate)
     take_step: Callable[..., StepResult] | None = None
     device, ranks = eager_step.device, eager_step.ranks
     micro_batches, check_length = iter(batches), ContextLengthCheck(model)

@@ -71,7 +71,7 @@ class Metrics:
         """Write each step of a report, then its speed, memory and ratios."""
         for one in report.each:
             values = {"loss": one.loss, **one.losses, "grad_norm": one.grad_norm, "learning_rate": one.learning_rate}
-            self.write(one.step, values)
+            self.write(one.step, {**values, **one.load})
         memory = {} if report.peak_memory is None else {"peak_memory": report.peak_memory}
         self.write(
             report.step, {"tokens_per_second": report.tokens_per_second, **memory, **report.ratios, **report.means}

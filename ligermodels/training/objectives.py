@@ -129,4 +129,5 @@ OBJECTIVES: dict[str, Callable[[FineTuningRecipe, CausalLM], Objective]] = {
 def _router_metrics(out: Any) -> OutputMetrics:
     """The metrics of the routers of a mixture of experts: `out` has the fields of `RouterResults`."""
     losses = {"aux_loss": out.aux_loss, "router_z_loss": out.router_z_loss}
-    return OutputMetrics({name: loss for name, loss in losses.items() if loss is not None})
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    return OutputMetrics(known, tokens_per_expert=out.tokens_per_expert)

@@ -50,9 +50,8 @@ class PreferenceModel(nn.Module):
             return CUSTOM
         if sorted_types := SORTED.intersection(self.settings.get("loss_type", ())):
             return f"loss_type {min(sorted_types)} sorts the pairs of a batch, which padding would change"
-        has_router = any(isinstance(module, Router) for module in self.model.modules())
-        if has_router and (self.model.config.router_aux_loss_coef or self.model.router_z_loss_coef):
-            return "the losses of routers would count the padding of batches"
+        if any(isinstance(module, Router) for module in self.model.modules()):
+            return "the losses and the load of a mixture's experts would count the padding of batches"
         return ""
 
     def forward(

@@ -17,6 +17,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.errors import TrainingError
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.acceptance import chain_length
+from ligermodels.training.router_load import load_metrics
 
 PATIENCE = 10
 """Training ends with an error if the first PATIENCE steps have no target at all."""
@@ -32,19 +33,23 @@ class OutputMetrics:
     ratios: (numerator, denominator); both are summed over the steps of a report, then divided. For shares.
     means: the same, for other means.
     chains: name of a further mean -> name of a ratio with a share for each drafted token: `chain_length` of it.
+    tokens_per_expert: long (layers, experts), how many tokens each expert of a mixture computed; summed over the
+        micro-batches of a step. None without experts.
     """
 
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     ratios: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     chains: Mapping[str, str] = field(default_factory=dict)
+    tokens_per_expert: Tensor | None = None
 
     @classmethod
     def sum(cls, metrics: Sequence[OutputMetrics]) -> OutputMetrics:
         """The sums of losses, numerators and denominators over several outputs with the same names."""
         losses = {name: _sum(one.losses[name] for one in metrics) for name in metrics[0].losses}
         ratios, means = _sums([one.ratios for one in metrics]), _sums([one.means for one in metrics])
-        return cls(losses, ratios, means, metrics[0].chains)
+        counts = [one.tokens_per_expert for one in metrics if one.tokens_per_expert is not None]
+        return cls(losses, ratios, means, metrics[0].chains, _sum(counts) if counts else None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Step:
     tokens: number of tokens.
     targets: number of targets, the sum over the heads of a model with several.
     losses: `OutputMetrics.losses`.
+    load: metrics of the load of a mixture's experts: see `load_metrics`.
     """
 
     step: int
@@ -67,6 +73,7 @@ class Step:
     tokens: int
     targets: int
     losses: Mapping[str, Value]
+    load: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -197,13 +204,21 @@ class StepLog:
         if self._ranks.size > 1:
             rows = self._ranks.sum(torch.tensor(rows, dtype=torch.float64, device=self._device)).tolist()
         metrics = []
-        for step, count, (losses, norm, logged), (loss, tokens, *others) in zip(
-            self._pending, counts, local, rows, strict=True
+        for step, count, load, (losses, norm, logged), (loss, tokens, *others) in zip(
+            self._pending, counts, self._loads(), local, rows, strict=True
         ):
             _check_finite(step, losses, loss, norm)
             shaped = _shaped_like(logged, others)
-            metrics.append(Step(step.step, loss, norm, step.learning_rate, int(tokens), count, shaped))
+            metrics.append(Step(step.step, loss, norm, step.learning_rate, int(tokens), count, shaped, load))
         return metrics
+
+    def _loads(self) -> list[dict[str, float]]:
+        """The metrics of the experts' load in each pending step, summed over the ranks; empty without experts."""
+        loads = [step.outputs.tokens_per_expert for step in self._pending]
+        counts = [load for load in loads if load is not None]
+        if not counts or len(counts) < len(loads):
+            return [{} for _ in loads]
+        return load_metrics(self._ranks.sum(torch.stack(counts)))
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:

@@ -169,6 +169,7 @@ def _train(
                     loss_options=lambda step: state.job.loss_options(step, plan.steps),
                     output_metrics=state.job.output_metrics,
                     cuda_graph=recipe.cuda_graph,
+                    router_bias_update_rate=state.job.router_bias_update_rate,
                 )
             plan.documents.notes.say_totals()
             _complete_checkpoint(step, callbacks.save, state, folder, ranks, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.clipping import clip_gradients, norm_of_norms
 from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.router_bias import update_router_bias
 
 Parts = Sequence[Mapping[str, Tensor]]
 Options = Mapping[str, Any]
@@ -50,6 +51,8 @@ class EagerStep:
         optimizer: optimizer of the parameters to train.
         max_grad_norm: largest norm of the gradient; None: gradients are not clipped.
         output_metrics: metrics to log, from an output of the model; None for no metrics.
+        router_bias_update_rate: change of the selection biases of routers after the optimizer's step, by the
+            `tokens_per_expert` of the metrics: see `update_router_bias`; 0 for none.
 
     Raises:
         InputError: with an optimizer that steps in the backward pass: `max_grad_norm`, or (when called) several
@@ -62,8 +65,9 @@ class EagerStep:
         optimizer: Optimizer,
         max_grad_norm: float | None = None,
         output_metrics: Callable[[Any], OutputMetrics] | None = None,
+        router_bias_update_rate: float = 0.0,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self._router_bias_update_rate = model, optimizer, router_bias_update_rate
         self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
         self.in_backward: bool = getattr(optimizer, "steps_in_backward", False)
         if self.in_backward and max_grad_norm is not None:
@@ -87,6 +91,11 @@ class EagerStep:
         result = self.backward(parts, options)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._router_bias_update_rate:
+            counts = result.metrics.tokens_per_expert
+            if counts is None:
+                raise InputError("router_bias_update_rate: needs output_metrics with tokens_per_expert")
+            update_router_bias(cast(nn.Module, self.model), counts, self._router_bias_update_rate)
         return result
 
     def backward(self, parts: Parts, options: Options) -> StepResult:
