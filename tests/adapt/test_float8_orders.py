@@ -231,14 +231,6 @@ def test_compiled_blocks() -> None:
         block.compile(backend="aot_eager")
     for key, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
-    lora = lm.float8(
-        with_lora(build({**LLAMA, "num_hidden_layers": 1}))
-    )  # casts frozen weights within what is compiled
-    wanted = gradients(lora)
-    lora.zero_grad()
-    torch.compile(lora, backend="aot_eager")(tokens(), labels=tokens()).loss.backward()
-    for key, layer in lora_layers(lora).items():
-        torch.testing.assert_close(layer.lora_A.grad, wanted[f"{key}.update.lora_A"], rtol=1e-4, atol=1e-6)
 
 
 def test_compiled_blocks_under_activation_checkpointing() -> None:
@@ -259,7 +251,7 @@ def test_compiled_blocks_under_activation_checkpointing() -> None:
 
 
 def test_compiled_with_frozen_layers_between_trained_ones() -> None:
-    """Gradients go through layers that have no trained weight, from blocks to those before them."""
+    """Gradients go through layers without a trained weight to earlier blocks; the graph casts frozen weights."""
     model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 2}), target_modules=["q_proj", "v_proj"]))
     wanted = gradients(model)
     model.zero_grad()

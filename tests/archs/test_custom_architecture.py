@@ -1,7 +1,7 @@
 """examples/custom_architecture.py: a user's own layers train, decode with their states, go through checkpoints."""
 
 import importlib.util
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -92,18 +92,27 @@ def test_learns_and_its_heads_speed_it_up(medusa: lm.MedusaModel) -> None:
     assert torch.equal(out.sequences, IDS[:, :30]) and out.tokens_per_step > 3
 
 
-def test_checkpoints_and_the_command_line(medusa: lm.MedusaModel, tmp_path: Path) -> None:
+def test_checkpoints_and_the_command_line(medusa: lm.MedusaModel, tmp_path: Path, children: Any) -> None:
     medusa.base.save_pretrained(tmp_path / "model")
     medusa.save_pretrained(tmp_path / "heads")
     again = lm.MedusaModel.from_pretrained(lm.from_pretrained(tmp_path / "model"), tmp_path / "heads")
     for name, parameter in medusa.named_parameters():
         assert torch.equal(dict(again.named_parameters())[name], parameter), name
-    command = [sys.executable, "-m", "ligermodels", "--import", str(FILE), "info", str(tmp_path / "model"), "--json"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert '"model_type": "decay"' in found.stdout
-    without = subprocess.run([*command[:3], *command[5:]], capture_output=True, text=True, check=False)
-    assert without.returncode == 1 and "--import" in without.stderr
+    shown, info = tmp_path / "shown", ("info", str(tmp_path / "model"), "--json")
+    for options, code, word in ((("--import", str(FILE)), 0, '"model_type": "decay"'), ((), 1, "--import")):
+        process = children.Process(target=command, args=(shown, *options, *info))
+        process.start()
+        process.join()
+        assert process.exitcode == code and word in shown.read_text(), shown.read_text()
+
+
+def command(shown: Path, *arguments: str) -> None:
+    """What a process does that knows nothing of the example: the command line, with its output in a file."""
+    from ligermodels.cli import app
+
+    file = os.open(shown, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1), os.dup2(file, 2)
+    app(arguments)
 
 
 def test_lora_on_layers_of_ones_own(example: ModuleType, tmp_path: Path) -> None:

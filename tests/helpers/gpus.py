@@ -7,10 +7,12 @@ compile for it, or that need more shared memory than it has.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -41,6 +43,8 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
+PORTABLE = 80, 89
+"""Compute capabilities whose PTX every newer GPU runs."""
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
@@ -127,6 +131,7 @@ class Recording:
         torch.cuda.current_device = lambda: self.driver.device
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
+        triton.knobs.runtime.add_stages_inspection_hook = assemble_once
         devices.pretend(GPUS[gpu])
         for op, calls in op_calls.CALLS.items():
             for call in calls:
@@ -171,6 +176,41 @@ class Recording:
         for resource, (needed, there) in needs.items():
             if needed > there:
                 self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
+
+
+def assemble_once(*arguments: Any) -> tuple[str, str] | None:
+    """Triton's hook of its stages: LLVM IR that several NVIDIA GPUs share is assembled for the oldest of them alone.
+
+    PTX for sm_80 and sm_89 runs on every newer GPU; PTX for sm_90a and later has instructions that newer GPUs lack. The
+    IR of most kernels without matrix products is the same for all. Their shared memory is known before this stage.
+    """
+    if not arguments:
+        return "assemble_once", ""  # a part of the key in Triton's cache
+    _, stages, _, _, capability = arguments
+    if "ptx" not in stages:
+        return None  # AMD
+    to_ptx, to_cubin = stages["ptx"], stages["cubin"]
+
+    def record(older: int, metadata: dict[str, Any]) -> Path:
+        return CACHE / f"assembled-{older}" / metadata["llir_hash"]
+
+    def ptx(llir: str, metadata: dict[str, Any]) -> str:
+        text = metadata["triton_version"] + re.sub(r'"target-(cpu|features)"="[^"]*"', "", llir)
+        metadata["llir_hash"] = hashlib.sha256(text.encode()).hexdigest()
+        if any(older <= capability and record(older, metadata).exists() for older in PORTABLE):
+            metadata["name"] = ""  # the entry point's, which the PTX would name
+            return ""
+        return str(to_ptx(llir, metadata))
+
+    def cubin(text: str, metadata: dict[str, Any]) -> bytes:
+        made: bytes = to_cubin(text, metadata) if text else b""
+        if text and capability in PORTABLE:
+            record(capability, metadata).parent.mkdir(parents=True, exist_ok=True)
+            record(capability, metadata).touch()
+        return made
+
+    stages["ptx"], stages["cubin"] = ptx, cubin
+    return None
 
 
 def name_of(kernel: Any) -> str:
@@ -227,6 +267,7 @@ def in_own_process(*arguments: str) -> Any:
     """What `gpus.py` prints with these arguments, where Triton compiles rather than interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    environment |= {"TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-20:])

@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def batches(seq_len: int = 512) -> Iterator[Batch]:
+def batches(seq_len: int = 128) -> Iterator[Batch]:
     """Packed rows, of which every token but the last of a document has a target: more than 97 % of them."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(400, 1200, (40,), generator=generator).tolist()
