@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import check_number
+from ligermodels.arguments import MOST_HEADS, check_count, check_number
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
-from ligermodels.layers.lm_head import check_loss_options
 from ligermodels.layers.packing import check_plain, packed_positions
 from ligermodels.layers.targets import per_item, shift_labels
 from ligermodels.layers.tokens import token_layout
+from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
-from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
+from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
-from ligermodels.speculative.block_training import BlockTraining
-from ligermodels.speculative.draft_head import DraftHeadModel, check_draft_options
+from ligermodels.speculative.block_training import BlockTraining, default_layer_ids
+from ligermodels.speculative.draft_head import DraftHeadModel
+from ligermodels.speculative.draft_layer import check_layers, layer_like
+from ligermodels.speculative.draft_projection import own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.tree import DynamicTree, Tree, chain, require_fixed
+
+Model = TypeVar("Model", bound="BlockDraftModel")
 
 
 class _Row(NamedTuple):
@@ -51,16 +57,27 @@ class BlockDraftModel(DraftHeadModel):
     """A base model with a `BlockHead`. From the last verified token, the anchor, at position a, it proposes the K
     tokens after it at once. Draft k (from 0) is token a + 1 + k.
 
+    The loss is of the slots of sampled blocks. The anchors are tokens whose label, and whose next token's label, is not
+    -100. A block is trained up to the first token without a label. The loss is the mean over the slots, with the
+    weights of `loss_weights`. Anchors of a sequence depend on its labels and `seed` alone: they are the same in every
+    pass over it. Acceptance and agreement of a slot are given that the slots before it are accepted.
+
     Attributes:
         training_options: how the head is trained.
         confidence_threshold: of DSpark: in a step the model checks drafts while the product of the confidences up to
             them is at least this, for some sequence of the batch. 0, the default, for all drafts.
     """
 
+    reads_every_token, first_ahead = True, 1
+    formats: ClassVar[ModuleType] = formats
     confidence_threshold: float = 0.0
 
     from_anchor: ClassVar[bool]
     """`BlockDraftConfig.sample_from_anchor` of these heads."""
+    block_size: ClassVar[int]
+    """Slots of a block by default."""
+    head_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of `from_base` that describe the network of these heads alone, and their defaults."""
     training_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of `BlockTraining` that differ."""
 
@@ -78,21 +95,87 @@ class BlockDraftModel(DraftHeadModel):
         Raises:
             InputError: an argument is out of range, or the config does not fit the base model.
         """
-        super().__init__()
-        check_native(base, "base")
         if config.sample_from_anchor != self.from_anchor:
             raise InputError(f"sample_from_anchor: must be {self.from_anchor} for {self.kind}")
         if wrong := training.keys() - {field.name for field in fields(BlockTraining)}:
             raise InputError(f"{min(wrong)}: no such argument")
-        self.base, self.config = base, config
-        self.training_options = BlockTraining(**{**self.training_defaults, **training})
-        how = self.training_options
+        how = BlockTraining(**{**self.training_defaults, **training})
         if not (how.ce_weight or how.divergence_weight or (config.enable_confidence_head and how.confidence_weight)):
             raise InputError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
-        self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
-        self.num_heads, self.embed, self.lm_head = config.num_drafts, None, None
-        self._check_config()
-        self.head = self._build(BlockHead, self.kind)
+        super().__init__(base, config, vocabulary, BlockHead)
+        self.training_options, self.num_heads = how, config.num_drafts
+
+    @classmethod
+    def from_base(
+        cls: type[Model],
+        base: CausalLM,
+        block_size: int | None = None,
+        *,
+        num_layers: int = 5,
+        boundaries: Sequence[int] | None = None,
+        mask_token_id: int | None = None,
+        vocabulary: DraftVocabulary | None = None,
+        layers: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Model:
+        """A new head on `base`, and freeze the base model's parameters.
+
+        Args:
+            base: the base model.
+            block_size: B, slots of a block, the anchor's included. DFlash proposes B - 1 tokens, by default 15; DSpark
+                proposes B tokens, by default 7.
+            num_layers: layers of the head.
+            boundaries: the states that the head reads: L is the residual stream after L layers. By default one for each
+                layer of the head, spread over the model: see `default_layer_ids`.
+            mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
+            vocabulary: the tokens that the head can propose; None for all.
+            layers: Hugging Face config of a Qwen3 model with the head's layers. Default: the sizes of the base model's
+                layers.
+            options: fields of `BlockTraining`, such as num_anchors, gamma and ce_weight. DSpark: also `markov_rank`,
+                rank of the Markov head, by default 256, 0 for none; `markov_head_type`, "vanilla" (default), "gated" or
+                "rnn": see `MarkovHead`; `confidence`, whether there is a confidence head, by default True; and
+                `confidence_with_markov`, whether it reads the Markov head's embeddings, by default True.
+
+        Returns:
+            The model, on the device and in the dtype of `base`.
+
+        Raises:
+            InputError: an argument is out of range, or does not fit the base model, which is then not frozen.
+            ConfigError: the layers' config has a bad value.
+
+        Examples:
+            >>> dspark = lm.DSparkModel.from_base(model, block_size=7, num_layers=2)
+            >>> dspark(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
+        """
+        check_native(base, "base")
+        target, network = base.config, dict(cls.head_defaults)
+        network |= {name: options.pop(name) for name in network if name in options}
+        if layers is None:
+            layers = layer_like(target, "qwen3", check_count("num_layers", num_layers, most=MOST_HEADS))
+        check_layers("layers", layers, ("qwen3",))
+        if boundaries is None:
+            count = int(layers.get("num_hidden_layers", num_layers))
+            boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
+        else:
+            boundaries = check_boundaries("boundaries", boundaries, len(target.blocks))
+        config = BlockDraftConfig(
+            layers=layers,
+            boundaries=tuple(boundaries),
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size if vocabulary is None else len(vocabulary),
+            block_size=cls.block_size if block_size is None else block_size,
+            mask_token_id=target.vocab_size - 1 if mask_token_id is None else mask_token_id,
+            sample_from_anchor=cls.from_anchor,
+            **cls._network_fields(**network),
+        )
+        model = cls(base, config, vocabulary, **options)
+        base.requires_grad_(False)
+        return model
+
+    @classmethod
+    def _network_fields(cls, **network: Any) -> dict[str, Any]:
+        """Fields of `BlockDraftConfig` from the arguments of `head_defaults`."""
+        return {}
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the head. Its lm_head is never trained."""
@@ -104,60 +187,12 @@ class BlockDraftModel(DraftHeadModel):
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **loss_options: Any,
+    def _output(
+        self, batch: PreparedBatch, labels: Tensor | None, num_items_in_batch: Any = None, **loss_options: Any
     ) -> MultiHeadOutput:
-        """The loss of the slots of sampled blocks; without labels, the logits of a block from every token.
-
-        The anchors are tokens whose label, and whose next token's label, is not -100. A block is trained up to the
-        first token without a label. The loss is the mean over the slots, with the weights of `loss_weights`. Anchors
-        of a sequence depend on its labels and `seed` alone: they are the same in every pass over it.
-
-        Args:
-            input_ids: (B, T) long.
-            labels: (B, T) long, aligned with `input_ids`; -100 is ignored.
-            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1).
-            inputs_embeds: (B, T, H) in place of `input_ids`, for the base model. The blocks' tokens are then the
-                labels.
-            num_items_in_batch: the number of targets of each slot in all micro-batches, (K,), in place of this batch's:
-                see `num_targets`. One number stands for all slots.
-            loss_options: token_weights (B, T), reduction ("mean" or "sum"), memory_budget in bytes.
-
-        Returns:
-            With labels, the loss, and for each slot its loss, acceptance and agreement, given that the slots before it
-            are accepted; without gradients also ranks. Without labels, the logits (K, B, T, draft vocabulary).
-
-        Raises:
-            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, or another option.
-        """
-        check_draft_options(loss_options)
-        check_loss_options({"num_items_in_batch": num_items_in_batch, **loss_options}, labels, of_heads=True)
-        if labels is None and input_ids is None:
-            raise InputError("input_ids: are needed where there are no labels")
-        batch = prepare_batch(
-            self.base,
-            range(1, 1 + self.num_heads),
-            input_ids=input_ids,
-            labels=labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds,
-            token_weights=loss_options.get("token_weights"),
-            every_token=True,
-        )
         if labels is None:
+            if batch.inputs["input_ids"] is None:
+                raise InputError("input_ids: are needed where there are no labels")
             return self._logits(batch)
         own = batch.layout.packing.take(labels, IGNORE_INDEX).flatten()
         row, options = self._row(batch, own), self.training_options
@@ -171,10 +206,8 @@ class BlockDraftModel(DraftHeadModel):
     def _row(self, batch: PreparedBatch, own: Tensor | None) -> _Row:
         """The batch as one row, with the states of the base model. `own`: its labels (T,), in place of its ids."""
         inputs = batch.inputs
-        with torch.no_grad():
-            out = self.base(**inputs, return_hidden_states=self.config.boundaries)
-        states = torch.cat(cast("tuple[Tensor, ...]", out.hidden_states), dim=-1).flatten(0, 1)[None]
-        last, ids, bounds = cast(Tensor, out.last_hidden_state), inputs["input_ids"], inputs["cu_seqlens"]
+        states, last = self._captured(inputs)
+        ids, bounds = inputs["input_ids"], inputs["cu_seqlens"]
         rows, length = last.shape[:2]
         if bounds is None and rows > 1:
             bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=last.device)
@@ -184,7 +217,7 @@ class BlockDraftModel(DraftHeadModel):
             counted = torch.arange(count, device=last.device)[None]
             positions = counted if bounds is None else packed_positions(bounds, count)
         ids = cast(Tensor, own).clamp(min=0) if ids is None else ids.flatten()
-        return _Row(states, last.flatten(0, 1), ids, positions.flatten(), bounds)
+        return _Row(states.flatten(0, 1)[None], last.flatten(0, 1), ids, positions.flatten(), bounds)
 
     def _drafted(self, row: _Row, blocks: Blocks) -> Drafted:
         """Run the head over blocks, with the text's tokens as the ones before each slot."""
@@ -224,8 +257,7 @@ class BlockDraftModel(DraftHeadModel):
         reduction: str = "mean",
         memory_budget: int = 2**30,
     ) -> MultiHeadOutput:
-        if reduction not in ("mean", "sum"):
-            raise InputError(f"reduction: must be 'mean' or 'sum' for heads, got {reduction!r}")
+        items = self._items(num_items_in_batch, reduction, self.num_heads)
         options, drafted = self.training_options, self._drafted(row, blocks)
         mask, wide = blocks.targets != IGNORE_INDEX, torch.promote_types(row.last.dtype, torch.float32)
         factors = mask.to(wide) if token_weights is None else mask * token_weights.to(wide)
@@ -248,13 +280,8 @@ class BlockDraftModel(DraftHeadModel):
             wrong = F.binary_cross_entropy_with_logits(drafted.confidence.to(wide), found.overlap, reduction="none")
             confidence = (wrong * found.weights).sum()
             total = total + options.confidence_weight * confidence
-        counts, items = factors.sum(0), None
-        if num_items_in_batch is not None:
-            items = torch.as_tensor(num_items_in_batch, device=counts.device).flatten()
-            if len(items) not in (1, self.num_heads):
-                raise InputError(f"num_items_in_batch: must be 1 or {self.num_heads} numbers, got {len(items)}")
-            items = items.expand(self.num_heads).to(wide)
-        numbers = counts if items is None else items
+        counts = factors.sum(0)
+        numbers = counts if items is None else items.to(wide)
         whole = torch.stack([number * weight for number, weight in zip(numbers.unbind(), slots, strict=True)]).sum()
         losses = (found.losses * factors).sum(0)
         if reduction == "mean" or items is not None:
@@ -284,17 +311,11 @@ class BlockDraftModel(DraftHeadModel):
         """Count the targets of each slot, of the blocks that `forward` samples for these labels.
 
         Args:
-            labels: (B, T) long, -100 where ignored.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
-            attention_mask: (B, T), 1 on tokens and 0 on padding.
+            labels: as the other arguments, see `MultiHeadModel.num_targets`.
+            position_ids: (B, T) long, or None.
+            cu_seqlens: int32 (n + 1,), or None.
+            attention_mask: (B, T), or None.
             first: not used.
-
-        Returns:
-            Long (K,).
-
-        Raises:
-            InputError: a tensor of a wrong dtype or shape.
         """
         check_plain("labels", labels, torch.int64)
         if labels.ndim != 2:
@@ -315,13 +336,29 @@ class BlockDraftModel(DraftHeadModel):
     def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""
         require_fixed(tree, self.kind)
-        project = cast("Callable[[Tensor], Tensor] | None", self.lm_head)
-        if project is None:  # the rows are taken once
-            project = partial(F.linear, weight=self.projection.rows(self.head.dtype))
         threshold = check_number("confidence_threshold", self.confidence_threshold)
         if threshold and self.head.confidence is None:
             raise InputError("confidence_threshold: this head has no confidence head; leave it 0")
+        project = self.project_with(self.head.dtype)
         return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids, threshold)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def stored_settings(self) -> dict[str, Any]:
+        return {"num_anchors": self.training_options.num_anchors}
+
+    @classmethod
+    def of_file(
+        cls: type[Model], base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
+        lm_head: Tensor | None, options: Mapping[str, Any],
+    ) -> Model:  # fmt: skip
+        """See `DraftHeadModel.of_file`. An lm_head that equals the base model's rows is the base model's."""
+        model = cls(base, config, vocabulary, **options)
+        if lm_head is not None and base.device.type != "meta":
+            rows = model.projection.rows(base.dtype)
+            if lm_head.shape != rows.shape or not torch.equal(lm_head.to(rows), rows):
+                model.lm_head = own_lm_head(base, model.vocabulary).requires_grad_(False)
+        return model
 
 
 def _accepted(found: BlockLosses, mask: Tensor) -> dict[str, Any]:

@@ -7,21 +7,22 @@ others by ids of layers (`models.capture`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast
 
 from ligermodels.convert.json_values import object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.errors import ConfigError, ConfigWarning, short
 from ligermodels.layers import AttentionConfig
 from ligermodels.models.capture import boundaries_of, layer_ids_of
+from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, draft_type
 from ligermodels.speculative.block_head import BlockAttention, BlockDraftConfig
 from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
     LM_HEAD,
+    Profile,
     Target,
     agreed_boundaries,
     other_tensors,
@@ -81,37 +82,12 @@ def _deepspec(config: BlockDraftConfig, target: Target, num_anchors: int) -> dic
     }
 
 
-@dataclass(frozen=True)
-class Profile:
-    """A file format.
-
-    config: (config, target, num_anchors) -> config.json.
-    heads: whether the embedding and the lm_head are in the file. Servers take the model's own where they are not.
-    reduced: whether it can hold a reduced vocabulary.
-    """
-
-    config: Callable[[BlockDraftConfig, Target, int], dict[str, Any]]
-    heads: bool
-    reduced: bool
-
-
-_SPECULATORS = Profile(_speculators, heads=True, reduced=True)
+_SPECULATORS = Profile(_speculators)
 PROFILES = {
-    DFLASH_TYPE: {"speculators": _SPECULATORS, "z-lab": Profile(_z_lab, heads=False, reduced=False)},
-    DSPARK_TYPE: {"speculators": _SPECULATORS, "deepspec": Profile(_deepspec, heads=True, reduced=False)},
+    DFLASH_TYPE: {"speculators": _SPECULATORS, "z-lab": Profile(_z_lab, embedding=False, lm_head=False, reduced=False)},
+    DSPARK_TYPE: {"speculators": _SPECULATORS, "deepspec": Profile(_deepspec, reduced=False)},
 }
 """Type of the head -> its file formats by name."""
-
-
-def profile_named(name: str, config: BlockDraftConfig) -> Profile:
-    """The profile of this name for a head; InputError if there is none, or it cannot hold the head."""
-    profiles = PROFILES[DSPARK_TYPE if config.sample_from_anchor else DFLASH_TYPE]
-    if name not in profiles:
-        kind = "DSpark" if config.sample_from_anchor else "DFlash"
-        raise InputError(f"profile: must be one of {', '.join(profiles)} for {kind}, got {short(name)}")
-    if not profiles[name].reduced and config.draft_vocab_size < config.decoder.vocab_size:
-        raise InputError(f"profile {name!r}: holds no reduced draft vocabulary; export profile='speculators'")
-    return profiles[name]
 
 
 def tensor_name(stored: str) -> str:
@@ -119,23 +95,24 @@ def tensor_name(stored: str) -> str:
     return stored.replace("encoder.fc.", "fc.").replace("encoder.output_norm_enc.", "hidden_norm.")
 
 
-def weight_map(config: BlockDraftConfig, *, lm_head: bool) -> WeightMap:
+def weight_map(config: BlockDraftConfig, prefix: str = "", *, lm_head: bool) -> WeightMap:
     """The head's tensors: native names `head.*` of `BlockHead` and `lm_head.weight`, and their names in files.
 
     Args:
         config: the head's config.
+        prefix: not used: all formats have the same names.
         lm_head: whether there is an lm_head; else one in a file is ignored.
     """
     size = config.decoder.hidden_size
     entries = [rename(f"head.{name}.weight", f"{name}.weight") for name in ("fc", "hidden_norm", "norm")]
     for i, block in enumerate(config.decoder.blocks):
-        native, prefix = f"head.layers.{i}", f"layers.{i}"
-        entries.append(rename(f"{native}.mixer_norm.weight", f"{prefix}.input_layernorm.weight"))
-        entries.append(rename(f"{native}.mlp_norm.weight", f"{prefix}.post_attention_layernorm.weight"))
+        native, layer = f"head.layers.{i}", f"layers.{i}"
+        entries.append(rename(f"{native}.mixer_norm.weight", f"{layer}.input_layernorm.weight"))
+        entries.append(rename(f"{native}.mlp_norm.weight", f"{layer}.post_attention_layernorm.weight"))
         entries += BlockAttention.weight_mappings(
-            cast(AttentionConfig, block.mixer), f"{native}.mixer", f"{prefix}.self_attn"
+            cast(AttentionConfig, block.mixer), f"{native}.mixer", f"{layer}.self_attn"
         )
-        entries += block.mlp.weight_mappings(size, f"{native}.mlp", prefix, {})
+        entries += block.mlp.weight_mappings(size, f"{native}.mlp", layer, {})
     entries += _markov(config)
     if lm_head:
         entries.append(rename(LM_HEAD, LM_HEAD))
@@ -158,19 +135,12 @@ def _markov(config: BlockDraftConfig) -> list[WeightMapping]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> BlockDraftConfig:
-    """The config of a head from config.json, in any of the forms.
-
-    Args:
-        stored: config.json.
-        kind: DFLASH_TYPE or DSPARK_TYPE, the expected type.
-        hidden_size: channels of the model's states, where config.json does not name them.
-
-    Raises:
-        ConfigError: it is the config of another head; it has a bad value, or a field that is not implemented.
-    """
-    if draft_type(stored) != kind:
-        raise ConfigError(f"architectures: names no {kind} head")
+def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftConfig:
+    """The config of a head from config.json, in any of the forms, for a model with the config `target`; ConfigError if
+    it is of another head, has a bad value, or a field that is not implemented."""
+    kind = draft_type(stored)
+    if kind not in PROFILES:
+        raise ConfigError("architectures: names no DFlash or DSpark head")
     nested = object_field(stored, NESTED) if NESTED in stored else {}
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
@@ -189,7 +159,7 @@ def read_config(stored: Mapping[str, Any], kind: str, hidden_size: int) -> Block
     return BlockDraftConfig(
         layers=layers,
         boundaries=boundaries,
-        target_hidden_size=stored.get("target_hidden_size") or hidden_size,
+        target_hidden_size=stored.get("target_hidden_size") or target.hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layers.get("vocab_size") or 0,
         block_size=fields["block_size"],
         mask_token_id=fields["mask_token_id"],

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.convert.reading import reading
 from ligermodels.layers import RopeConfig
+from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.capture import layer_ids_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.block_head import BlockDraftConfig
-from ligermodels.speculative.checks import check_values, require
-from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, T2D
+from ligermodels.speculative.checks import HeadsReport, check_values, report_of, require
+from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, T2D, open_head
+from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
@@ -30,26 +35,53 @@ class DraftFiles(Generic[Config]):
         folder: folder of the head.
         stored: config.json.
         tensors: the tensors by their names in speculators' form.
+        model_class: the class of a model with such a head.
     """
 
-    def __init__(self, base: CausalLM, folder: Path, stored: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.base, self.folder, self.stored = base, folder, stored
+    network: ClassVar[Any]
+    """config -> the network of such heads."""
+
+    def __init__(
+        self,
+        base: CausalLM,
+        folder: Path,
+        stored: dict[str, Any],
+        tensors: dict[str, Tensor],
+        model_class: type[DraftHeadModel],
+    ) -> None:
+        self.base, self.folder, self.stored, self.model_class = base, folder, stored, model_class
+        self.formats: Any = model_class.formats
         self.tensors = {name: x for name, x in tensors.items() if not name.startswith("verifier_")}  # the model's own
 
-    @property
-    def model_class(self) -> Any:
-        """The class of a model with such a head."""
+    @classmethod
+    def report(cls, base: CausalLM, folder: Path, model_class: type[DraftHeadModel]) -> HeadsReport:
+        """The report of the checks. See the class for the arguments."""
+        with reading(folder, partial(open_head, folder, names=model_class.formats.tensor_name)) as (stored, reader):
+            return report_of(model_class.kind, cls(base, folder, stored, dict(reader.headers), model_class).checks())
+
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """The checks in order, name -> function: see `checks.report_of`."""
         raise NotImplementedError
 
     @property
     def config(self) -> Config:
         """The config of the head, from config.json."""
-        raise NotImplementedError
+        return self.formats.read_config(self.stored, self.base.config)
 
     @property
     def named_boundaries(self) -> dict[str, tuple[int, ...]]:
         """The boundaries that each field of config.json names."""
-        raise NotImplementedError
+        return self.formats.stored_boundaries(self.stored)
+
+    def loaded(self) -> Any:
+        """The network of the head with its tensors, in float32 on the CPU."""
+        with torch.device("meta"), skip_init():
+            head = self.network(self.config).eval()
+        allocate(head, torch.float32, torch.device("cpu"))
+        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+        reader = StateDict({name: tensor for name, tensor in self.tensors.items() if name != LM_HEAD})
+        self.formats.weight_map(self.config, lm_head=False).load(reader, state)
+        return head
 
     def check_sizes(self) -> None:
         """Require the sizes of the base model."""

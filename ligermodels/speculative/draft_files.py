@@ -9,29 +9,36 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.weight_map import LazyTensor, WeightMap
+from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import reshard
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import require_type
 from ligermodels.models.families import family_of
+from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.files import TorchFile
 
 if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
+
+Model = TypeVar("Model", bound="DraftHeadModel")
 
 CONFIG, TORCH_FILE = "config.json", "pytorch_model.bin"
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
@@ -120,36 +127,80 @@ def agreed_boundaries(named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] |
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def write_head(
+@dataclass(frozen=True)
+class Profile:
+    """A file format of heads.
+
+    config: (config, target, **settings) -> config.json without its dtype; the settings are the model's
+        `stored_settings`.
+    embedding: whether the embedding is in the file. Servers take the model's own where it is not.
+    lm_head: whether the lm_head is in the file.
+    prefix: prefix of the tensors of an EAGLE-3 head's layer.
+    reduced: whether it can hold a reduced vocabulary.
+    """
+
+    config: Callable[..., dict[str, Any]]
+    embedding: bool = True
+    lm_head: bool = True
+    prefix: str = "layers.0"
+    reduced: bool = True
+
+
+def profile_named(name: str, profiles: Mapping[str, Profile], kind: str, config: Any) -> Profile:
+    """The profile of this name.
+
+    Args:
+        name: the name.
+        profiles: the formats of such heads, by name.
+        kind: name of such heads in messages.
+        config: the head's config.
+
+    Raises:
+        InputError: there is none, or it cannot hold the head.
+    """
+    if name not in profiles:
+        raise InputError(f"profile: must be one of {', '.join(profiles)} for {kind}, got {short(name)}")
+    if not profiles[name].reduced and config.draft_vocab_size < config.decoder.vocab_size:
+        raise InputError(f"profile {name!r}: holds no reduced draft vocabulary; export profile='speculators'")
+    return profiles[name]
+
+
+def save_head(
     model: DraftHeadModel,
     folder: str | os.PathLike[str],
-    weight_map: WeightMap,
-    config: Mapping[str, Any],
+    profile: str,
+    base_model: str | None = None,
     *,
-    embedding: bool,
-    lm_head: bool,
-    overwrite: bool,
+    overwrite: bool = False,
 ) -> None:
     """Write a head, completely or not at all.
 
     Args:
         model: the model with the head.
         folder: created if need be.
-        weight_map: the head's tensors, with `lm_head.weight` where `lm_head` is set.
-        config: config.json.
-        embedding: write the embedding too.
-        lm_head: write the lm_head too, from the base model's rows where the head has none.
+        profile: name of the format.
+        base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model was
+            loaded from.
         overwrite: replace a checkpoint in the folder.
 
     Raises:
+        InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
         CheckpointError: the folder is in use or cannot be written.
     """
+    formats = model.formats
+    form = profile_named(profile, formats.PROFILES[model.head_type], model.kind, model.config)
+    target = Target.of(model, base_model)
+    config = form.config(model.config, target, **model.stored_settings())
+    config["dtype"] = str(next(model.head.parameters()).dtype).removeprefix("torch.")
+    if model.lm_head is not None and not form.lm_head:
+        raise InputError(f"profile {profile!r}: holds no lm_head of the head's own; export another profile")
+    weight_map = formats.weight_map(model.config, form.prefix, lm_head=form.lm_head)
     reshard(model)
     state = native_state(model)
-    if lm_head and model.lm_head is None:
+    if form.lm_head and model.lm_head is None:
         state[LM_HEAD] = model.projection.rows(model.base.dtype)
     further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
-    if embedding:
+    if form.embedding:
         further[EMBEDDING] = embedding_table(model)
     save_checkpoint(
         folder_to_write(folder),
@@ -158,15 +209,58 @@ def write_head(
             *(LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()),
         ],
         max_shard_size=2**63 - 1,
-        files={CONFIG: as_json(dict(config))},
+        files={CONFIG: as_json(config)},
         overwrite=overwrite,
         ranks=Ranks(state.values()),
     )
 
 
-def open_head(
-    folder: Path, opened: ExitStack, names: Callable[[str], str] = lambda name: name
-) -> tuple[dict[str, Any], StateDict]:
+def load_head(
+    model_class: type[Model],
+    base: CausalLM,
+    folder: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load a head, and freeze the base model's parameters. On the meta device only names and shapes are checked.
+
+    Args:
+        model_class: class of the model.
+        base: the base model, in memory.
+        folder: folder or hub id of the head.
+        options: arguments of `from_pretrained`.
+        progress: called with (bytes loaded, bytes in total) of the head.
+
+    Returns:
+        The model with the head. An embedding that equals the base model's is the base model's.
+
+    Raises:
+        CheckpointError: files or tensors are missing, damaged, or made for another base model.
+        ConfigError: config.json is not of such a head, or has a bad value.
+        HubError: the files cannot be fetched.
+    """
+    check_native(base, "base")
+    path, formats = hub.resolve(folder), model_class.formats
+    with reading(path, partial(open_head, path, names=formats.tensor_name)) as (stored, reader):
+        require_type(stored, model_class.head_type, path)
+        config = formats.read_config(stored, base.config)
+        vocabulary = stored_vocabulary(reader.headers, base.config.vocab_size)
+        try:
+            model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
+        except InputError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
+        if base.device.type == "meta":
+            weight_map.plan(reader.headers, native_state(model))
+        else:
+            weight_map.load(reader, native_state(model), progress)
+            if EMBEDDING in reader.headers:
+                _take_embedding(model, path, reader.headers[EMBEDDING])
+    base.requires_grad_(False)
+    return model
+
+
+def open_head(folder: Path, opened: ExitStack, names: Callable[[str], str]) -> tuple[dict[str, Any], StateDict]:
     """config.json, and the tensors by their names in speculators' form.
 
     Args:
@@ -198,34 +292,6 @@ def stored_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> DraftVo
     return DraftVocabulary.from_tables(tensors[D2T], tensors.get(T2D), vocab_size)
 
 
-def load_tensors(
-    model: DraftHeadModel,
-    path: Path,
-    weight_map: WeightMap,
-    reader: StateDict,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    """Fill a head from a file, and freeze the base model. On the meta device only names and shapes are checked.
-
-    Args:
-        model: the model with the head.
-        path: folder of the head, for messages.
-        weight_map: the head's tensors.
-        reader: the tensors in the file.
-        progress: called with (bytes loaded, bytes in total), or None.
-
-    Raises:
-        CheckpointError: tensors are missing, or have another shape.
-    """
-    if model.base.device.type == "meta":
-        weight_map.plan(reader.headers, native_state(model))
-    else:
-        weight_map.load(reader, native_state(model), progress)
-        if EMBEDDING in reader.headers:
-            _take_embedding(model, path, reader.headers[EMBEDDING])
-    model.base.requires_grad_(False)
-
-
 def native_state(model: DraftHeadModel) -> dict[str, Tensor]:
     """The tensors of a head by their native names: `head.*`, and `lm_head.weight` where it has one."""
     state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(model.head).items()}
@@ -244,7 +310,7 @@ def embedding_table(model: DraftHeadModel) -> Tensor:
     return model.embeddings(torch.arange(model.base.config.vocab_size, device=model.base.device)[None])[0]
 
 
-def _take_embedding(model: DraftHeadModel, path: Path, stored: Tensor) -> None:
+def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
     """Keep the embedding of a head, frozen, unless it is the base model's."""
     ours = embedding_table(model)
     if stored.shape != ours.shape:

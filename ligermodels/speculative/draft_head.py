@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.layers.sharding import call_gathered
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
+from ligermodels.speculative.draft_files import load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.multi_head import MultiHeadModel
@@ -20,11 +27,7 @@ from ligermodels.speculative.multi_head import MultiHeadModel
 LOSS_OPTIONS = ("token_weights", "reduction", "memory_budget")
 """What a caller of these models may choose of the loss."""
 
-
-def check_draft_options(options: Mapping[str, Any]) -> None:
-    """InputError for an option of the loss that is none of LOSS_OPTIONS."""
-    if others := options.keys() - set(LOSS_OPTIONS):
-        raise InputError(f"{min(others)}: is no option of this loss, which takes {', '.join(LOSS_OPTIONS)}")
+Model = TypeVar("Model", bound="DraftHeadModel")
 
 
 class DraftHeadModel(MultiHeadModel):
@@ -39,11 +42,36 @@ class DraftHeadModel(MultiHeadModel):
     """
 
     reads_every_token = True
-    head: Any
-    config: Any
-    vocabulary: DraftVocabulary
-    embed: nn.Embedding | None
-    lm_head: LMHead | None
+    formats: ClassVar[ModuleType]
+    """The file formats of such heads: `eagle3_formats` or `block_formats`."""
+    head_type: ClassVar[str]
+    """Their type in files: a name of `models.extra_heads.HEADS`."""
+
+    def __init__(
+        self, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, network: Callable[[Any], nn.Module]
+    ) -> None:
+        """A head with random weights, on the device and in the dtype of `base`.
+
+        Args:
+            base: the base model.
+            config: the head's config.
+            vocabulary: the tokens that the head can propose; None for all.
+            network: config -> the head's network.
+
+        Raises:
+            InputError: the config does not fit the base model and the draft vocabulary.
+        """
+        super().__init__()
+        check_native(base, "base")
+        vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        self.base, self.config, self.vocabulary = base, config, vocabulary
+        self.embed: nn.Embedding | None = None
+        self.lm_head: LMHead | None = None
+        self._check_config()
+        with torch.device("meta"), skip_init():
+            self.head: Any = network(config)
+        allocate(self.head, base.dtype, base.device)
+        initialize(self.head, base.config.initializer_range, self.head_type)
 
     def _check_config(self) -> None:
         """InputError unless the head's config fits the base model and the draft vocabulary."""
@@ -62,18 +90,38 @@ class DraftHeadModel(MultiHeadModel):
         if config.boundaries[-1] > len(base.blocks):
             raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
-    def _build(self, network: type[nn.Module], name: str) -> nn.Module:
-        """The head's network with random weights, on the device and in the dtype of the base model."""
-        with torch.device("meta"), skip_init():
-            head = network(self.config)
-        allocate(head, self.base.dtype, self.base.device)
-        initialize(head, self.base.config.initializer_range, name)
-        return head
+    # -- parts of the loss and of drafting -----------------------------------------------------------------------------
+
+    def prepare(self, first: int, input_ids: Tensor | None, labels: Tensor | None, **options: Any) -> PreparedBatch:
+        """See `MultiHeadModel.prepare`; InputError also for an option of the loss that is none of LOSS_OPTIONS.
+
+        Args:
+            first: how many tokens the labels of the first loss lie ahead.
+            input_ids: (B, T) long.
+            labels: (B, T) long, or None.
+            options: the other arguments.
+        """
+        layout = ("attention_mask", "position_ids", "cu_seqlens", "inputs_embeds", "num_items_in_batch")
+        if others := options.keys() - {*layout, *LOSS_OPTIONS}:
+            raise InputError(f"{min(others)}: is no option of this loss, which takes {', '.join(LOSS_OPTIONS)}")
+        return super().prepare(first, input_ids, labels, **options)
+
+    @torch.no_grad()
+    def _captured(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The base model's states at the boundaries, side by side (rows, length, n H), and after its final norm."""
+        out = self.base(**inputs, return_hidden_states=self.config.boundaries)
+        return torch.cat(cast("tuple[Tensor, ...]", out.hidden_states), dim=-1), cast(Tensor, out.last_hidden_state)
 
     @property
     def projection(self) -> DraftProjection:
         """The projection of the head to the draft vocabulary."""
         return DraftProjection(self.base, self.vocabulary, self.lm_head)
+
+    def project_with(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The projection for decoding: hidden states (..., H) -> logits (..., V_d). The rows are taken once."""
+        if self.lm_head is not None:
+            return self.lm_head
+        return partial(F.linear, weight=self.projection.rows(dtype))
 
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
@@ -81,23 +129,97 @@ class DraftHeadModel(MultiHeadModel):
             return self.embed(input_ids)
         return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
 
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def stored_settings(self) -> dict[str, Any]:
+        """Settings of the training that files name, by the arguments of a format's `config`."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_file(
+        cls: type[Model],
+        base: CausalLM,
+        config: Any,
+        vocabulary: DraftVocabulary | None,
+        stored: Mapping[str, Any],
+        lm_head: Tensor | None,
+        options: Mapping[str, Any],
+    ) -> Model:
+        """A model for a head in a file, with random weights.
+
+        Args:
+            base: the base model.
+            config: the head's config.
+            vocabulary: the tokens that the head can propose; None for all.
+            stored: config.json.
+            lm_head: the lm_head (V_d, H) in the file, or None.
+            options: arguments of the caller of `from_pretrained`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        base: CausalLM,
+        folder: str | os.PathLike[str],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Model:
+        """Load a head from a folder or the hub, in any format of `export`, and freeze the base model.
+
+        DeepSpec's DFlash heads are DSpark heads without a Markov head and a confidence head.
+
+        Args:
+            base: the base model, in memory.
+            folder: folder or hub id of the head.
+            progress: called with (bytes loaded, bytes in total) of the head.
+            options: how the head is trained. EAGLE-3: `num_steps`, by default `speculative_tokens` or `ttt_length` in
+                config.json, or 7; `decay`, by default `step_loss_decay` in config.json, or 0.8; and `divergence`: see
+                `Eagle3Model.from_base`. DFlash and DSpark: fields of `BlockTraining`.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: files or tensors are missing, damaged, or made for another base model.
+            ConfigError: config.json is not of such a head, or has a bad value.
+            HubError: the files cannot be fetched.
+
+        Examples:
+            >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
+            >>> dflash = lm.DFlashModel.from_pretrained(model, "z-lab/Qwen3-8B-DFlash-b16")
+            >>> dspark = lm.DSparkModel.from_pretrained(model, "deepseek-ai/dspark_qwen3_8b_block7")
+        """
+        return load_head(cls, base, folder, options, progress)
+
     def export(
         self,
         folder: str | os.PathLike[str],
-        profile: Any = "speculators",
+        profile: str = "speculators",
         *,
         base_model: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write the head for a server: see the subclasses.
+        """Write the head for a server.
 
         Args:
             folder: created if need be.
-            profile: name of the format.
-            base_model: the base model's hub id or folder, for config.json.
+            profile: "speculators", which vLLM reads. EAGLE-3: also "specforge", which SGLang and vLLM read, or
+                "deepspec", whose heads are of Qwen3's kind, with all tokens and the states of five layers. DFlash: also
+                "z-lab", DSpark: also "deepspec", which SGLang and vLLM read.
+            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
+                was loaded from.
             overwrite: replace a checkpoint in the folder.
+
+        Raises:
+            InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
+            CheckpointError: the folder is in use or cannot be written.
+
+        Examples:
+            >>> eagle.export("head/", profile="specforge")
         """
-        raise NotImplementedError
+        save_head(self, folder, profile, base_model, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +15,16 @@ from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX, HeadLoss
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import EAGLE_TYPE
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.draft_head import DraftHeadModel, check_draft_options
+from ligermodels.speculative import eagle3_formats as formats
+from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import WholeVocabulary, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.eagle3_files import load_head, save_head
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
 from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head, following
 from ligermodels.speculative.multi_head import check_decay
@@ -38,10 +39,16 @@ class Eagle3Model(DraftHeadModel):
 
     Step k (from 0) at position t reads token t + 1 + k and, in step 0, the model's states at t, later the result of
     step k - 1 at t. It proposes token t + 2 + k. In training the tokens come from the text, and each step is trained
-    towards the model's distribution of that token ("training-time test"): see `forward`.
+    towards the model's distribution of that token ("training-time test").
+
+    The loss is sum_k decay^k * D_k. D_k is the divergence of the head's distribution in step k at t from the model's
+    distribution at t + 1 + k, both over the draft vocabulary, for each t for which the label of token t + 2 + k is not
+    -100; of labels only that counts. Acceptance and agreement compare with the model's distribution over all its
+    tokens: with a reduced draft vocabulary, that is one more product of each token with the model's head.
     """
 
-    kind = "EAGLE-3"
+    kind, head_type = "EAGLE-3", EAGLE_TYPE
+    formats: ClassVar[ModuleType] = formats
 
     def __init__(
         self,
@@ -68,16 +75,11 @@ class Eagle3Model(DraftHeadModel):
         Raises:
             InputError: an argument is out of range, or the config does not fit the base model.
         """
-        super().__init__()
-        check_native(base, "base")
         if lm_head not in ("own", "shared"):
             raise InputError(f"lm_head: must be 'own' or 'shared', got {short(lm_head)}")
-        self.base, self.config, self.divergence = base, config, divergence
-        self.num_heads, self.decay = check_count("num_steps", num_steps, most=MOST_HEADS), check_decay(decay)
-        self.vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
-        self.embed = None
-        self._check_config()
-        self.head = self._build(Eagle3Head, "eagle3")
+        super().__init__(base, config, vocabulary, Eagle3Head)
+        self.divergence, self.decay = divergence, check_decay(decay)
+        self.num_heads = check_count("num_steps", num_steps, most=MOST_HEADS)
         self.lm_head = own_lm_head(base, self.vocabulary) if lm_head == "own" else None
 
     def choose(self, vocabulary: DraftVocabulary) -> None:
@@ -167,71 +169,19 @@ class Eagle3Model(DraftHeadModel):
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **loss_options: Any,
-    ) -> MultiHeadOutput:
-        """The loss of K steps, sum_k decay^k * D_k; without labels, the logits of the draft vocabulary.
-
-        D_k is the divergence of the head's distribution in step k at t from the model's distribution at t + 1 + k, both
-        over the draft vocabulary, for each t for which the label of token t + 2 + k is not -100. Logits are never
-        materialised. Acceptance and agreement compare with the model's distribution over all its tokens: with a reduced
-        draft vocabulary, that is one more product of each token with the model's head. Without gradients, also the
-        ranks and accuracy of the labels, as other heads give them.
-
-        Args:
-            input_ids: (B, T) long.
-            labels: (B, T) long, aligned with `input_ids` (the model shifts them); only whether they are -100 counts.
-            attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1).
-            inputs_embeds: (B, T, H) in place of `input_ids`.
-            num_items_in_batch: divides the summed losses, in place of the numbers of targets in this batch; one
-                number, or (K,), one number for each step: see `num_targets`.
-            loss_options: token_weights (B, T), reduction ("mean" or "sum"), memory_budget: see
-                `ops.linear_distillation`.
-
-        Returns:
-            With labels, the loss, and the losses, the acceptance and the agreement of the steps; without, the logits
-            (K, B, T, draft vocabulary).
-
-        Raises:
-            InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, or another option.
-        """
-        check_draft_options(loss_options)
-        batch = self.prepare(
-            2,
-            input_ids,
-            labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds,
-            num_items_in_batch=num_items_in_batch,
-            **loss_options,
-        )
-        inputs, targets = batch.inputs, batch.targets
+    def _output(self, batch: PreparedBatch, labels: Tensor | None, **loss_options: Any) -> MultiHeadOutput:
+        inputs, targets, projection = batch.inputs, batch.targets, self.projection
+        states, last = self._captured(inputs)
         with torch.no_grad():
-            out = self.base(**inputs, return_hidden_states=self.config.boundaries)
             embeds = inputs["inputs_embeds"]
             embeds = self.embeddings(inputs["input_ids"]) if embeds is None else embeds
-        states = torch.cat(cast("tuple[Tensor, ...]", out.hidden_states), dim=-1)
-        last = cast(Tensor, out.last_hidden_state)
         drafted = self.head.training_steps(
             states, embeds, self.num_heads, position_ids=inputs["position_ids"], cu_seqlens=inputs["cu_seqlens"]
         )
-        projection, sums = self.projection, list[Tensor]()
         if targets is None:
             logits = [batch.layout.packing.restore(projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
+        sums = list[Tensor]()
         # The targets of all steps come after the tokens whose next token is a target of step 0.
         precedes = F.pad(targets.values[0, :, :-1] != IGNORE_INDEX, (1, 0))
         whole = projection.whole_vocabulary(last, precedes, loss_options.get("memory_budget", 2**30))
@@ -243,7 +193,7 @@ class Eagle3Model(DraftHeadModel):
             sums.append(result.sums)
             return result.loss
 
-        output = self._heads_loss(drafted, targets, head, num_items_in_batch=num_items_in_batch, **loss_options)
+        output = self._heads_loss(drafted, targets, head, **loss_options)
         accepted, agreed, counts = torch.stack(sums, dim=1)
         at_least_one = counts.clamp(min=1)
         output.acceptance, output.agreement, output.counts = (
@@ -261,10 +211,9 @@ class Eagle3Model(DraftHeadModel):
 
     def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
-        head, project = self.head, cast("Callable[[Tensor], Tensor] | None", self.lm_head)
-        if project is None:  # the rows are taken once
-            dtype = head.reader.fc.weight.dtype
-            project = partial(F.linear, weight=self.projection.rows(dtype))
+        head = self.head
+        dtype = head.reader.fc.weight.dtype
+        project = self.project_with(dtype)
 
         def lm_head(hidden: Tensor) -> Tensor:
             return project(hidden if self.config.norm_output else head.norm(hidden))
@@ -277,73 +226,23 @@ class Eagle3Model(DraftHeadModel):
             step,
             lm_head,
             lambda batch_size, max_length: head.new_state(batch_size, max_length, self.base.device),
-            read=lambda states: head.reader(states.to(head.reader.fc.weight.dtype)),
+            read=lambda states: head.reader(states.to(dtype)),
             token_ids=self.vocabulary.ids,
             boundaries=self.config.boundaries,
         )
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    def stored_settings(self) -> dict[str, Any]:
+        return {"num_steps": self.num_heads, "decay": self.decay}
+
     @classmethod
-    def from_pretrained(
-        cls,
-        base: CausalLM,
-        folder: str | os.PathLike[str],
-        *,
-        num_steps: int | None = None,
-        decay: float | None = None,
-        divergence: Divergence = "forward_kl",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Eagle3Model:
-        """Load a head from a folder or the hub, in any format of `export`, and freeze the base model.
-
-        Args:
-            base: the base model, in memory.
-            folder: folder or hub id of the head.
-            num_steps: K, steps of training, and tokens proposed by default. Default: `speculative_tokens` or
-                `ttt_length` in config.json, or 7.
-            decay: step k has the weight decay ** k in the loss. Default: `step_loss_decay` in config.json, or 0.8.
-            divergence: from the model's distribution: a name of `ops.linear_distillation`.
-            progress: called with (bytes loaded, bytes in total) of the head.
-
-        Returns:
-            The model.
-
-        Raises:
-            CheckpointError: files or tensors are missing, damaged, or made for another base model.
-            ConfigError: config.json is not of an EAGLE-3 head, or has a bad value.
-            HubError: the files cannot be fetched.
-
-        Examples:
-            >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
-            >>> eagle.generate([[1, 5, 9]], max_new_tokens=64)
-        """
-        options = {"num_steps": num_steps, "decay": decay, "divergence": divergence}
-        return load_head(cls, base, folder, options, progress)
-
-    def export(
-        self,
-        folder: str | os.PathLike[str],
-        profile: Literal["speculators", "specforge", "deepspec"] = "speculators",
-        *,
-        base_model: str | None = None,
-        overwrite: bool = False,
-    ) -> None:
-        """Write the head for a server.
-
-        Args:
-            folder: created if need be.
-            profile: "speculators", which vLLM serves; "specforge", which SGLang and vLLM serve; or "deepspec", the form
-                of DeepSpec, whose heads are of Qwen3's kind, with all tokens and the states of five layers.
-            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
-                was loaded from.
-            overwrite: replace a checkpoint in the folder.
-
-        Raises:
-            InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
-            CheckpointError: the folder is in use or cannot be written.
-
-        Examples:
-            >>> eagle.export("head/", profile="specforge")
-        """
-        save_head(self, folder, profile, base_model, overwrite=overwrite)
+    def of_file(
+        cls, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
+        lm_head: Tensor | None, options: Mapping[str, Any],
+    ) -> Eagle3Model:  # fmt: skip
+        """See `DraftHeadModel.of_file`. A head without an lm_head uses the base model's."""
+        decay = formats.stored_decay(stored)
+        defaults = {"num_steps": formats.stored_steps(stored) or STEPS, "decay": DECAY if decay is None else decay}
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls(base, config, vocabulary, lm_head="shared" if lm_head is None else "own", **{**defaults, **given})

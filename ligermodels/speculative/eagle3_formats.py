@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ligermodels.arguments import check_number
@@ -18,9 +17,11 @@ from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
+from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
 from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
+    Profile,
     Target,
     agreed_boundaries,
     other_tensors,
@@ -40,28 +41,7 @@ LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_lo
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-@dataclass(frozen=True)
-class Training:
-    """What config.json says about the training of a head.
-
-    num_steps: steps of training, and tokens that a server proposes by default.
-    decay: step k has the weight decay ** k in the loss.
-    dtype: dtype of the tensors, such as "bfloat16".
-    """
-
-    num_steps: int
-    decay: float
-    dtype: str
-
-
-def speculators_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
-    """config.json in speculators' form.
-
-    Args:
-        config: the head's config.
-        target: the model that the head belongs to.
-        training: `num_steps` and `dtype` are written.
-    """
+def _speculators(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -72,22 +52,12 @@ def speculators_config(config: Eagle3Config, target: Target, training: Training)
         **{flag: getattr(config, flag) for flag in FLAGS},
         "embed_requires_grad": False,
         BOUNDARIES: list(config.boundaries),
-        "speculators_config": target.speculators_config("eagle3", training.num_steps),
-        "dtype": training.dtype,
+        "speculators_config": target.speculators_config("eagle3", num_steps),
     }
 
 
-def specforge_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
-    """config.json in SpecForge's form, with the boundaries that vLLM reads beside SGLang's ids of layers.
-
-    Args:
-        config: the head's config.
-        target: not named in this form.
-        training: `dtype` is written.
-
-    Raises:
-        InputError: SGLang has no such head.
-    """
+def _specforge(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
+    """With the boundaries that vLLM reads beside SGLang's ids of layers; InputError if SGLang has no such head."""
     wrong = {
         "layer: kind 'qwen3'": config.layer["model_type"] != "llama",
         **{flag: getattr(config, flag) for flag in ("norm_before_residual", "norm_before_fc")},
@@ -102,21 +72,11 @@ def specforge_config(config: Eagle3Config, target: Target, training: Training) -
         BOUNDARIES: list(config.boundaries),
         "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), "use_aux_hidden_state": True},
         "tie_word_embeddings": False,
-        "dtype": training.dtype,
     }
 
 
-def deepspec_config(config: Eagle3Config, target: Target, training: Training) -> dict[str, Any]:
-    """config.json in DeepSpec's form, whose heads are of Qwen3's kind, with all tokens and the states of five layers.
-
-    Args:
-        config: the head's config.
-        target: the model that the head belongs to.
-        training: all is written.
-
-    Raises:
-        InputError: DeepSpec has no such head.
-    """
+def _deepspec(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
+    """Heads of Qwen3's kind, with all tokens and the states of five layers; InputError for another head."""
     wrong = {
         f"layer: kind {config.layer['model_type']!r}": config.layer["model_type"] != "qwen3",
         f"{len(config.boundaries)} boundaries, but five": len(config.boundaries) != 5,
@@ -132,11 +92,10 @@ def deepspec_config(config: Eagle3Config, target: Target, training: Training) ->
         "layer_types": ["full_attention"],
         "target_model_name_or_path": target.name,
         LAYER_IDS: list(layer_ids_of(config.boundaries)),
-        STEPS_FIELD: training.num_steps,
-        DECAY_FIELD: training.decay,
+        STEPS_FIELD: num_steps,
+        DECAY_FIELD: decay,
         "draft_num_hidden_layers": 1,
         "tie_word_embeddings": False,
-        "dtype": training.dtype,
     }
 
 
@@ -147,35 +106,25 @@ def _require_none(profile: str, program: str, wrong: Mapping[str, bool]) -> None
             raise InputError(f"profile {profile!r}: {program} does not implement {name}; export profile='speculators'")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """A file format.
-
-    prefix: prefix of the layer's tensors.
-    config: (config, target, training) -> config.json.
-    embedding: whether the embedding is in the file. Servers take the model's own where it is not.
-    """
-
-    prefix: str
-    config: Any
-    embedding: bool
-
-
 PROFILES = {
-    "speculators": Profile("layers.0", speculators_config, embedding=True),
-    "specforge": Profile("midlayer", specforge_config, embedding=False),
-    "deepspec": Profile("layers.0", deepspec_config, embedding=True),
+    EAGLE_TYPE: {
+        "speculators": Profile(_speculators),
+        "specforge": Profile(_specforge, embedding=False, prefix="midlayer"),
+        "deepspec": Profile(_deepspec),
+    }
 }
+"""Type of the head -> its file formats by name."""
+
+_AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
-def profile_named(name: str) -> Profile:
-    """The profile of this name; InputError if there is none."""
-    if name not in PROFILES:
-        raise InputError(f"profile: must be one of {', '.join(PROFILES)} for EAGLE-3, got {short(name)}")
-    return PROFILES[name]
+def tensor_name(stored: str) -> str:
+    """The name in speculators' form of a tensor in another form."""
+    name = f"layers.0.{stored.removeprefix('midlayer.')}" if stored.startswith("midlayer.") else stored
+    return _AUX_NORMS.get(name, name)
 
 
-def weight_map(config: Eagle3Config, prefix: str, *, lm_head: bool = True) -> WeightMap:
+def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool = True) -> WeightMap:
     """The head's tensors: native names `head.*` of `Eagle3Head` and `lm_head.weight`, and their names in files.
 
     Args:
@@ -205,17 +154,9 @@ def weight_map(config: Eagle3Config, prefix: str, *, lm_head: bool = True) -> We
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) -> Eagle3Config:
-    """The config of a head from config.json, in any of the forms.
-
-    Args:
-        stored: config.json.
-        num_layers: number of layers of the model that the head belongs to.
-        hidden_size: channels of its states, where config.json does not name them.
-
-    Raises:
-        ConfigError: it is no config of an EAGLE-3 head, or a field has a bad value.
-    """
+def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Config:
+    """The config of a head from config.json, in any of the forms, for a model with the config `target`; ConfigError if
+    it is no config of an EAGLE-3 head, or a field has a bad value."""
     kind = stored.get("speculators_model_type")
     flat = kind is None
     if not flat and kind != "eagle3":
@@ -235,8 +176,8 @@ def read_config(stored: Mapping[str, Any], num_layers: int, hidden_size: int) ->
         flags["norm_before_residual"] = True
     return Eagle3Config(
         layer={"model_type": "llama"} | layer,
-        boundaries=agreed_boundaries(stored_boundaries(stored)) or default_boundaries(num_layers),  # as servers do
-        target_hidden_size=stored.get("target_hidden_size") or hidden_size,
+        boundaries=agreed_boundaries(stored_boundaries(stored)) or default_boundaries(len(target.blocks)),
+        target_hidden_size=stored.get("target_hidden_size") or target.hidden_size,
         draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
         **flags,
     )

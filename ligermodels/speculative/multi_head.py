@@ -44,6 +44,8 @@ class MultiHeadModel(RefusesDropout):
     """Name of this type of heads in messages."""
     reads_every_token: ClassVar[bool] = False
     """Whether the heads also need the base model's hidden states of tokens without a target."""
+    first_ahead: ClassVar[int] = 2
+    """How many tokens the target of head 0 at position t lies ahead of t."""
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the heads, without the base model's parameters."""
@@ -119,9 +121,10 @@ class MultiHeadModel(RefusesDropout):
         num_items_in_batch: Tensor | int | None = None,
         **loss_options: Any,
     ) -> MultiHeadOutput:
-        """The loss of the heads, sum_i w_i * CE_i with the weights of `loss_weights`; without labels, the logits.
+        """The loss of the heads, sum_i w_i * L_i with the weights of `loss_weights`; without labels, the logits.
 
-        With labels, no logits are materialised. The loss of the base model's own lm_head is not included.
+        L_i is the cross entropy of head i; EAGLE-3, DFlash and DSpark heads say in their class what it is. With labels,
+        no logits are materialised. The loss of the base model's own lm_head is not included.
 
         Args:
             input_ids: (B, T) long.
@@ -130,14 +133,18 @@ class MultiHeadModel(RefusesDropout):
             position_ids: (B, T) long. Positions that restart mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
                 of a document.
-            inputs_embeds: (B, T, H) in place of `input_ids`.
+            inputs_embeds: (B, T, H) in place of `input_ids`. The tokens of DFlash's and DSpark's blocks are then the
+                labels.
             num_items_in_batch: divides the summed losses, in place of the numbers of targets in this batch; one
                 number, or (K,), one number for each head: see `num_targets`.
-            loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction
-                ("mean" or "sum"), memory_budget: see `ops.linear_cross_entropy`.
+            loss_options: token_weights (B, T), reduction ("mean" or "sum") and memory_budget, for all heads; of Medusa
+                and MTP heads also class_weights (V,), token_scaling, label_smoothing and z_loss: see
+                `ops.linear_cross_entropy`.
 
         Returns:
-            With labels, the loss, and the losses, ranks and accuracy of the heads; without, the logits (K, B, T, V).
+            With labels, the loss and the losses of the heads; without gradients, their ranks and accuracy; of EAGLE-3,
+            DFlash and DSpark heads, acceptance and agreement. Without labels, the logits (K, B, T, V), or of the draft
+            vocabulary.
 
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
@@ -147,7 +154,7 @@ class MultiHeadModel(RefusesDropout):
             >>> medusa(input_ids, labels=input_ids).loss.backward()
         """
         batch = self.prepare(
-            2,
+            self.first_ahead,
             input_ids,
             labels,
             attention_mask=attention_mask,
@@ -157,11 +164,15 @@ class MultiHeadModel(RefusesDropout):
             num_items_in_batch=num_items_in_batch,
             **loss_options,
         )
+        return self._output(batch, labels, num_items_in_batch=num_items_in_batch, **loss_options)
+
+    def _output(self, batch: PreparedBatch, labels: Tensor | None, **loss_options: Any) -> MultiHeadOutput:
+        """The result of `forward` for a prepared batch and its labels (B, T), or None."""
         states = self._head_states(self.base(**batch.inputs)["last_hidden_state"], batch)
         if batch.targets is None:
             logits = [batch.layout.packing.restore(self._head(i, each)) for i, each in enumerate(states)]
             return MultiHeadOutput(logits=torch.stack(logits))
-        return self._heads_loss(states, batch.targets, num_items_in_batch=num_items_in_batch, **loss_options)
+        return self._heads_loss(states, batch.targets, **loss_options)
 
     def prepare(
         self,
@@ -178,8 +189,8 @@ class MultiHeadModel(RefusesDropout):
         """Check the arguments of `forward`, and lay the tokens out in rows without padding.
 
         Args:
-            first: how many tokens the labels of the first loss lie ahead: 2 for the heads' losses, 1 for the base
-                model's loss and then the heads' losses.
+            first: how many tokens the labels of the first loss lie ahead: `first_ahead` for the heads' losses; 1, where
+                that is 2, for the base model's loss and then the heads' losses.
             input_ids: (B, T) long.
             labels: (B, T) long, or None.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
@@ -197,7 +208,7 @@ class MultiHeadModel(RefusesDropout):
         check_loss_options(loss_options, labels, of_heads=True)
         return prepare_batch(
             self.base,
-            range(first, 2 + self.num_heads),
+            range(first, self.first_ahead + self.num_heads),
             input_ids=input_ids,
             labels=labels,
             attention_mask=attention_mask,
@@ -231,14 +242,7 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             InputError: another number of `num_items_in_batch`, or another reduction.
         """
-        if reduction not in ("mean", "sum"):
-            raise InputError(f"reduction: must be 'mean' or 'sum' for heads, got {reduction!r}")
-        count, items = self.num_heads, None
-        if num_items_in_batch is not None:
-            numbers = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()
-            if len(numbers) not in (1, len(targets.ahead)):
-                raise InputError(f"num_items_in_batch: must be 1 or {len(targets.ahead)} numbers, got {len(numbers)}")
-            items = numbers[-count:].expand(count).float()
+        count, items = self.num_heads, self._items(num_items_in_batch, reduction, len(targets.ahead))
         results = [
             targets.loss(
                 len(targets.ahead) - count + i,
@@ -257,6 +261,18 @@ class MultiHeadModel(RefusesDropout):
         total = torch.stack([weight * loss for weight, loss in zip(self.loss_weights(), losses, strict=True)]).sum()
         found: dict[str, Any] = {"loss": total, "head_losses": torch.stack(losses).detach()}
         return MultiHeadOutput.of_ranks(torch.stack(ranks), **found) if ranks else MultiHeadOutput(**found)
+
+    def _items(self, num_items_in_batch: Any, reduction: str, count: int) -> Tensor | None:
+        """The divisors of the heads' losses, fp32 (K,), or None; InputError unless they are 1 or `count` numbers, and
+        the reduction is "mean" or "sum"."""
+        if reduction not in ("mean", "sum"):
+            raise InputError(f"reduction: must be 'mean' or 'sum' for heads, got {reduction!r}")
+        if num_items_in_batch is None:
+            return None
+        numbers = torch.as_tensor(num_items_in_batch, device=self.base.device).flatten()
+        if len(numbers) not in (1, count):
+            raise InputError(f"num_items_in_batch: must be 1 or {count} numbers, got {len(numbers)}")
+        return numbers[-self.num_heads :].expand(self.num_heads).float()
 
     def num_targets(
         self,

@@ -25,11 +25,12 @@ from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, comp
 from ligermodels.speculative.files import CONFIG, Heads, open_heads
 from ligermodels.speculative.heads import ResBlock
 from ligermodels.speculative.hub import heads_folder
+from ligermodels.speculative.load import DRAFT_HEADS
 from ligermodels.speculative.mtp_files import load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.profiles import HeadsShape
-from ligermodels.speculative.verify_blocks import verify_blocks
-from ligermodels.speculative.verify_eagle3 import verify_eagle3
+from ligermodels.speculative.verify_blocks import BlockFiles
+from ligermodels.speculative.verify_eagle3 import Eagle3Files
 
 TOKENS = 8
 
@@ -64,8 +65,8 @@ def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | 
     folder = hub.resolve(heads, weights=False)
     stored = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if (kind := draft_type(stored)) is not None:
-        verify = verify_eagle3 if kind == EAGLE_TYPE else verify_blocks
-        return verify(base, hub.resolve(heads))
+        files: Any = Eagle3Files if kind == EAGLE_TYPE else BlockFiles
+        return files.report(base, hub.resolve(heads), DRAFT_HEADS[kind])
     if (folder / CONFIG).is_file() and set(MEDUSA_COUNTS).isdisjoint(stored) and _has_mtp(base, heads):
         return report_of("MTP", _mtp_checks(base, hub.resolve(heads)))
     path = heads_folder(heads)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,20 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.convert.json_values import object_field
-from ligermodels.convert.reading import reading
-from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
-from ligermodels.models.causal_lm import CausalLM
+from ligermodels.layers import KeysValues
 from ligermodels.models.extra_heads import DSPARK_TYPE, draft_type
-from ligermodels.models.state_dict import StateDict
 from ligermodels.ops import block_context_attention
 from ligermodels.speculative import block_formats as formats
-from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_formulas import CONFIDENCE, GATES, MARKOV, Slots, formulas
 from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead
-from ligermodels.speculative.checks import ROWS, HeadsReport, compare, random, report_of, require
+from ligermodels.speculative.checks import ROWS, compare, random, require
 from ligermodels.speculative.draft_checks import DraftFiles
-from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, open_head, stored_tokens
-from ligermodels.speculative.dspark import DFlashModel, DSparkModel
+from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, stored_tokens
 
 LENGTH, ANCHORS = 12, (0, 5, 11)
 """Tokens of the context, and the tokens of it that start a block."""
@@ -34,30 +27,10 @@ NAMES = ("hidden states", "logits", "logits with the Markov head", "confidence")
 """Names of the results in `Slots`."""
 
 
-def verify_blocks(base: CausalLM, folder: Path) -> HeadsReport:
-    """The checks of a DFlash or DSpark head.
+class BlockFiles(DraftFiles[BlockDraftConfig]):
+    """The checks of a DFlash or DSpark head."""
 
-    Args:
-        base: the base model, on the meta device.
-        folder: folder of the head.
-    """
-    with reading(folder, partial(open_head, folder, names=formats.tensor_name)) as (stored, reader):
-        files = _BlockFiles(base, folder, stored, dict(reader.headers))
-        return report_of(files.model_class.kind, files.checks())
-
-
-class _BlockFiles(DraftFiles[BlockDraftConfig]):
-    @property
-    def model_class(self) -> type[BlockDraftModel]:
-        return DSparkModel if draft_type(self.stored) == DSPARK_TYPE else DFlashModel
-
-    @property
-    def config(self) -> BlockDraftConfig:
-        return formats.read_config(self.stored, cast(str, draft_type(self.stored)), self.base.config.hidden_size)
-
-    @property
-    def named_boundaries(self) -> dict[str, tuple[int, ...]]:
-        return formats.stored_boundaries(self.stored)
+    network = BlockHead
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "config.json", self.fields
@@ -157,15 +130,9 @@ class _BlockFiles(DraftFiles[BlockDraftConfig]):
     @torch.no_grad()
     def _slots(self, states: Tensor, embeds: Tensor, previous: Tensor, lm_head: Tensor) -> Slots:
         """The results of the package's head in float32. See `formulas`."""
-        config = self.config
-        with torch.device("meta"), skip_init():
-            head = BlockHead(config).eval()
-        allocate(head, torch.float32, torch.device("cpu"))
-        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
-        reader = StateDict({name: tensor for name, tensor in self.tensors.items() if name != LM_HEAD})
-        formats.weight_map(config, lm_head=False).load(reader, state)
+        config, head = self.config, self.loaded()
         anchors = torch.tensor(ANCHORS)
-        contexts = head.context(states[None], torch.arange(len(states))[None])
+        contexts: list[KeysValues] = head.context(states[None], torch.arange(len(states))[None])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return block_context_attention(q[None], k[None], v[None], *contexts[layer], anchors[None])[0]

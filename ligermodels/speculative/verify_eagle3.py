@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.convert.reading import reading
-from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
-from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.state_dict import StateDict
-from ligermodels.speculative import eagle3_formats as formats
-from ligermodels.speculative.checks import ROWS, HeadsReport, compare, random, report_of, require
+from ligermodels.speculative.checks import ROWS, compare, random, require
 from ligermodels.speculative.draft_checks import DraftFiles, Formulas, attention
-from ligermodels.speculative.draft_files import EMBEDDING, LM_HEAD, open_head
-from ligermodels.speculative.eagle3 import Eagle3Model
-from ligermodels.speculative.eagle3_files import speculators_name
+from ligermodels.speculative.draft_files import EMBEDDING, LM_HEAD
+from ligermodels.speculative.eagle3_formats import FLAGS
 from ligermodels.speculative.eagle3_head import Eagle3Config, Eagle3Head
 
 LENGTH, STEPS = 12, 3
 LAYER = "layers.0"
 
 
-def verify_eagle3(base: CausalLM, folder: Path) -> HeadsReport:
-    """The checks of an EAGLE-3 head.
+class Eagle3Files(DraftFiles[Eagle3Config]):
+    """The checks of an EAGLE-3 head."""
 
-    Args:
-        base: the base model, on the meta device.
-        folder: folder of the head.
-    """
-    with reading(folder, partial(open_head, folder, names=speculators_name)) as (stored, reader):
-        return report_of("EAGLE-3", _Eagle3Files(base, folder, stored, dict(reader.headers)).checks())
-
-
-class _Eagle3Files(DraftFiles[Eagle3Config]):
-    @property
-    def model_class(self) -> type[Eagle3Model]:
-        return Eagle3Model
-
-    @property
-    def config(self) -> Eagle3Config:
-        target = self.base.config
-        return formats.read_config(self.stored, len(target.blocks), target.hidden_size)
-
-    @property
-    def named_boundaries(self) -> dict[str, tuple[int, ...]]:
-        return formats.stored_boundaries(self.stored)
+    network = Eagle3Head
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "config.json", self.fields
@@ -77,7 +49,7 @@ class _Eagle3Files(DraftFiles[Eagle3Config]):
             problem = f"{flag}: {'is set, and' if wanted else 'is not set, but'} the files have {'no ' * wanted}{name}"
             require((name in names) == wanted, problem)
         missing = [name for name in ("norm_before_residual", "norm_output") if name not in self.stored]
-        values = ", ".join(f"{flag} {getattr(config, flag)}" for flag in formats.FLAGS)
+        values = ", ".join(f"{flag} {getattr(config, flag)}" for flag in FLAGS)
         note = f"; {' and '.join(missing)} not in config.json, and servers differ in the default" if missing else ""
         return values + note
 
@@ -91,18 +63,12 @@ class _Eagle3Files(DraftFiles[Eagle3Config]):
         own = tensors.get(EMBEDDING)
         embeds = random(count + 2, LENGTH, size) if own is None else own[ids].float()
 
-        with torch.device("meta"), skip_init():
-            head = Eagle3Head(config)
-        allocate(head, torch.float32, torch.device("cpu"))
-        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
-        reader = StateDict({name: tensor for name, tensor in tensors.items() if name != LM_HEAD})
-        formats.weight_map(config, LAYER, lm_head=False).load(reader, state)
         chosen = torch.cat([states[level] for level in config.boundaries], dim=-1)
         # The formulas read config.json by themselves.
         levels = next(iter(self.named_boundaries.values()), config.boundaries)
         formula = formulas(config, tensors, [states[level][0] for level in levels], embeds)
         with torch.no_grad():
-            steps = list(head.eval().training_steps(chosen, embeds[None], STEPS))
+            steps = list(self.loaded().training_steps(chosen, embeds[None], STEPS))
         return compare(
             (f"step {step}", F.linear(ours[0], lm_head)[: LENGTH - 1 - step], F.linear(theirs, lm_head.double()))
             for step, (ours, theirs) in enumerate(zip(steps, formula, strict=True))

@@ -102,7 +102,7 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
 
 def _planned(model: CausalLM, stored: Mapping[str, Any], options: dict[str, Any]) -> Eagle3Model:
     """The head that a config.json describes, with placeholders for its draft tokens."""
-    config = read_config(stored, len(model.config.blocks), model.config.hidden_size)
+    config = read_config(stored, model.config)
     tokens = DraftVocabulary(torch.arange(config.draft_vocab_size), model.config.vocab_size)
     return Eagle3Model(model, config, tokens, **options)
 
