@@ -84,7 +84,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(place, name, counted)
 
     count(ops, "linear_log_probs", "ours")
-    count(linear_statistics, "linear_loss", "gemms")
+    count(linear_statistics, "linear_rows", "gemms")
     count(linear_statistics, "linear_gradients", "gemms")
     count(_ChunkedLogProbFunction, "apply", "theirs")
     return counts

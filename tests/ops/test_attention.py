@@ -300,4 +300,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match=r"mask must be torch.bool of shape"):
         attention(q, k, k, mask=torch.ones(4, 4, dtype=torch.bool))
     with pytest.raises(InputError, match="cu_seqlens needs one row"):
-        attention(q.expand(2, 4, 4, 8), k.expand(2, 4, 2, 8), k.expand(2, 4, 2, 8), cu_seqlens=torch.tensor([0, 4]))
+        attention(
+            q.expand(2, 4, 4, 8),
+            k.expand(2, 4, 2, 8),
+            k.expand(2, 4, 2, 8),
+            cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+        )

@@ -185,7 +185,7 @@ def test_schema_and_fake(kernels_device: torch.device) -> None:
         ({"tokens": torch.ones(2, 3, dtype=torch.long)}, r"tokens must be torch.int64 of shape \(2, 4\) on cpu"),
         ({"choices": torch.ones(2, 4)}, "choices must be torch.int64"),
         ({"positions": torch.ones(2, 4, dtype=torch.long, device="meta")}, "on cpu; got|on cpu, got .* on meta"),
-        ({"states": torch.ones(2, 4, 6)}, r"states must be torch.float32 of shape \(2, 4, 5\)"),
+        ({"states": torch.ones(2, 4, 6)}, r"states must be floating of shape \(2, 4, 5\)"),
         ({"eos": torch.ones(1, 1, dtype=torch.long)}, "eos must be"),
         ({"accept_mask": torch.ones(2, 4), "scores": torch.ones(2, 4)}, "accept_mask must be torch.bool"),
         ({"accept_mask": torch.ones(2, 4).bool(), "scores": torch.ones(2, 4).double()}, "scores must be torch.float32"),

@@ -150,7 +150,7 @@ def test_bad_arguments() -> None:
     for arguments, options, message in (
         ((q[0], k, v, keys, values, anchors), {}, "q must be"),
         ((q, k[:, :1], v, keys, values, anchors), {}, "k_block must be"),
-        ((q, k[..., :0, :], v, keys, values, anchors), {}, "heads of k_block must divide"),
+        ((q[..., :1, :], k, v, keys, values, anchors), {}, "heads of k_block must divide"),
         ((q, k, v[..., :8], keys, values, anchors), {}, "v_block must be"),
         ((q, k, v, keys[:, :, :1], values, anchors), {}, "k_context must be"),
         ((q, k, v, keys, values.double(), anchors), {}, "v_context must be"),

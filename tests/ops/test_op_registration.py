@@ -173,12 +173,12 @@ CASES = {
             return_predicted=True,
         ),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_loss", "linear_gradients"),
+        ("loss_weights", "linear_rows", "linear_gradients"),
     ),
     "linear_cross_entropy and more": Case(
         lambda h, w: ops.linear_cross_entropy(h, w, target(h), z_loss=0.1, return_z_loss=True, return_predicted=True),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_loss"),
+        ("loss_weights", "linear_rows"),
     ),
     "linear_cross_entropy": Case(
         lambda h, w, b: ops.linear_cross_entropy(h, w, target(h), b, softcap=5.0, memory_budget=1),
@@ -193,7 +193,7 @@ CASES = {
     "linear_log_probs": Case(
         lambda h, w, b: ops.linear_log_probs(h, w, target(h), b, softcap=5.0, memory_budget=1),
         ((4, 8), (50, 8), (50,)),
-        ("loss_weights", "linear_loss", "linear_gradients"),
+        ("loss_weights", "linear_rows", "linear_gradients"),
     ),
     "attention": Case(
         lambda q, k, v, s: ops.attention(q, k, v, window=4, softcap=5.0, sinks=s, backend="triton"),
@@ -221,7 +221,7 @@ CASES = {
             min_p=1e-30,
         ),
         ((4, 8), (50, 8)),
-        ("loss_weights", "linear_loss", "linear_gradients"),
+        ("loss_weights", "linear_rows", "linear_gradients"),
     ),
 }
 

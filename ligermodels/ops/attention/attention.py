@@ -22,11 +22,13 @@ from ligermodels.ops.attention.varlen import MISSING, VARLEN
 from ligermodels.ops.runtime.checks import check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
-_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B S Hkv D", v="B S Hkv Dv", mask="B T S bool ?", sinks="Hq ?")
+_TENSORS = Signature(
+    dtensors="kept", q="B T Hq D", k="B S Hkv D", v="B S Hkv Dv", mask="B T S bool ?", cu_seqlens="bounds int32 ?",
+    sinks="Hq ?",
+)  # fmt: skip
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""
 
@@ -129,16 +131,16 @@ def backends() -> dict[str, bool]:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, sinks: Tensor | None
 ) -> None:
-    _TENSORS.check("attention", q, k, v, mask, sinks)
-    batch, length, heads, _ = q.shape
-    if not k.shape[2] or heads % k.shape[2]:
-        raise InputError(f"attention: q has {heads} heads, k {k.shape[2]}; the heads of k must divide those of q")
-    if k.shape[1] < length:
-        raise InputError(f"attention: {length} queries but only {k.shape[1]} keys; give at least as many keys")
-    if cu_seqlens is not None and (batch != 1 or mask is not None):
-        raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
-    check_tensor("attention", "cu_seqlens", cu_seqlens, ("n + 1",), q.device, torch.int32, optional=True)
-    check_rising("attention", cu_seqlens, k.shape[1])
+    _TENSORS.check("attention", q, k, v, mask, cu_seqlens, sinks)
+    (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+    if not kv_heads or heads % kv_heads:
+        raise InputError(f"attention: q has {heads} heads, k {kv_heads}; the heads of k must divide those of q")
+    if num_keys < length:
+        raise InputError(f"attention: {length} queries but only {num_keys} keys; give at least as many keys")
+    if cu_seqlens is not None:
+        if batch != 1 or mask is not None:
+            raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
+        check_rising("attention", cu_seqlens, num_keys)
 
 
 def _aligned(x: Tensor, compiling: bool) -> Tensor:

@@ -23,9 +23,14 @@ from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel
 from ligermodels.ops.runtime.checks import check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import checked_on_host, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import check_tensor, empty_gradient, heads_and_strides
+from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides
 
 OP = "block_context_attention"
+_TENSORS = Signature(
+    dtensors="kept", q="B A L Hq D", k_block="B A L Hkv D =q", v_block="B A L Hkv D =q", k_context="B T Hkv D =q",
+    v_context="B T Hkv D =q", anchors="B A int64", cu_seqlens="bounds int32 ?",
+)  # fmt: skip
 
 
 def block_context_attention(
@@ -234,17 +239,10 @@ def _check(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
-    check_tensor(OP, "q", q, ("B", "A", "L", "Hq", "D"))
-    (batch, blocks, length, heads, dim), device, dtype = q.shape, q.device, q.dtype
-    check_tensor(OP, "k_block", k_block, (batch, blocks, length, "Hkv", dim), device, dtype)
-    kv_heads = k_block.shape[3]
+    _TENSORS.check(OP, q, k_block, v_block, k_context, v_context, anchors, cu_seqlens)
+    heads, kv_heads = q.shape[3], k_block.shape[3]
     if not kv_heads or heads % kv_heads:
         raise InputError(f"{OP}: q has {heads} heads, k_block {kv_heads}; the heads of k_block must divide those of q")
-    check_tensor(OP, "v_block", v_block, k_block.shape, device, dtype)
-    check_tensor(OP, "k_context", k_context, (batch, "T", kv_heads, dim), device, dtype)
-    check_tensor(OP, "v_context", v_context, k_context.shape, device, dtype)
-    check_tensor(OP, "anchors", anchors, (batch, blocks), device, torch.int64)
-    check_tensor(OP, "cu_seqlens", cu_seqlens, ("n + 1",), device, torch.int32, optional=True)
-    if cu_seqlens is not None and batch != 1:
-        raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {batch}")
+    if cu_seqlens is not None and len(q) != 1:
+        raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {len(q)}")
     check_rising(OP, cu_seqlens)

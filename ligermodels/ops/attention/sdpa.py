@@ -37,6 +37,8 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None, cu_seqlens: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    if mask is None and sinks is None and not needs_mask(request):
+        return _sdpa(q, k, v, request, None)
     on_cpu = request.device == "cpu" and not request.compiling
     if cu_seqlens is not None and on_cpu:
         return _each_sequence(q, k, v, request, cu_seqlens.tolist(), sinks)
@@ -46,9 +48,7 @@ def _run(
         if on_cpu and sinks is None:
             return _last_query_first(q, k, v, request)
         mask = visible(request, q.device, cu_seqlens)
-    if sinks is not None:
-        return _with_sinks(q, k, v, request, mask, sinks)
-    return _sdpa(q, k, v, request, mask)
+    return _sdpa(q, k, v, request, mask) if sinks is None else _with_sinks(q, k, v, request, mask, sinks)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None) -> Tensor:

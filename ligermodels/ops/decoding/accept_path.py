@@ -13,8 +13,13 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, contiguous
 
+_NODES = Signature(
+    tokens="B N int64", positions="B N int64", choices="B N int64", states="B N H", eos="E int64",
+    accept_mask="B N bool ?", scores="B N float32 ?",
+)  # fmt: skip
 TILE = 16384  # nodes times path positions that a program holds; the reference serves larger trees
 CHANNELS = 4096  # channels of the hidden state that a program copies at once
 
@@ -135,20 +140,15 @@ def _check(
 ) -> None:  # fmt: skip
     op, device = "accept_path", sequences.root.device
     B, N, H = sequences.root.numel(), tree.depth.shape[-1], sequences.hidden.shape[-1]
-    reject_dtensors(op, tokens, states, sequences.hidden)
+    reject_dtensors(op, sequences.hidden)
     if tree.depth.device != device:
         raise InputError(f"{op}: tree must be on {device}, the device of the sequences; it is on {tree.depth.device}")
-    for name, x in (("tokens", tokens), ("positions", positions), ("choices", choices)):
-        check_tensor(op, name, x, (B, N), device, torch.long)
-    check_tensor(op, "states", states, (B, N, H), device, states.dtype)
-    check_tensor(op, "eos", eos, ("E",), device, torch.long)
+    if (accept_mask is None) != (scores is None):
+        raise InputError(f"{op}: accept_mask and scores must be given together, or neither")
+    tensors = tokens, positions, choices, states, eos, accept_mask, scores
+    _NODES.check(op, *tensors, B=B, N=N, H=H, device=device)
     if tree.depth.dim() == 2 and len(tree.depth) != B:
         raise InputError(f"{op}: tree has paths of {len(tree.depth)} sequences, there are {B}")
-    if accept_mask is not None and scores is not None:
-        check_tensor(op, "accept_mask", accept_mask, (B, N), device, torch.bool)
-        check_tensor(op, "scores", scores, (B, N), device, torch.float32)
-    elif accept_mask is not scores:
-        raise InputError(f"{op}: accept_mask and scores must be given together, or neither")
 
 
 def accept_path_reference(

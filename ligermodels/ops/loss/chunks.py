@@ -1,77 +1,20 @@
-"""A linear head by chunks of rows: logits, statistics and gradients, so that the logits never exist whole."""
+"""A linear head by chunks of rows: the logits of a chunk, the gradients summed over chunks, and the size of chunks."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
+from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.linear_head import SKIP_BELOW as SKIP_BELOW  # for `layers.targets`
-from ligermodels.ops.loss.row_statistics import bytes_per_logit, rows_in_place
-from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+from ligermodels.ops.loss.row_statistics import bytes_per_logit
+from ligermodels.ops.loss.token_losses import LossOptions, Rows
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import empty_gradient
 
 ROW_MULTIPLE = 128  # chunks are whole GEMM tiles
 COLUMN_MULTIPLE = 16  # on CUDA the stride of logits is a multiple of this, so that rows are aligned for odd V
-
-
-@custom_op()
-def linear_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
-    class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, outputs: Sequence[bool], memory_budget: int, needs: Sequence[bool],
-    inverse_temperatures: Tensor | None, sampled: Sequence[float],
-) -> list[Tensor]:  # fmt: skip
-    """Losses and statistics of each row of a head, and the gradients of sum(loss_weights * losses).
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        bias: (V,), or None.
-        target: int64 (...), contiguous, checked.
-        loss_weights: float32 or float64 (...), contiguous; gives the dtype of the statistics.
-        class_weights: (V,), of the means, or None.
-        ignore_index: as the following options, see `LossOptions`.
-        label_smoothing: in [0, 1].
-        z_loss: 0 or above.
-        softcap: positive, or None.
-        logit_scale: positive.
-        outputs: the requested statistics, see `RowOutputs`.
-        memory_budget: bytes for a chunk.
-        needs: whether the gradients of hidden, weight and bias are needed.
-        inverse_temperatures: (...), contiguous, the dtype of the statistics, or None.
-        sampled: the `SamplerOptions`; empty if all classes are kept.
-
-    Returns:
-        The packed statistics of `Rows`; the three gradients, without elements where not needed; and if classes may be
-        dropped, the dropped bits and the log masses of `Rows`.
-    """
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    rows = Rows.empty(target, loss_weights.dtype, RowOutputs(*outputs))
-    if inverse_temperatures is not None or sampled:
-        rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=bool(sampled))
-    gradients = empty_gradients(hidden, weight, bias, needs)
-    results = [*rows.pack(), *gradients, *rows.dropped()]
-    if is_fake(hidden):
-        return results
-    if any(needs):
-        rows = rows._replace(weights=loss_weights)
-    beside = len(weight) * bytes_beside(hidden, options, rows)
-    size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
-    head = ChunkedHead(hidden, weight, bias, size, gradients)
-    for chunk, logits in head.chunks():
-        chunk_of_rows = rows.chunk(chunk)
-        if sampled:
-            fill_dropped(logits, chunk_of_rows, options, SamplerOptions(int(sampled[0]), *sampled[1:]))
-        rows_in_place(logits, chunk_of_rows, options, class_weights)
-        head.add_gradients(chunk, logits)
-    head.close()
-    rows.fill_lses()
-    return results
 
 
 class ChunkedHead:
@@ -152,16 +95,18 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
     return [empty_gradient(x, need, hidden) for x, need in zip((hidden, weight, bias), needs, strict=True)]
 
 
-def bytes_beside(hidden: Tensor, options: LossOptions, rows: Rows) -> int:
-    """Bytes that statistics need for each logit beside the logit itself.
+def bytes_beside(weight: Tensor, options: LossOptions, rows: Rows | None = None) -> int:
+    """Bytes that statistics need for each row beside its logits.
 
     Args:
-        hidden: (..., H).
+        weight: (V, H), the dtype of the logits.
         options: `softcap` is used.
-        rows: with memory for ranks if these are computed, and for dropped bits if cutoffs are searched for.
+        rows: with memory for ranks if these are computed, and for dropped bits if cutoffs are searched for. Default:
+            neither.
     """
-    per_logit = 0 if use_kernels(hidden) else bytes_per_logit(hidden.dtype, options, rows.ranks is not None)
-    return per_logit if rows.dropped_bits is None else max(per_logit, bytes_for_cutoffs(hidden.dtype))
+    ranks, dropped = (False, False) if rows is None else (rows.ranks is not None, rows.dropped_bits is not None)
+    per_logit = 0 if use_kernels(weight) else bytes_per_logit(weight.dtype, options, ranks)
+    return len(weight) * (max(per_logit, bytes_for_cutoffs(weight.dtype)) if dropped else per_logit)
 
 
 def padded(num_classes: int) -> int:

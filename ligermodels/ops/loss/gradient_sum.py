@@ -43,13 +43,12 @@ class GradientSum:
 
     def close(self) -> Tensor:
         """Returns the gradient, zeros if nothing was added. `add` must not be called afterwards."""
-        gradient, parts, self._parts = self._gradient, self._parts, []
         if self._empty:
-            return gradient.zero_()
-        for rows, total in parts:
-            if total is not gradient:
-                _round(gradient, rows, total)
-        return gradient
+            return self._gradient.zero_()
+        for part, total in self._parts:
+            if total is not self._gradient:
+                _round(self._gradient, part, total)
+        return self._gradient
 
 
 def _wide_parts(gradient: Tensor, wide: torch.dtype) -> list[tuple[slice, Tensor]]:

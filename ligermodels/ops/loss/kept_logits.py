@@ -161,7 +161,8 @@ def statistics_and_logits(
 
     with torch.cuda.device_of(hidden):
         if kept_rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
-            bytes_per_row = num_classes * bytes_beside(hidden, options, rows) + padded(num_classes) * x.element_size()
+            beside = bytes_beside(weight, options, rows) // len(weight) * num_classes
+            bytes_per_row = beside + padded(num_classes) * x.element_size()
             size = rows_per_chunk(len(x) - kept_rows.apart, bytes_per_row, 0, memory_budget)
             head = ChunkedHead(x[kept_rows.apart :], weight, bias, size)
             for chunk, logits in head.chunks():

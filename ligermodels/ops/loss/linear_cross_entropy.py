@@ -1,10 +1,7 @@
-"""The language-model head and its cross entropy in one op, by chunks of rows, so that the logits never exist whole.
+"""The language-model head and its cross entropy in one op: the loss without the logits in memory.
 
-With reduction "mean" or "sum" the forward pass computes the gradients too: per chunk one GEMM for the logits, the loss,
-the gradient in place of the logits, and one GEMM for each gradient that is needed. The backward pass only scales them.
-The backward pass recomputes the logits with reduction "none", because only it knows the weights of the rows, and in
-float16, because gradients of logits underflow without the loss scale. It also does with token scaling, and with class
-weights beside label smoothing or a z-loss: `loss_terms` sums these losses from `linear_statistics`.
+`linear_loss` computes the plain loss, `linear_terms` the loss with class weights, token scaling, sharded classes or
+further results.
 """
 
 from typing import Any
@@ -12,15 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import linear_loss
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
-from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
-from ligermodels.ops.loss.linear_head import LinearHead, checked_head
-from ligermodels.ops.loss.linear_statistics import linear_statistics
-from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, weighted_z_losses
-from ligermodels.ops.loss.loss_weights import with_extras
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, RowOutputs, Rows
-from ligermodels.ops.runtime.library import once_differentiable
+from ligermodels.ops.loss.linear_head import checked_head
+from ligermodels.ops.loss.linear_loss import LinearLoss
+from ligermodels.ops.loss.linear_terms import linear_loss_terms
+from ligermodels.ops.loss.token_losses import LossOptions, Reduction
 
 
 def linear_cross_entropy(
@@ -103,19 +96,15 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
         num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
     )  # fmt: skip
-    outputs, z_losses = RowOutputs(return_rank, return_predicted, lses=return_z_loss), None
-    if head.shard is None and has_one_weight(options, class_weights, token_scaling):
-        rows = _fused(head, options, outputs, reduced=reduction != "none")
-        loss = rows.losses
-        if return_z_loss:
-            z_losses = weighted_z_losses(rows, head.loss_weights, options)
-    else:
-        rows, losses, z_losses = _by_terms(head, LossTerms(options, head.class_weights, token_scaling, False), outputs)
-        loss = losses if reduction == "none" else losses.sum()
-    if z_losses is not None and reduction != "none":
-        z_losses = z_losses.sum()
-    extras = head.restore(rows.ranks, -1), head.restore(z_losses, 0), head.restore(rows.predicted, -1)
-    return with_extras(head.restore(loss, 0), *extras)
+    reduced, has_terms = reduction != "none", class_weights is not None or token_scaling or head.shard is not None
+    if has_terms or return_rank or return_z_loss or return_predicted:
+        return linear_loss_terms(
+            head, options, reduced=reduced, token_scaling=token_scaling, return_rank=return_rank,
+            return_z_loss=return_z_loss, return_predicted=return_predicted,
+        )  # fmt: skip
+    tensors = head.hidden, head.weight, head.bias, head.target, head.loss_weights.nll
+    loss: Tensor = LinearLoss.apply(*tensors, head.needs, options, memory_budget, reduced)
+    return head.restore(loss, 0)
 
 
 def linear_cross_entropy_reference(
@@ -133,51 +122,3 @@ def linear_cross_entropy_reference(
     for name in ("memory_budget", "num_targets"):
         options.pop(name, None)
     return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
-
-
-def _fused(head: LinearHead, options: LossOptions, outputs: RowOutputs, *, reduced: bool) -> Rows:
-    """The requested statistics, and as `losses` the reduced loss or the weighted losses of rows."""
-    tensors = head.hidden, head.weight, head.bias, head.target, head.loss_weights.nll
-    packed = _LinearCrossEntropy.apply(*tensors, head.needs, options, outputs, head.memory_budget, reduced)
-    return Rows.unpack(head.target, packed, outputs)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The reduced loss or the weighted losses of rows, and the requested statistics, which have no gradients."""
-
-    @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, target, loss_weights, needs, options, outputs, memory_budget, reduced
-    ):  # fmt: skip
-        inputs = hidden, weight, bias, target, loss_weights
-        now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
-        *statistics, dx, dw, db = linear_loss(*inputs, None, *options, outputs, memory_budget, now, None, ())
-        keep_gradients(ctx, inputs, [dx, dw, db], now)
-        ctx.options, ctx.memory_budget = options, memory_budget
-        losses, *others = statistics[: 1 + sum(outputs)]
-        ctx.mark_non_differentiable(*others)
-        losses = losses * loss_weights
-        return losses.sum() if reduced else losses, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, *_):
-        kept = kept_gradients(ctx, grad)
-        if kept is not None:
-            return kept
-        *inputs, loss_weights = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        return linear_loss(
-            *inputs, loss_weights * grad, None, *ctx.options, RowOutputs(), ctx.memory_budget, needs, None, ()
-        )[-3:]  # fmt: skip
-
-
-def _by_terms(head: LinearHead, terms: LossTerms, outputs: RowOutputs) -> tuple[Rows, Tensor, Tensor | None]:
-    """The requested statistics, the weighted losses of rows, and their z-losses if lses are requested."""
-    requested = terms.outputs(outputs.ranks, outputs.lses, outputs.predicted)
-    rows = linear_statistics(
-        head, terms.kernel_options, requested, class_weights=terms.mean_weights(head.num_classes, head.hidden),
-        keep=not (terms.separate or outputs.lses),
-    )  # fmt: skip
-    losses = terms.losses(rows, head.loss_weights)
-    return rows, losses, terms.z_losses(rows, head.loss_weights) if outputs.lses else None

@@ -10,20 +10,22 @@ in all. If only the hidden states need a gradient, the forward pass computes the
 the backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import linear_loss
+from ligermodels.ops.loss.chunks import ChunkedHead, bytes_beside, chunk_rows, empty_gradients
+from ligermodels.ops.loss.cutoffs import fill_dropped
 from ligermodels.ops.loss.kept_logits import NO_ROWS, rows_to_keep, statistics_and_logits
 from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
-from ligermodels.ops.loss.row_statistics import pack_results, unpack_gradients
-from ligermodels.ops.loss.sampler import SamplerOptions
+from ligermodels.ops.loss.row_statistics import pack_results, rows_in_place, unpack_gradients
+from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
 from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
-from ligermodels.ops.runtime.library import once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 if TYPE_CHECKING:
     pass
@@ -75,6 +77,61 @@ def _statistics(
     return Rows.unpack(head.target, statistics, outputs)._replace(log_masses=log_masses)
 
 
+@custom_op()
+def linear_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor,
+    class_weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float, outputs: Sequence[bool], memory_budget: int, needs: Sequence[bool],
+    inverse_temperatures: Tensor | None, sampled: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """Losses and statistics of each row of a head, and the gradients of sum(loss_weights * losses).
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: int64 (...), contiguous, checked.
+        loss_weights: float32 or float64 (...), contiguous; gives the dtype of the statistics.
+        class_weights: (V,), of the means, or None.
+        ignore_index: as the following options, see `LossOptions`.
+        label_smoothing: in [0, 1].
+        z_loss: 0 or above.
+        softcap: positive, or None.
+        logit_scale: positive.
+        outputs: the requested statistics, see `RowOutputs`.
+        memory_budget: bytes for a chunk.
+        needs: whether the gradients of hidden, weight and bias are needed.
+        inverse_temperatures: (...), contiguous, the dtype of the statistics, or None.
+        sampled: the `SamplerOptions`; empty if all classes are kept.
+
+    Returns:
+        The packed statistics of `Rows`; the three gradients, without elements where not needed; and if classes may be
+        dropped, the dropped bits and the log masses of `Rows`.
+    """
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    rows = Rows.empty(target, loss_weights.dtype, RowOutputs(*outputs))
+    if inverse_temperatures is not None or sampled:
+        rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=bool(sampled))
+    gradients = empty_gradients(hidden, weight, bias, needs)
+    results = [*rows.pack(), *gradients, *rows.dropped()]
+    if is_fake(hidden):
+        return results
+    if any(needs):
+        rows = rows._replace(weights=loss_weights)
+    beside = bytes_beside(weight, options, rows)
+    size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
+    head = ChunkedHead(hidden, weight, bias, size, gradients)
+    for chunk, logits in head.chunks():
+        chunk_of_rows = rows.chunk(chunk)
+        if sampled:
+            fill_dropped(logits, chunk_of_rows, options, SamplerOptions(int(sampled[0]), *sampled[1:]))
+        rows_in_place(logits, chunk_of_rows, options, class_weights)
+        head.add_gradients(chunk, logits)
+    head.close()
+    rows.fill_lses()
+    return results
+
+
 class _LinearStatistics(torch.autograd.Function):
     """The packed statistics of `Rows`, and with a sampler that drops classes the log masses, without a gradient."""
 
@@ -99,7 +156,7 @@ class _LinearStatistics(torch.autograd.Function):
             )
         else:
             ones = torch.ones_like(target, dtype=torch.promote_types(hidden.dtype, torch.float32))
-            results = linear_loss(
+            results = linear_rows(
                 hidden, weight, bias, target, ones, class_weights, *options, requested, memory_budget,
                 (keep_gradient, False, False), inverse_temperatures, sampled or (),
             )  # fmt: skip

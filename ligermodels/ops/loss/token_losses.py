@@ -9,6 +9,7 @@ softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), and lse = log sum exp x:
 head of `loss_terms` has the formula with class weights and token scaling.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,15 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+_RANGES = {
+    "label_smoothing": (0.0, 1.0, "in [0, 1]"),
+    "z_loss": (0.0, math.inf, "0 or above"),
+    "softcap": (math.ulp(0.0), math.inf, "positive or None"),
+    "logit_scale": (math.ulp(0.0), math.inf, "positive"),
+}
+"""The least and the largest value of the options."""
 
 
 class LossOptions(NamedTuple):
@@ -31,14 +41,10 @@ class LossOptions(NamedTuple):
 
     def check(self, op: str) -> None:
         """Raises InputError, naming `op`, for a number out of its range."""
-        if not 0 <= self.label_smoothing <= 1:
-            raise InputError(f"{op}: label_smoothing must be in [0, 1], got {self.label_smoothing}")
-        if not self.z_loss >= 0:
-            raise InputError(f"{op}: z_loss must be 0 or above, got {self.z_loss}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise InputError(f"{op}: softcap must be positive or None, got {self.softcap}")
-        if not self.logit_scale > 0:
-            raise InputError(f"{op}: logit_scale must be positive, got {self.logit_scale}")
+        for name, (least, most, requirement) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise InputError(f"{op}: {name} must be {requirement}, got {value}")
 
 
 class RowOutputs(NamedTuple):
@@ -113,8 +119,7 @@ class Rows(NamedTuple):
 
     def chunk(self, rows: slice) -> "Rows":
         """Views of some rows, flat."""
-        dims = self.target.dim()
-        fields: Any = [None if x is None else x.reshape(-1, *x.shape[dims:])[rows] for x in self]
+        fields: Any = [None if x is None else x.reshape(-1, *x.shape[self.target.dim() :])[rows] for x in self]
         return Rows(*fields)
 
     def for_gradients(self) -> "Rows":

@@ -22,6 +22,7 @@ from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_li
 
 CastingMode = Literal["llama", "gemma"]
 TENSORS = Signature(dtensors="replicated", x="... N+", residual="... N =x ?", weight="N ?")
+EXACT = torch.float32, torch.float64  # dtypes that the computation does not round to
 
 
 def rms_norm(
@@ -114,10 +115,10 @@ def rms_norm_reference(
     """The specification of `rms_norm`, in plain torch, with the same arguments x, weight, eps, offset, casting_mode and
     residual. mean_square: (..., 1), float32 (float64 for float64): the mean square of the whole row, if x has only some
     of the row's channels."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
     if mean_square is None and weight is not None and _has_torch_op(x, weight):
         y = torch.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps).contiguous()
         return y if residual is None else (y + residual).contiguous()
+    dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(dtype)
     y = y * torch.rsqrt((y.square().mean(-1, keepdim=True) if mean_square is None else mean_square) + eps)
     if weight is not None:
@@ -131,8 +132,7 @@ def rms_norm_reference(
 
 def _has_torch_op(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's own rms_norm computes the same: nothing is rounded. It has no rule for all DTensors."""
-    exact = (torch.float32, torch.float64)
-    return x.dtype == weight.dtype and x.dtype in exact and type(x) in PLAIN and type(weight) in PLAIN
+    return x.dtype == weight.dtype and x.dtype in EXACT and type(x) in PLAIN and type(weight) in PLAIN
 
 
 def add_rms_norm_reference(

@@ -24,7 +24,10 @@ from ligermodels.ops.optimizer.rounding import BLOCK, Shard, elements, random_wo
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.signature import Signature
+
+_TENSORS = Signature(parameter="...", gradient="...", exp_avg="...", exp_avg_sq="...")
+_WITH_BLOCKWISE = Signature(parameter="...", gradient="...")
 
 
 @torch.no_grad()
@@ -149,12 +152,13 @@ def _checked(
         if isinstance(x, Blockwise):
             check_blockwise("adamw_step", name, x, parameter)
             written |= {f"{name}.codes": x.codes, f"{name}.scales": x.scales}
-        else:
-            check_tensor("adamw_step", name, x, parameter.shape, parameter.device)
     if isinstance(exp_avg, Blockwise) != isinstance(exp_avg_sq, Blockwise):
         raise InputError("adamw_step: exp_avg and exp_avg_sq must both be tensors, or both Blockwise")
-    reject_dtensors("adamw_step", gradient, *written.values())
-    check_tensor("adamw_step", "gradient", gradient, parameter.shape, parameter.device)
+    if isinstance(exp_avg, Blockwise):
+        _WITH_BLOCKWISE.check("adamw_step", parameter, gradient)
+        reject_dtensors("adamw_step", *written.values())
+    else:
+        _TENSORS.check("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in written.items():
         if not x.is_contiguous():
             raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}: call .contiguous()")

@@ -21,9 +21,10 @@ from ligermodels.ops.optimizer.blockwise import (
 from ligermodels.ops.optimizer.rounding import BLOCK, Shard, elements, random_words, rounded
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.signature import Signature
 
+_GRADIENT, _MOMENTUM = Signature(gradient="..."), Signature(gradient="...", momentum="...")
+_UPDATE = Signature(parameter="...", update="...")
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the quintic polynomial of Newton-Schulz, as in `torch.optim.Muon`."""
 EPS = 1e-7
@@ -82,12 +83,12 @@ def momentum_step(
     Raises:
         InputError: shapes or devices do not fit.
     """
-    reject_dtensors("momentum_step", gradient)
     if isinstance(momentum, Tensor):
-        check_tensor("momentum_step", "momentum", momentum, gradient.shape, gradient.device)
+        _MOMENTUM.check("momentum_step", gradient, momentum)
         gradient = gradient.to(momentum.dtype)
         momentum.lerp_(gradient, 1 - beta)
         return gradient.lerp(momentum, beta) if nesterov else momentum.clone()
+    _GRADIENT.check("momentum_step", gradient)
     check_blockwise("momentum_step", "momentum", momentum, gradient)
     torch.autograd.graph.increment_version(list(momentum))
     gradient = gradient.contiguous()
@@ -129,8 +130,7 @@ def apply_update(
         InputError: shapes or devices do not fit, `parameter` is not contiguous, or stochastic rounding in the kernel
             meets a shard that is divided in other dimensions than the first and one more.
     """
-    reject_dtensors("apply_update", parameter, update)
-    check_tensor("apply_update", "update", update, parameter.shape, parameter.device)
+    _UPDATE.check("apply_update", parameter, update)
     if not parameter.is_contiguous():
         raise InputError(f"apply_update: parameter must be contiguous, has strides {parameter.stride()}")
     torch.autograd.graph.increment_version(parameter)

@@ -90,12 +90,10 @@ def rope_qkv(
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     shape = num_kv_heads, group_size, head_dim
-    tensors = check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
-    qkv, cos, sin, q_norm, k_norm = tensors
+    qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
     if use_kernels(qkv, cos, sin, q_norm, k_norm):
         return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
-    norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
-    return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, **norm)
+    return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, casting_mode=casting_mode)
 
 
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,17 +74,21 @@ def custom_op(
         mutated = [parameters.index(parameter) for parameter in mutates_args]
 
         def on_device(*args: Any) -> Any:
-            if mutated:  # autograd then raises an error if it saved these tensors before the change
-                torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
             device = args[0].device
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
                     return function(*args)
             return function(*args)
 
+        def on_device_in_place(*args: Any) -> Any:
+            # autograd then raises an error if it saved these tensors before the change
+            torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
+            return on_device(*args)
+
+        run = on_device_in_place if mutated else on_device
         _library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
         for key in ("CPU", "CUDA"):
-            _library.impl(name, on_device, key)
+            _library.impl(name, run, key)
         torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         op = getattr(torch.ops.ligermodels, name).default
         if keep is not None:
@@ -102,9 +106,9 @@ def custom_op(
                     sharded = True
                 return op(*args)
             if not torch.is_grad_enabled():  # as within the passes of an autograd.Function
-                return on_device(*args)
+                return run(*args)
             with torch._C._AutoDispatchBelowAutograd():
-                return on_device(*args)
+                return run(*args)
 
         return call
 

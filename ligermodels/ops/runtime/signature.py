@@ -1,5 +1,6 @@
 """The tensors that an op takes, declared once: each by its name and a string of its sizes."""
 
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.library import PLAIN, reject_dtensors, replicated
 from ligermodels.ops.runtime.tensors import Shape, check_tensor
 
-_DTYPES = tuple(x for x in vars(torch).values() if isinstance(x, torch.dtype))
-_FLOATING = tuple(dtype for dtype in _DTYPES if dtype.is_floating_point)
+_DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+_FLOATING = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
 
 
 class _Spec(NamedTuple):
@@ -18,18 +19,21 @@ class _Spec(NamedTuple):
 
     name: str
     shape: Shape
-    dtypes: tuple[torch.dtype, ...]
-    wanted: tuple[Any, ...]  # dtype, device, leading sizes and sizes: values, or names that stand for equal values
+    dtypes: Collection[torch.dtype]
+    wanted: tuple[Any, ...]  # dtype, device, leading sizes, sizes: names that stand for equal values, or values
     optional: bool
 
     def fits(self, x: Tensor, known: dict[str, Any]) -> bool:
         """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
         num_leading = max(x.dim() + 3 - len(self.wanted), 0)
-        values = (x.dtype, x.device, x.shape[:num_leading], *x.shape[num_leading:])
+        leading = x.shape[:num_leading] if self.wanted[2] else num_leading
+        values = (x.dtype, x.device, leading, *x.shape[num_leading:])
         if x.dtype not in self.dtypes or len(values) != len(self.wanted):
             return False
-        pairs = zip(self.wanted, values, strict=True)
-        return all((known.setdefault(w, value) if type(w) is str else w) == value for w, value in pairs)
+        for wanted, value in zip(self.wanted, values, strict=True):  # a plain loop is the fastest
+            if value != (known.setdefault(wanted, value) if type(wanted) is str else wanted):
+                return False
+        return True
 
 
 class Signature:
@@ -95,8 +99,8 @@ def _parsed(name: str, text: str) -> _Spec:
             dtypes.append(getattr(torch, word))
         else:
             shape.append(... if word == "..." else int(word) if word.isdigit() else word)
-    leading, sizes = ("...", shape[1:]) if shape[:1] == [...] else ((), shape)
-    allowed = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
+    leading, sizes = ("...", shape[1:]) if shape[:1] == [...] else (0, shape)
+    allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
     return _Spec(name, tuple(shape), allowed, (f"dtype of {tied}", "device", leading, *sizes), "?" in text)
 
 
@@ -104,8 +108,9 @@ def _error(op: str, spec: _Spec, x: Any, known: dict[str, Any]) -> InputError:
     """The error of `check_tensor`, with numbers for known letters."""
     parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
     wanted = tuple(size for part in parts for size in part)
-    dtypes = (known[spec.wanted[0]],) if spec.wanted[0] in known else spec.dtypes
-    check_tensor(op, spec.name, x, wanted, known.get("device"), *(() if dtypes is _FLOATING else dtypes))
+    declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
+    dtypes = (known[spec.wanted[0]],) if spec.wanted[0] in known else declared
+    check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
     return InputError(
         f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
     )
