@@ -49,6 +49,14 @@ def started(*arguments: object, gpus: int = 2) -> Iterator[subprocess.Popen[str]
             process.send_signal(signal.SIGINT)
 
 
+def run(*arguments: object, shown: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code, and what the two ranks show, of the command in this process."""
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--gpus=2", "--device", "cpu", *map(str, arguments)])
+    out, err = shown.readouterr()
+    return int(ended.value.code or 0), out + err
+
+
 def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
     deadline = time.monotonic() + 200
     while not [taken for taken, *_ in losses(out) if taken >= step]:
@@ -56,7 +64,9 @@ def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_on_two_ranks_is_stopped_and_resumed(base: Path, data: Path, recipe_file: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_is_stopped_and_resumed(
+    base: Path, data: Path, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     with started("--recipe", recipe_file, "--out", out) as process:
         wait_for_step(process, out, 3)
@@ -68,19 +78,19 @@ def test_a_run_on_two_ranks_is_stopped_and_resumed(base: Path, data: Path, recip
     assert shown.count(f"stopped after step {step} of 60; --resume continues") == 1, shown
     assert "error" not in shown and "Traceback" not in shown, shown
 
-    with started("--resume", "--out", out) as process:
-        shown, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, shown
+    code, shown = run("--resume", "--out", out, shown=capfd)
+    assert code == 0, shown
     assert shown.count(f"wrote {out}") == shown.count("\nvalidation loss") == shown.count("attention: ") == 1, shown
     fine_tune(tuning(base, data, steps=60), tmp_path / "whole")
     wanted = [number for line in losses(tmp_path / "whole") for number in line]
     assert [number for line in losses(out) for number in line] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_an_error_of_all_ranks_is_printed_once(recipe_file: Path, tmp_path: Path) -> None:
-    with started("--recipe", recipe_file, "--out", tmp_path / "out", "--max-bad-lines", 0) as process:
-        shown, _ = process.communicate(timeout=100)
-    assert process.returncode == 1, shown
+def test_an_error_of_all_ranks_is_printed_once(
+    recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = run("--recipe", recipe_file, "--out", tmp_path / "out", "--max-bad-lines", 0, shown=capfd)
+    assert code == 1, shown
     assert shown.count("error: ") == shown.count("data.jsonl:31: not an object") == 1, shown
 
 
