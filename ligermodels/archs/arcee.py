@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligermodels.archs import llama
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     **llama.DEFAULTS,
@@ -22,7 +16,7 @@ DEFAULTS = {
 }
 
 
-def arcee(config: Mapping[str, Any]) -> DecoderConfig:
+def arcee(config: Config) -> DecoderConfig:
     """The composed config of an `ArceeConfig` dict."""
     fields = Fields(config, DEFAULTS)
     fields.choices("hidden_act", "relu2", default="relu2")

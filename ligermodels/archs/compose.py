@@ -1,6 +1,6 @@
 """Compose a decoder from the fields that most Hugging Face configs have.
 
-A family's file states its defaults and its differences. This file does not know the families.
+A family's file states its defaults and its differences, with the names of this file. This file knows no family.
 """
 
 from __future__ import annotations
@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from ligermodels.archs.fields import Fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, BlockConfig, HeadConfig, LayerConfig, MLPConfig, NormConfig
 from ligermodels.models.decoder import DecoderConfig
+from ligermodels.models.families import Family
+
+__all__ = ["STACKED_EXPERTS", "Config", "DecoderConfig", "Family", "Fields", "decoder", "gate_activation"]
+
+Config: TypeAlias = Mapping[str, Any]
+"""A Hugging Face config, as in config.json."""
 
 ACTIVATIONS = {
     "silu": "silu",

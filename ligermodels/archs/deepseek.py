@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import Fields
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 DEEPSEEK_V3 = {
@@ -47,7 +43,7 @@ DEEPSEEK_V3 = {
 KEY_DIM = "qk_nope_head_dim + qk_rope_head_dim"
 
 
-def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
+def deepseek_v3(config: Config) -> DecoderConfig:
     """The composed config of a `DeepseekV3Config` dict; without its MTP layers."""
     fields = Fields(config, DEEPSEEK_V3)
     rotated, context = rotated_dim(fields), fields.size("max_position_embeddings")

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 
 DEFAULTS = {
     "vocab_size": 103424,
@@ -27,7 +21,7 @@ DEFAULTS = {
 DEFAULT_THETA = 5e5
 
 
-def ernie4_5(config: Mapping[str, Any]) -> DecoderConfig:
+def ernie4_5(config: Config) -> DecoderConfig:
     """The composed config of an `Ernie4_5Config` dict."""
     fields = Fields(config, DEFAULTS)
     bias = fields.flag("use_bias", False)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 102400,
@@ -26,7 +22,7 @@ DEFAULTS = {
 }
 
 
-def exaone4(config: Mapping[str, Any]) -> DecoderConfig:
+def exaone4(config: Config) -> DecoderConfig:
     """The composed config of an `Exaone4Config` dict: with a window, layers without it have no positions."""
     fields = Fields(config, DEFAULTS)
     hybrid = fields.optional_size("sliding_window") is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ligermodels.archs.compose import STACKED_EXPERTS, gate_activation
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import STACKED_EXPERTS, Fields, gate_activation
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import FULL, SLIDING, Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.archs.fields import FULL, SLIDING
 from ligermodels.archs.multimodal import BESIDE_VISION_TOWER, TextModel, wrapper
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 COMMON = {
     "pad_token_id": 0,
@@ -60,7 +58,7 @@ def _norm(fields: Fields) -> NormConfig:
     return NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, casting_mode="gemma")
 
 
-def gemma(config: Mapping[str, Any]) -> DecoderConfig:
+def gemma(config: Config) -> DecoderConfig:
     """The composed config of a `GemmaConfig` dict."""
     fields = Fields(config, GEMMA)
     if fields.config["hidden_act"] == "gelu":  # the first checkpoints say "gelu", and mean its tanh approximation
@@ -76,20 +74,20 @@ def gemma(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def gemma2(config: Mapping[str, Any]) -> DecoderConfig:
+def gemma2(config: Config) -> DecoderConfig:
     """The composed config of a `Gemma2Config` dict."""
     fields = Fields(config, GEMMA2)
     fields.ignore("sliding_window_size")  # In some of the first checkpoints, beside sliding_window.
     return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0))
 
 
-def vaultgemma(config: Mapping[str, Any]) -> DecoderConfig:
+def vaultgemma(config: Config) -> DecoderConfig:
     """The composed config of a `VaultGemmaConfig` dict: Gemma 2 without the norms after the sublayers."""
     fields = Fields(config, GEMMA2)
     return _sandwich(fields, fields.windows(lambda layer: layer % 2 == 0), post_norm=False)
 
 
-def gemma3_text(config: Mapping[str, Any]) -> DecoderConfig:
+def gemma3_text(config: Config) -> DecoderConfig:
     """The composed config of a `Gemma3TextConfig` dict: layers with a window have other positions than the others."""
     fields = Fields(config, GEMMA3)
     fields.choices("attn_logit_softcapping", None, default=None)  # A field that transformers has, and does not heed.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ligermodels.archs.compose import ACTIVATIONS, decoder
-from ligermodels.archs.fields import FULL, SLIDING, Fields
+from ligermodels.archs.compose import ACTIVATIONS, Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.archs.fields import FULL, SLIDING
 from ligermodels.archs.heads import heads_by_type
 from ligermodels.archs.multimodal import TextModel, layouts, wrapper
 from ligermodels.archs.shared_kv import kv_sources, with_shared_kv
@@ -25,8 +24,6 @@ from ligermodels.layers import (
     RouterConfig,
     ValueConfig,
 )
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 UNIFIED = {
     "vocab_size": 262144,
@@ -62,7 +59,7 @@ EXPERTS = {
 }
 
 
-def gemma4(config: Mapping[str, Any], *, unified: bool) -> DecoderConfig:
+def gemma4(config: Config, *, unified: bool) -> DecoderConfig:
     """The composed config of a `Gemma4TextConfig` dict, or of a `Gemma4UnifiedTextConfig` dict."""
     fields = Fields(config, UNIFIED if unified else GEMMA4)
     fields.choices("use_bidirectional_attention", None, "vision", default=None)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 
 DEFAULTS = {
     "vocab_size": 151552,
@@ -33,7 +27,7 @@ NAMES = {
 }
 
 
-def glm4(config: Mapping[str, Any]) -> DecoderConfig:
+def glm4(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4Config` dict: q, k and v can have biases, the output projection has none."""
     fields = Fields(config, DEFAULTS)
     own = {"bias": fields.flag("attention_bias", True), "stored_as_pairs": True}

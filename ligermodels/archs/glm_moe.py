@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE = {
@@ -41,13 +37,13 @@ ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_lay
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 
 
-def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
+def name_of(config: Config, name: str, other: str) -> str:
     """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
     renamed(config, name, other)
     return other if config.get(name) is None and config.get(other) is not None else name
 
 
-def glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
+def glm4_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4MoeConfig` dict; without its MTP layers."""
     experts, mtp = (name_of(config, name, other) for name, other in ATTRIBUTE_MAP.items())
     fields = Fields(config, GLM4_MOE)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
 from ligermodels.errors import ConfigError
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE_LITE = {
@@ -42,7 +38,7 @@ GLM4_MOE_LITE = {
 DENSE, SPARSE = "dense", "sparse"
 
 
-def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderConfig:
+def glm4_moe_lite(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4MoeLiteConfig` dict; its layers of multi-token prediction are no part of it."""
     fields = Fields(renamed(config, "qk_rope_head_dim", "head_dim"), GLM4_MOE_LITE)
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.archs.fields import renamed
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, RouterConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 201088,
@@ -48,7 +45,7 @@ NAMES = {
 }
 
 
-def gpt_oss(config: Mapping[str, Any]) -> DecoderConfig:
+def gpt_oss(config: Config) -> DecoderConfig:
     """The composed config of a `GptOssConfig` dict."""
     fields = Fields(renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     fields.choices("hidden_act", "silu", "swish", default="silu")

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.llama import DEFAULTS
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 
-def granite(config: Mapping[str, Any]) -> DecoderConfig:
+def granite(config: Config) -> DecoderConfig:
     """The composed config of a `GraniteConfig` dict."""
     fields = Fields(config, DEFAULTS)
     bias = fields.flag("attention_bias", False)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -22,7 +16,7 @@ DEFAULTS = {
 }
 
 
-def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(config: Config) -> DecoderConfig:
     """The composed config of a `LlamaConfig` dict."""
     fields = Fields(config, DEFAULTS)
     bias = fields.flag("attention_bias", False)

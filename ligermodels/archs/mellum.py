@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.fields import FULL, SLIDING, Fields, renamed
+from ligermodels.archs.fields import FULL, SLIDING, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 98304,
@@ -36,7 +33,7 @@ OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 DENSE, SPARSE = "dense", "sparse"
 
 
-def mellum(config: Mapping[str, Any]) -> DecoderConfig:
+def mellum(config: Config) -> DecoderConfig:
     """The composed config of a `MellumConfig` dict. Layers that predict further tokens are not loaded."""
     fields = Fields(renamed(config, "num_experts", "num_local_experts"), DEFAULTS)
     bias = fields.flag("attention_bias", False)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligermodels.archs import mixtral
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, QKNormConfig, RouterConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 MINIMAX_M2 = {
     "vocab_size": 200064,
@@ -52,7 +47,7 @@ def _rotated(fields: Fields) -> Fields:
     return fields.replaced(partial_rotary_factor=channels / fields.size("head_dim"))
 
 
-def minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
+def minimax_m2(config: Config) -> DecoderConfig:
     """The composed config of a `MiniMaxM2Config` dict."""
     fields = _rotated(Fields(renamed(config, "num_local_experts", "num_experts"), MINIMAX_M2))
     fields.choices("router_jitter_noise", 0, 0.0, default=0.0)

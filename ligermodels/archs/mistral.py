@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.layers.query_scaling import QueryScaling
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -28,7 +25,7 @@ DEFAULTS = {
 }
 
 
-def mistral(config: Mapping[str, Any]) -> DecoderConfig:
+def mistral(config: Config) -> DecoderConfig:
     """The composed config of a `MistralConfig` or `MinistralConfig` dict: `layer_types` count under either name."""
     fields = Fields(config, DEFAULTS)
     windows = fields.windows(lambda layer: fields.optional_size("sliding_window") is not None)
@@ -80,7 +77,7 @@ def growing_queries(fields: Fields, rope: Mapping[str, Any]) -> tuple[Fields, Qu
     return fields.replaced(rope_parameters=plain, rope_scaling=None), scaling
 
 
-def ministral3(config: Mapping[str, Any]) -> DecoderConfig:
+def ministral3(config: Config) -> DecoderConfig:
     """The composed config of a `Ministral3Config` dict. Its rotary settings include the scaling of queries."""
     fields, scaling = growing_queries(Fields(config, MINISTRAL3), MINISTRAL3_ROPE)
     own = {"window": fields.optional_size("sliding_window"), "query_scaling": scaling}

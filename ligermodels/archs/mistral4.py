@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import KEY_DIM, fixed, latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.archs.glm_moe import NAMES
 from ligermodels.archs.mistral import growing_queries
 from ligermodels.errors import ConfigError
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 MISTRAL4 = {
     "vocab_size": 131072,
@@ -54,7 +50,7 @@ ROPE = {
 PART = "partial_rotary_factor"
 
 
-def mistral4(config: Mapping[str, Any]) -> DecoderConfig:
+def mistral4(config: Config) -> DecoderConfig:
     """The composed config of a `Mistral4Config` dict. Its rope is of a part of each head, by default the part of
     qk_rope_head_dim."""
     fields = Fields(renamed(config, "n_routed_experts", "num_local_experts"), MISTRAL4)

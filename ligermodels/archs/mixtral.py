@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ligermodels.archs import mistral
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.layers import MoEConfig, RouterConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     **mistral.DEFAULTS,
@@ -30,7 +25,7 @@ EXPERTS = {
 }
 
 
-def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
+def mixtral(config: Config) -> DecoderConfig:
     """The composed config of a `MixtralConfig` dict."""
     fields = Fields(renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     fields.choices("router_jitter_noise", 0, 0.0, default=0.0)

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields
 from ligermodels.convert.config_json import TEXT, THINKER
 from ligermodels.convert.json_values import is_object
 from ligermodels.errors import ConfigError, short
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 from ligermodels.models.untie import TIED
 
 SHARED = (
@@ -101,7 +99,7 @@ def wrapper(
         absent: `text_config` of a config without these fields.
     """
 
-    def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    def text_of(config: Config) -> dict[str, Any]:
         fields = _text_fields(config, flat, absent or {})
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
         text = plain_rope({**shared, **fields})
@@ -127,7 +125,7 @@ def wrapper(
         defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
         return {**defaults, **text, **own, TIED: config.get(TIED, tied)}
 
-    def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    def decoder_config(config: Config) -> DecoderConfig:
         text = text_of(config)
         # Some releases of transformers wrote the text model's fields twice: beside `text_config` and in it.
         outer = Fields({name: value for name, value in config.items() if name not in text or text[name] != value})
@@ -153,7 +151,7 @@ def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]
         layouts: keyword arguments of `DecoderConfig.weight_map` for each layout of the checkpoints.
     """
 
-    def thinker_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    def thinker_of(config: Config) -> dict[str, Any]:
         fields = config.get(THINKER)
         if not is_object(fields):
             raise ConfigError(f"config.json: field {THINKER!r} must be an object, got {short(fields)}")
@@ -166,7 +164,7 @@ def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
         return {**shared, **fields, "model_type": own}
 
-    def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    def decoder_config(config: Config) -> DecoderConfig:
         outer = Fields(config)
         outer.ignore(*SHARED, *BESIDE_THINKER)
         outer.check_unread()
@@ -184,7 +182,7 @@ def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]
     )
 
 
-def _text_fields(config: Mapping[str, Any], flat: bool, absent: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_fields(config: Config, flat: bool, absent: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's fields: `text_config`; without it, if `flat`, the fields beside it; otherwise `absent`."""
     fields = config.get(TEXT)
     if fields is None and flat:
@@ -205,7 +203,7 @@ def _within(field: str) -> Iterator[None]:
         raise ConfigError(str(error).replace("config.json: ", f"config.json: {field}: ", 1)) from None
 
 
-def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_rope(config: Config) -> dict[str, Any]:
     """`config` without the settings of MULTIMODAL_ROPE, and with the plain rope in place of Qwen2-VL's "mrope"."""
     fields = dict(config)
     for name in ("rope_scaling", "rope_parameters"):

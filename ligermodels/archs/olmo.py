@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.archs import llama
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import FULL, SLIDING, Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.archs.fields import FULL, SLIDING
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {**llama.DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 
@@ -19,12 +17,12 @@ OLMO3 = {**DEFAULTS, "sliding_window": 4096}
 OLMO3_THETAS = {SLIDING: 5e5, FULL: 5e5}
 
 
-def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
+def olmo2(config: Config) -> DecoderConfig:
     """The composed config of an `Olmo2Config` dict."""
     return _olmo(Fields(config, DEFAULTS), lambda layer: {})
 
 
-def olmo3(config: Mapping[str, Any]) -> DecoderConfig:
+def olmo3(config: Config) -> DecoderConfig:
     """The composed config of an `Olmo3Config` dict.
 
     Sliding-window layers have the plain rope; `rope_scaling` applies to full-attention layers only. Without a base in

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 
 DEFAULTS = {
     "vocab_size": 32064,
@@ -26,7 +20,7 @@ DEFAULTS = {
 PACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"}
 
 
-def phi3(config: Mapping[str, Any]) -> DecoderConfig:
+def phi3(config: Config) -> DecoderConfig:
     """The composed config of a `Phi3Config` dict."""
     fields = Fields(config, DEFAULTS)
     window = fields.optional_size("sliding_window")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, sparse_layers
-from ligermodels.archs.fields import Fields, renamed
+from ligermodels.archs.fields import renamed
 from ligermodels.layers import NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 QWEN2 = {
     "vocab_size": 151936,
@@ -57,14 +52,14 @@ def _qk_norm(fields: Fields) -> QKNormConfig:
     return QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
 
 
-def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen2(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen2Config` dict: q, k and v have biases, the output projection has none."""
     fields = Fields(config, QWEN2)
     windows = _windows(fields)
     return decoder(fields, attention=lambda layer, common: {"bias": True, "window": windows[layer]})
 
 
-def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen3(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen3Config` dict."""
     fields = Fields(config, QWEN3)
     windows = _windows(fields)
@@ -73,7 +68,7 @@ def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder(fields, attention=lambda layer, common: {**own, "window": windows[layer]})
 
 
-def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen3_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen3MoeConfig` dict: some layers are mixtures, the others are dense."""
     fields = Fields(renamed(config, "num_experts", ATTRIBUTE_MAP["num_experts"]), QWEN3_MOE)
     bias = fields.flag("attention_bias", False)

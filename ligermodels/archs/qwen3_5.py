@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, mixture, sparse_layers
-from ligermodels.archs.fields import FULL, Fields
+from ligermodels.archs.fields import FULL
 from ligermodels.archs.multimodal import TextModel, layouts, plain_rope, wrapper
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 from ligermodels.models.mtp_format import MTPFormat
 
 LINEAR = "linear_attention"
@@ -65,12 +62,12 @@ OF_EXPERTS = (
 """Fields of Qwen3-Next that count in layers with experts alone."""
 
 
-def qwen3_5_text(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen3_5_text(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen3_5TextConfig` dict."""
     return _hybrid(Fields(plain_rope(config), QWEN3_5))
 
 
-def qwen3_5_moe_text(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen3_5_moe_text(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen3_5MoeTextConfig` dict: mixtures in all layers."""
     fields = Fields(plain_rope(config), QWEN3_5_MOE)
     for name in ("decoder_sparse_step", "norm_topk_prob"):
@@ -80,7 +77,7 @@ def qwen3_5_moe_text(config: Mapping[str, Any]) -> DecoderConfig:
     return _hybrid(fields, feed_forward=lambda layer: sparse, router_aux_loss_coef=fields.router_aux_loss_coef())
 
 
-def qwen3_next(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen3_next(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen3NextConfig` dict: some layers are mixtures, the others are dense."""
     fields = Fields(plain_rope(config), QWEN3_NEXT)
     if fields.size("num_experts", zero=True):

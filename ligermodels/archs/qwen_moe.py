@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ligermodels.archs.compose import decoder
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, sparse_layers
-from ligermodels.archs.fields import Fields
 from ligermodels.archs.qwen import QWEN2, windowed
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 QWEN2_MOE = {
     **QWEN2,
@@ -28,7 +22,7 @@ QWEN2_MOE = {
 }
 
 
-def qwen2_moe(config: Mapping[str, Any]) -> DecoderConfig:
+def qwen2_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Qwen2MoeConfig` dict."""
     fields = Fields(config, QWEN2_MOE)
     last, slides = fields.size("max_window_layers", zero=True), fields.flag("use_sliding_window", False)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.errors import ConfigWarning
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
 
 DEFAULTS = {
     "vocab_size": 155136,
@@ -30,7 +25,7 @@ DROPOUT = 0.1
 """Dropout of published checkpoints, and default of the config."""
 
 
-def seed_oss(config: Mapping[str, Any]) -> DecoderConfig:
+def seed_oss(config: Config) -> DecoderConfig:
     """The composed config of a `SeedOssConfig` dict.
 
     Dropout is not implemented. For the value DROPOUT of all published checkpoints, this is only a ConfigWarning;

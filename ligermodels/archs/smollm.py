@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ligermodels.archs.compose import decoder
-from ligermodels.archs.fields import Fields
-from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.families import Family
+from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 
 DEFAULTS = {
     "vocab_size": 128256,
@@ -29,7 +25,7 @@ DEFAULTS = {
 DEFAULT_THETA = 2e6
 
 
-def smollm3(config: Mapping[str, Any]) -> DecoderConfig:
+def smollm3(config: Config) -> DecoderConfig:
     """The composed config of a `SmolLM3Config` dict: with a window, it is the layers without positions that have it."""
     fields = Fields(config, DEFAULTS)
     every = fields.size("no_rope_layer_interval")

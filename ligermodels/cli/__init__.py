@@ -21,20 +21,17 @@ from ligermodels.cli import (
     data,
     demo,
     describe,
-    dspark,
-    eagle,
+    draft_heads,
     generation,
     launch,
     lora,
-    medusa,
-    mtp,
     plan,
     runs,
-    train,
     verify,
 )
 from ligermodels.console import say
 from ligermodels.errors import InputError, LigerModelsError
+from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
 # Some releases of typer depend on click, others contain a copy of it; this is the class that they raise.
 CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -188,16 +185,22 @@ def _import(name: str) -> None:
 
 for command in (describe.info, verify.verify, generation.generate, chat.chat, checkpoint.export, demo.demo):
     app.command()(command)
-app.command()(train.train)
+app.command(name="train")(
+    runs.train_command(
+        FineTuningRecipe,
+        "Train a whole language model on texts, or on the assistant's turns of chats.\n\nAt the end the model is "
+        "evaluated on the validation split and written as a Hugging Face checkpoint.",
+        name="MODEL",
+        base_help="A checkpoint folder, or a hub id, to fine-tune; or a config without weights, a folder or a .json "
+        "file, to train from random weights.",
+    )
+)
 app.command()(data.data)
 app.command()(plan.plan)
-app.command(name="recipe")(runs.show_recipe_of(train.FineTuningRecipe))
+app.command(name="recipe")(runs.show_recipe_of(FineTuningRecipe))
 app.add_typer(lora.app, name="lora", help="LoRA adapters in PEFT's format.")
-app.add_typer(medusa.app, name="medusa", help="Train, evaluate and export Medusa heads.")
-app.add_typer(eagle.app, name="eagle", help="Train, evaluate and export EAGLE-3 heads.")
-app.add_typer(dspark.dflash, name="dflash", help="Train, evaluate and export DFlash heads.")
-app.add_typer(dspark.dspark, name="dspark", help="Train, evaluate and export DSpark heads.")
-app.add_typer(mtp.app, name="mtp", help="Train, evaluate and export heads of multi-token prediction.")
+for kind, (trained, commands) in draft_heads.APPS.items():
+    app.add_typer(commands, name=kind, help=f"Train, evaluate and export {trained}.")
 
 
 def main() -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ligermodels.cli import decoding, models, options
+from ligermodels.cli import models, options
+from ligermodels.cli.decoding import Decoding
+from ligermodels.cli.flags import with_groups
 from ligermodels.console import say
 from ligermodels.errors import InputError
 
@@ -20,52 +22,38 @@ if TYPE_CHECKING:
 COMMANDS = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer or, after it, ends"
 
 
+@with_groups
 def chat(
     path: models.Model,
-    heads: decoding.Heads = None,
-    draft_tree: decoding.DraftTree = None,
-    confidence_threshold: decoding.ConfidenceThreshold = None,
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 1024,
-    sample: decoding.Sample = None,
-    temperature: decoding.Temperature = None,
-    top_k: decoding.TopK = None,
-    top_p: decoding.TopP = None,
-    seed: decoding.Seed = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="File of a chat template.  [default: the adapter's or the checkpoint's]")
     ] = None,
-    dtype: options.DtypeOption = None,
-    device: options.Device = None,
-    attention: options.Attention = "auto",
-    quantize: options.Quantize = None,
-    quantize_exclude: options.QuantizeExclude = None,
-    quantize_head: options.QuantizeHead = None,
+    *,
+    decoding: Decoding,
+    loading: options.Loading,
 ) -> None:
     """Chat with a model: one turn per line, from the terminal or from standard input.
 
     /reset starts a new conversation with the same system turn; /exit or the end of the input ends the chat. Answers go
     to standard output, messages to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, heads is not None, draft_tree,
-                               confidence_threshold)  # fmt: skip
-    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
-
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.generation.generate import as_eos_ids
     from ligermodels.generation.text_stream import TextStream
 
-    device = options.device_named(device)
+    options.device_named(loading.device)
     source = models.find(path, adapter)
-    if heads is not None:
-        options.require_heads(heads)
+    if decoding.heads is not None:
+        options.require_heads(decoding.heads)
     tokenizer = Tokenizer(source.tokenizer)
     template = ChatTemplate.from_folder(source.tokenizer, chat_template or source.chat_template)
-    model = source.load(dtype, device, attention, rounding)
-    medusa = options.load_heads(model, heads, decoding.tree_of(draft_tree), confidence_threshold) if heads else None
-    arguments = decode.arguments(model, device)
+    model = source.load(loading)
+    heads = decoding.load_heads(model)
+    arguments = decoding.arguments(model, max_new_tokens)
     # Some checkpoints name only the end of a text as their EOS, not the token that ends a turn.
     ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}
     if ends:
@@ -84,8 +72,8 @@ def chat(
                 if token not in ends:
                     show(stream.push(token))
 
-        if medusa is not None:
-            medusa.generate([prompt], on_tokens=lambda rows: push(rows[0]), **arguments)
+        if heads is not None:
+            heads.generate([prompt], on_tokens=lambda rows: push(rows[0]), **arguments)
         else:
             model.generate([prompt], on_token=lambda tokens: push(tokens.tolist()), **arguments)
         show(stream.flush())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -11,19 +10,17 @@ import typer
 from ligermodels.cli import models, options
 from ligermodels.console import say
 
-MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")]
-
 
 def export(
     path: models.Model,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    out: options.Out,
     adapter: models.Adapter = None,
     heads: Annotated[
         str | None,
         typer.Option(help="Medusa or MTP heads to write into the checkpoint.  [default: the heads in PATH, unchanged]"),
     ] = None,
     dtype: options.DtypeOption = None,
-    max_shard_size: MaxShardSize = "5GB",
+    max_shard_size: options.MaxShardSize = "5GB",
     keep: Annotated[
         Literal["all", "without-heads", "model"],
         typer.Option(
@@ -49,7 +46,7 @@ def export(
         raise typer.BadParameter(f"{keep} does not go with --heads; leave one of them out", param_hint="--keep")
     if keep_all:
         warnings.warn("--keep-all is now the default", DeprecationWarning, stacklevel=2)
-    model = source.load(dtype, "cpu")
+    model = source.load(options.Loading(dtype=dtype, device="cpu"))
     if source.adapter is not None:
         from ligermodels.adapt.lora import merge_lora
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.text import Text
 
-from ligermodels.cli import options
+from ligermodels.cli.flags import with_recipe_flags
 from ligermodels.cli.options import AsJson
 from ligermodels.console import console, print_json, progress, say, show_table
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -32,7 +32,7 @@ SETTINGS = (
 """Settings of a recipe that decide which tokens are trained on."""
 
 
-@options.with_recipe_flags(FineTuningRecipe, only=SETTINGS)
+@with_recipe_flags(FineTuningRecipe, only=SETTINGS)
 def data(
     files: Annotated[
         list[str],

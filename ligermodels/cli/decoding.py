@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ligermodels.cli import options
 from ligermodels.console import say
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.speculative.multi_head import MultiHeadModel
     from ligermodels.speculative.tree import DynamicTree
 
 Sample = Annotated[
@@ -74,25 +76,24 @@ NEEDS_SAMPLE = "--temperature, --top-k, --top-p and --seed need --sample"
 
 @dataclass(frozen=True)
 class Decoding:
-    """Options of decoding; None where an option is not given. `medusa`: whether decoding is with heads.
+    """How a command decodes: a group of options (`flags.with_groups`); None where an option is not given.
 
     Raises typer.BadParameter for options that contradict one another.
     """
 
-    max_new_tokens: int
-    sample: bool | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    medusa: bool
-    draft_tree: str | None = None
-    confidence_threshold: float | None = None
+    heads: Heads = None
+    draft_tree: DraftTree = None
+    confidence_threshold: ConfidenceThreshold = None
+    sample: Sample = None
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    seed: Seed = None
 
     def __post_init__(self) -> None:
         flags = {"--draft-tree": self.draft_tree, "--confidence-threshold": self.confidence_threshold}
         for flag, value in flags.items():
-            if value is not None and not self.medusa:
+            if value is not None and self.heads is None:
                 raise typer.BadParameter("needs --heads", param_hint=flag)
         self._check_sampling(self.sample)
 
@@ -102,11 +103,17 @@ class Decoding:
         return {name: value for name, value in shaping.items() if value is not None}
 
     def _check_sampling(self, sample: bool | None) -> None:
-        shaping = self._shaping.keys() - ({"temperature"} if self.medusa else set())
+        shaping = self._shaping.keys() - ({"temperature"} if self.heads else set())
         if sample is False and (shaping or self.seed is not None):
             raise typer.BadParameter(NEEDS_SAMPLE)
 
-    def arguments(self, model: CausalLM, device: str) -> dict[str, Any]:
+    def load_heads(self, model: CausalLM) -> MultiHeadModel | None:
+        """The draft heads of --heads, if they are given."""
+        if self.heads is None:
+            return None
+        return options.load_heads(model, self.heads, tree_of(self.draft_tree), self.confidence_threshold)
+
+    def arguments(self, model: CausalLM, max_new_tokens: int) -> dict[str, Any]:
         """Keyword arguments of `generate`, of the model or its heads.
 
         Raises typer.BadParameter for options of sampling if neither --sample nor the checkpoint asks for sampling.
@@ -118,16 +125,16 @@ class Decoding:
         defaults = model.generation_defaults()
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample)
-        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": sample}
+        arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
         if not as_eos_ids(defaults.get("eos_token_id")) and defaults.get("pad_token_id") is None:
             arguments["pad_token_id"] = 0  # masked; without an EOS no sequence ends early
-        if self.medusa:
+        if self.heads:
             if (penalty := defaults.get("repetition_penalty", 1.0)) != 1.0:
                 say(f"with heads, the checkpoint's repetition_penalty {penalty} is not applied")
             arguments["repetition_penalty"] = 1.0
             arguments |= {"tree": tree_of(self.draft_tree)}
         if sample:
-            generator = torch.Generator(device)
+            generator = torch.Generator(model.device)
             generator.manual_seed(generator.seed() if self.seed is None else self.seed)
             arguments["generator"] = generator
-        return {**arguments, **self._shaping} if sample or self.medusa else arguments
+        return {**arguments, **self._shaping} if sample or self.heads else arguments

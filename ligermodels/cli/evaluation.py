@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ligermodels.cli import decoding, options
-from ligermodels.cli.heads import DATA, Base, ChatTemplate, Date, Heads
+from ligermodels.cli.flags import with_groups
+from ligermodels.cli.options import DATA, Base, ChatTemplate, Date, Heads
 from ligermodels.console import ProgressUpdate, print_json, progress, say, show_table
 from ligermodels.errors import InputError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 RANKS = range(1, 11)
 
 
+@with_groups
 def evaluate(
     ctx: typer.Context,
     base: Base,
@@ -59,12 +61,8 @@ def evaluate(
     max_bad_lines: Annotated[int | None, typer.Option(min=0, help="Unusable lines to skip.  [default: 0]")] = None,
     chat_template: ChatTemplate = None,
     date: Date = None,
-    dtype: options.DtypeOption = None,
-    device: options.Device = None,
-    attention: options.Attention = "auto",
-    quantize: options.Quantize = None,
-    quantize_exclude: options.QuantizeExclude = None,
-    quantize_head: options.QuantizeHead = None,
+    *,
+    loading: options.Loading,
     as_json: options.AsJson = False,
 ) -> None:
     """Score heads, and benchmark decoding with them.
@@ -79,8 +77,7 @@ def evaluate(
     _check(data, validation_of, prompts)
     if plot is not None:
         require_plotting(plot)
-    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
-    device = options.device_named(device)
+    options.device_named(loading.device)
 
     from ligermodels.data.prompts import opening_prompts
     from ligermodels.speculative.benchmark import fit_tree
@@ -95,7 +92,7 @@ def evaluate(
     token_prompts = opening_prompts(documents, indices, prompts, prompt_tokens=prompt_tokens)
     if prompts and len(token_prompts) < 2:
         raise InputError("there are no two texts or chats to continue: give more, or --prompts 0, which only scores")
-    model = options.load(folder, dtype, device, attention, rounding)
+    model = loading.load(folder)
     medusa = options.load_heads(model, heads, grown, confidence_threshold)
     scores = _scored(medusa, documents, indices, recipe, seq_len or recipe.seq_len, batch_size)
     fit, benchmarks = None, list[dict[str, Any]]()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ligermodels.cli import decoding, models, options
+from ligermodels.cli import models, options
+from ligermodels.cli.decoding import Decoding
+from ligermodels.cli.flags import with_groups
 from ligermodels.console import print_json, say
 from ligermodels.errors import InputError
 
@@ -20,36 +22,23 @@ if TYPE_CHECKING:
     from ligermodels.speculative.multi_head import MultiHeadModel
 
 
+@with_groups
 def generate(
     path: models.Model,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue. May be repeated.  [default: standard input]")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
-    sample: decoding.Sample = None,
-    temperature: decoding.Temperature = None,
-    top_k: decoding.TopK = None,
-    top_p: decoding.TopP = None,
-    seed: decoding.Seed = None,
-    medusa: decoding.Heads = None,
-    draft_tree: decoding.DraftTree = None,
-    confidence_threshold: decoding.ConfidenceThreshold = None,
     adapter: models.Adapter = None,
-    dtype: options.DtypeOption = None,
-    device: options.Device = None,
-    attention: options.Attention = "auto",
-    quantize: options.Quantize = None,
-    quantize_exclude: options.QuantizeExclude = None,
-    quantize_head: options.QuantizeHead = None,
+    *,
+    decoding: Decoding,
+    loading: options.Loading,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue prompts.
 
     The text goes to standard output, the speed to standard error.
     """
-    decode = decoding.Decoding(max_new_tokens, sample, temperature, top_k, top_p, seed, medusa is not None, draft_tree,
-                               confidence_threshold)  # fmt: skip
-    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
     prompts = prompt or [_standard_input()]
     if "" in prompts:
         raise InputError(f"prompt {prompts.index('') + 1} is empty: give it some text")
@@ -58,15 +47,15 @@ def generate(
     from ligermodels.generation.generate import as_eos_ids, until_eos
     from ligermodels.generation.text_stream import TextStream
 
-    device = options.device_named(device)
+    options.device_named(loading.device)
     source = models.find(path, adapter)
-    if medusa is not None:
-        options.require_heads(medusa)
+    if decoding.heads is not None:
+        options.require_heads(decoding.heads)
     tokenizer = Tokenizer(source.tokenizer)
     ids = [tokenizer.encode(text) for text in prompts]
-    model = source.load(dtype, device, attention, rounding)
-    heads = options.load_heads(model, medusa, decoding.tree_of(draft_tree), confidence_threshold) if medusa else None
-    arguments = decode.arguments(model, device)
+    model = source.load(loading)
+    heads = decoding.load_heads(model)
+    arguments = decoding.arguments(model, max_new_tokens)
     eos = as_eos_ids(model.generation_defaults().get("eos_token_id"))
 
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None

@@ -14,7 +14,6 @@ from ligermodels.errors import InputError
 app = typer.Typer(no_args_is_help=True)
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder, or a hub id, in PEFT's format.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
 Base = Annotated[
     str | None, typer.Option(help="The base model, a folder or a hub id.  [default: as in the adapter or the run]")
 ]
@@ -24,9 +23,9 @@ Base = Annotated[
 def merge(
     path: options.Checkpoint,
     adapter: Adapter,
-    out: Out,
+    out: options.Out,
     dtype: options.DtypeOption = None,
-    max_shard_size: checkpoint.MaxShardSize = "5GB",
+    max_shard_size: options.MaxShardSize = "5GB",
     overwrite: options.Overwrite = False,
 ) -> None:
     """Write a checkpoint with a LoRA adapter added to its weights: `export --adapter`."""
@@ -41,7 +40,7 @@ def to_hf(
             metavar="RUN", help="The folder of a run of `train --lora-rank`; or an adapter, to write it again."
         ),
     ],
-    out: Out,
+    out: options.Out,
     step: Annotated[
         int | None, typer.Option(min=1, help="Step of the run's checkpoint.  [default: the newest]")
     ] = None,
@@ -68,7 +67,7 @@ def to_hf(
 @app.command()
 def from_hf(
     adapter: Adapter,
-    out: Out,
+    out: options.Out,
     base: Base = None,
     dtype: Annotated[
         options.Dtype | None, typer.Option("--dtype", help="Dtype of A and B.  [default: as they are stored]")

@@ -43,16 +43,9 @@ class Source:
         path = None if self.adapter is None else self.adapter / "chat_template.jinja"
         return path if path is not None and path.is_file() else None
 
-    def load(
-        self, dtype: options.Dtype | None, device: str, attention: str = "auto", quantize: options.Prepare = None
-    ) -> CausalLM:
-        """Load the model, with the adapter as LoRA layers. Exports contain the adapter's tokenizer and chat template.
-
-        Args:
-            dtype: dtype of the parameters; None for the dtype of the checkpoint.
-            device: device of the model.
-            attention: attention backend, or "auto".
-            quantize: rounds the weights, from `options.quantizing`. An adapter is merged first.
+    def load(self, loading: options.Loading) -> CausalLM:
+        """Load the model, with the adapter as LoRA layers, which are merged before weights are rounded. Exports contain
+        the adapter's tokenizer and chat template.
 
         Raises:
             ConfigError: the tokenizer beside the adapter has more tokens than the model; or the config, or the config
@@ -60,8 +53,8 @@ class Source:
             CheckpointError: the checkpoint or the adapter cannot be loaded.
         """
         if self.adapter is None:
-            return options.load(self.folder, dtype, device, attention, quantize)
-        model = options.load(self.folder, dtype, device, attention)
+            return loading.load(self.folder)
+        model = replace(loading, quantize=None, quantize_exclude=None, quantize_head=None).load(self.folder)
         from ligermodels.adapt.adapter import load_adapter
         from ligermodels.data.tokenizer import Tokenizer
 
@@ -73,10 +66,10 @@ class Source:
                     f"{self.adapter / 'tokenizer.json'}: has ids up to {last:,}, and the model's vocab_size is "
                     f"{model.config.vocab_size:,}; adapters that add tokens are not implemented"
                 )
-        if quantize is not None:
+        if loading.quantize is not None:
             from ligermodels.adapt.lora import merge_lora
 
-            quantize(merge_lora(model))
+            loading.round(merge_lora(model))
         return export_with_tokenizer(model, self.adapter)
 
 

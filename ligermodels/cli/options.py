@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, InputError, arguments_named
-from ligermodels.training.recipe import TrainingRecipe
-from ligermodels.training.renamed import flag, warn
+from ligermodels.training.renamed import warn
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -46,6 +43,16 @@ QuantizeHead = Annotated[
         help="With --quantize: round the LM head too. A head that is tied to the embedding gets a weight of its own."
     ),
 ]
+Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
+Heads = Annotated[
+    str, typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; an MTP head also in a checkpoint.")
+]
+
+DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
+ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
+Date = Annotated[str | None, typer.Option(help="YYYY-MM-DD, for chat templates that write it.  [default: today]")]
+MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
 
@@ -77,54 +84,50 @@ def folder_of(path: str) -> Path:
     return hub.resolve(path)
 
 
-Prepare = Callable[["CausalLM"], object] | None
-"""Changes a model before its weights are loaded: see `from_pretrained`."""
+@dataclass(frozen=True)
+class Loading:
+    """How a command loads its model: a group of options (`flags.with_groups`).
 
-
-def quantizing(weights: QuantizedFormat | None, exclude: Sequence[str] | None, head: QuantizedFormat | None) -> Prepare:
-    """A function that rounds the weights of a model (`lm.quantize`); None if `weights` is None.
-
-    Args:
-        weights: format of the weights of the blocks' linear layers.
-        exclude: patterns of layers that are not rounded.
-        head: format of the LM head; None: it is not rounded.
+    Raises typer.BadParameter for options that contradict one another.
     """
-    if weights is None:
-        for name, value in (("--quantize-exclude", exclude), ("--quantize-head", head)):
-            if value:
-                raise typer.BadParameter("is for --quantize", param_hint=name)
-        return None
 
-    def quantized(model: CausalLM) -> object:
+    dtype: DtypeOption = None
+    device: Device = None
+    attention: Attention = "auto"
+    quantize: Quantize = None
+    quantize_exclude: QuantizeExclude = None
+    quantize_head: QuantizeHead = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("--quantize-exclude", self.quantize_exclude), ("--quantize-head", self.quantize_head)):
+            if value and self.quantize is None:
+                raise typer.BadParameter("is for --quantize", param_hint=name)
+
+    def round(self, model: CausalLM) -> CausalLM:
+        """Round the weights of a model by --quantize, if it is given."""
+        if self.quantize is None:
+            return model
         from ligermodels.adapt.quantize import quantize
 
         with arguments_named(exclude="--quantize-exclude", head="--quantize-head"):
-            return quantize(model, weights, exclude=exclude or (), head=head)
+            return quantize(model, self.quantize, exclude=self.quantize_exclude or (), head=self.quantize_head)
 
-    return quantized
+    def load(self, path: str | Path) -> CausalLM:
+        """Load the model of a checkpoint, a folder or a hub id, with a progress bar."""
+        import torch
+
+        from ligermodels.pretrained import from_pretrained
+
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        device, attention = device_named(self.device), self.attention
+        with progress(f"loading {path}", in_bytes=True) as update:
+            return from_pretrained(
+                path, dtype=dtype, device=device, attention=attention, progress=update, prepare=self.round
+            )
 
 
-def load(
-    path: str | Path, dtype: Dtype | None, device: str, attention: str = "auto", prepare: Prepare = None
-) -> CausalLM:
-    """Load a model with a progress bar.
-
-    Args:
-        path: checkpoint folder or hub id.
-        dtype: dtype of the parameters; None for the dtype of the checkpoint.
-        device: device of the model.
-        attention: attention backend, or "auto".
-        prepare: changes the model before its weights are loaded.
-    """
-    import torch
-
-    from ligermodels.pretrained import from_pretrained
-
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
-    with progress(f"loading {path}", in_bytes=True) as update:
-        return from_pretrained(
-            path, dtype=torch_dtype, device=device, attention=attention, progress=update, prepare=prepare
-        )
+ON_CPU = Loading(device="cpu")
+"""For commands that only read and write a checkpoint."""
 
 
 def require_heads(heads: str, command: str | None = None) -> None:
@@ -209,89 +212,3 @@ def renaming(flags: Mapping[str, str], values: Mapping[tuple[str, str], str] | N
             return super().parse_args(ctx, list(current(args)))
 
     return Command
-
-
-SHORT = {"learning_rate": ["--lr"]}
-"""Second names of flags."""
-
-
-def with_recipe_flags(
-    recipe: type[TrainingRecipe], only: Sequence[str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that adds a flag to a command for each setting of a recipe and of its sections.
-
-    Args:
-        recipe: class of the recipe.
-        only: names of the settings that get a flag; None for all.
-
-    A parameter of the command takes the place of a flag with the same name. The command gets the flags on the command
-    line as `settings`, by name.
-    """
-    parts = cast("tuple[type[BaseModel], ...]", TrainingRecipe.__bases__)
-    later = {name for part in parts for name in part.model_fields}  # a recipe's own settings are listed first
-    names = sorted((name for name in recipe.model_fields if only is None or name in only), key=later.__contains__)
-    fields = {name: recipe.model_fields[name] for name in names}
-    return lambda command: _with_flags(command, fields)
-
-
-def _with_flags(command: Callable[..., None], fields: Mapping[str, FieldInfo]) -> Callable[..., None]:
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "settings"]
-    names = {p.name for p in own} | fields.keys()
-    flags, sections = [], dict[str, str]()
-    for name, field in fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for inner, inner_field in field.annotation.model_fields.items():
-                if inner not in names:
-                    flags.append(_flag(inner, inner_field))
-                    sections[inner] = name
-        elif name not in {p.name for p in own}:
-            flags.append(_flag(name, field))
-
-    def wrapped(**arguments: Any) -> None:
-        settings: dict[str, Any] = {}
-        for name in (parameter.name for parameter in flags):
-            if (value := arguments.pop(name)) not in (None, []):
-                element = _element(fields[name]) if name in fields else None
-                value = _numbers(name, value, element) if element in (int, float) else value
-                (settings.setdefault(sections[name], {}) if name in sections else settings)[name] = value
-        command(**arguments, settings=settings)
-
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
-    return wrapped
-
-
-def _element(field: FieldInfo) -> Any:
-    """Type of the elements of a setting that is a tuple; None for other settings."""
-    kinds = (field.annotation, *get_args(field.annotation))  # the setting may be None
-    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
-
-
-def _numbers(name: str, texts: Sequence[str], kind: Callable[[str], float]) -> list[float]:
-    """The numbers of a flag that may be repeated, or have several numbers with commas between them."""
-    try:
-        return [kind(part) for text in texts for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"must be numbers, got {', '.join(texts)}", param_hint=flag(name)) from None
-
-
-def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    kind: Any = field.annotation
-    if type(None) in get_args(kind):
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-    limits = {
-        short: kind(limit)
-        for short, long in (("min", "ge"), ("max", "le"))
-        for limit in (getattr(each, long, None) for each in field.metadata)
-        if limit is not None
-    }
-    text = field.description or ""
-    if field.default not in (None, (), {}) and "[default" not in text:
-        text += f"  [default: {field.default}]"
-    names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
-    if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict
-        kind = list[str]
-    annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

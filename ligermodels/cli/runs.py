@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from ligermodels.cli import launch, options
 from ligermodels.cli.dry_run import show_dry_run
+from ligermodels.cli.flags import with_groups, with_recipe_flags
 from ligermodels.console import is_first_rank, progress, say
 from ligermodels.errors import ConfigError
 from ligermodels.training.mtp_recipe import NEW
@@ -20,54 +22,62 @@ from ligermodels.training.recipe_file import parse_setting, recipe_settings, rec
 if TYPE_CHECKING:
     from ligermodels.training import Console, Outcome
 
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting, with its value as in a recipe. May be repeated."),
-]
-Out = Annotated[Path | None, typer.Option(help="Folder to write the result to.")]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume", help="Continue the run in the output folder, with its settings; with more --steps, extend it."
-    ),
-]
-
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="Train and write nothing: read the data, and print counts, steps, memory and the first batch."
-    ),
-]
+RECIPE = "A YAML file of settings, or the name of a shipped recipe: see the command `recipe`."
 
 
-def recipe_of(
-    recipe_class: type[R],
-    file: str | None,
-    base: str | None,
-    settings: Mapping[str, Any],
-    assignments: Sequence[str],
-    *,
-    resumed: Path | None = None,
-) -> R:
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of a run that are no settings of its recipe: a group of options (`flags.with_groups`)."""
+
+    recipe: Annotated[str | None, typer.Option(help=RECIPE)] = None
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, with its value as in a recipe. May be repeated."),
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Folder to write the result to.")] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in the output folder, with its settings; with more --steps, extend it."
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Train and write nothing: read the data, and print counts, steps, memory and the first batch.",
+        ),
+    ] = False
+    gpus: launch.Gpus = None
+    device: options.Device = None
+    attention: options.Attention = "auto"
+    overwrite: options.Overwrite = False
+
+    @property
+    def resumed(self) -> Path | None:
+        """The folder of the run to resume; None for a new run."""
+        return self.out if self.resume else None
+
+
+def recipe_of(recipe_class: type[R], base: str | None, flags: RunFlags, settings: Mapping[str, Any]) -> R:
     """The recipe of a command.
 
     Args:
         recipe_class: class of the recipe.
-        file: a YAML file or the name of a shipped recipe; None for the defaults.
         base: the base model; None for the base in the recipe.
+        flags: flags of the run: a file of settings, and assignments, which take precedence over `settings`. The
+            settings of a run to resume take the place of the defaults.
         settings: settings from flags.
-        assignments: settings from --set, as KEY=VALUE; they take precedence over flags.
-        resumed: folder of the run to resume; its settings take the place of the defaults. None for a new run.
 
     Raises:
-        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong; or `resumed` is a run of
+        ConfigError: the file cannot be read, a setting is unknown, or a value is wrong; or the run to resume is of
             another command.
     """
-    recipe = recipe_class() if resumed is None else _recipe_of_run(recipe_class, resumed)
-    if file:
-        recipe = recipe.changed(recipe_settings(file, recipe_class.kind), file)
+    recipe = recipe_class() if flags.resumed is None else _recipe_of_run(recipe_class, flags.resumed)
+    if flags.recipe:
+        recipe = recipe.changed(recipe_settings(flags.recipe, recipe_class.kind), flags.recipe)
     given = dict(settings)
-    for name, value in (parse_setting(text, "--set") for text in assignments):
+    for name, value in (parse_setting(text, "--set") for text in flags.assignments or ()):
         both = isinstance(value, Mapping) and isinstance(given.get(name), Mapping)
         given[name] = {**given[name], **value} if both else value
     return recipe.changed(given | ({"base": base} if base else {}), "the command line")
@@ -97,144 +107,106 @@ def require_given(recipe: TrainingRecipe, resumed: Path | None, base_name: str) 
             raise typer.BadParameter(f"give it, or a recipe that names it{run}", param_hint=name)
 
 
-def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise CheckpointError if the run could not write to `out`, or not resume there.
-
-    Under torchrun only the first process checks this; its failure ends the others.
-
-    Args:
-        out: the output folder.
-        resume: whether the run resumes.
-        overwrite: whether the content of the folder may be replaced.
-    """
-    if not is_first_rank():
-        return
-    from ligermodels.training import folder
-
-    folder.require_usable(out, resume=resume, overwrite=overwrite)
-
-
 def run(
-    ctx: typer.Context,
-    recipe_class: type[R],
-    train: str,
-    base_name: str,
-    base: str | None,
-    recipe: str | None,
-    settings: Mapping[str, Any] | None,
-    assignments: Sequence[str] | None,
-    out: Path | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    gpus: int | None,
-    device: str | None,
-    attention: str,
+    ctx: typer.Context, recipe_class: type[R], base_name: str, base: str | None, flags: RunFlags, settings: Any
 ) -> Outcome:
     """Train, in this process or in several, and print where the result is.
 
     Args:
         ctx: context of the command.
         recipe_class: class of the recipe.
-        train: name of the function in `ligermodels.training` that trains.
         base_name: name of the argument for the base model.
         base: the base model; None for the base in the recipe.
-        recipe: a YAML file or the name of a shipped recipe; None for the defaults.
-        settings: settings from flags.
-        assignments: settings from --set, as KEY=VALUE.
-        out: the output folder.
-        resume: continue from the newest checkpoint in `out`.
-        overwrite: replace the content of `out`.
-        dry_run: describe the run instead.
-        gpus: number of processes, see `launch`; None for this process.
-        device: device of the model; None for a GPU if there is one.
-        attention: attention backend, or "auto".
+        flags: the flags that are no settings.
+        settings: settings from flags, by name; or None.
 
     Raises:
         typer.Exit: the run was stopped, was described, or has run in other processes.
     """
-    resumed = out if resume else None
-    chosen = recipe_of(recipe_class, recipe, base, settings or {}, assignments or [], resumed=resumed)
-    if resume and out is None:
+    recipe, out = recipe_of(recipe_class, base, flags, settings or {}), flags.out
+    if flags.resume and out is None:
         raise typer.BadParameter("give the folder of the run to resume", param_hint="--out")
-    require_given(chosen, resumed, base_name)
-    where: dict[str, Any] = {"attention": attention, "resume": resume, "overwrite": overwrite}
-    if dry_run:
-        show_dry_run(chosen, out, gpus=gpus or 1, device=options.device_named(device), console=console(), **where)
+    require_given(recipe, flags.resumed, base_name)
+    where: dict[str, Any] = {"attention": flags.attention, "resume": flags.resume, "overwrite": flags.overwrite}
+    if flags.dry_run:
+        where |= {"device": options.device_named(flags.device), "console": console()}
+        show_dry_run(recipe, out, gpus=flags.gpus or 1, **where)
         raise typer.Exit
     if out is None:
         raise typer.BadParameter("give a folder for the result", param_hint="--out")
-    require_usable(out, resume=resume, overwrite=overwrite)
-    start: str | None = chosen.settings().get("start_from")
-    if start is not None and start != NEW and not resume:
-        options.require_heads(start, chosen.kind)
-    if gpus is not None and gpus > 1:  # here, so that such an error is not that of a rank
+    if is_first_rank():  # its failure ends the others
+        from ligermodels.training.folder import require_usable
+
+        require_usable(out, resume=flags.resume, overwrite=flags.overwrite)
+    start: str | None = recipe.settings().get("start_from")
+    if start is not None and start != NEW and not flags.resume:
+        options.require_heads(start, recipe.kind)
+    if flags.gpus is not None and flags.gpus > 1:  # here, so that such an error is not that of a rank
         from ligermodels.training.preview import check_names
 
-        check_names(chosen)
-    launch.launch(ctx, gpus, device)
-    device = options.device_named(device)
+        check_names(recipe)
+    launch.launch(ctx, flags.gpus, flags.device)
+    where |= {"device": options.device_named(flags.device), "console": console()}
 
     from ligermodels import training
 
     with resumable(out):
-        outcome: Outcome = getattr(training, train)(chosen, out, device=device, console=console(), **where)
+        outcome: Outcome = getattr(training, TRAIN[recipe.kind])(recipe, out, **where)
     show_end(outcome, out)
     return outcome
 
 
-def train_heads_command(recipe_class: type[TrainingRecipe], train: str, about: str) -> Callable[..., None]:
-    """A command that trains heads and prints their scores.
+TRAIN = {"train": "fine_tune", "medusa": "train_heads"} | {
+    kind: f"train_{kind}" for kind in ("mtp", "eagle", "dflash", "dspark")
+}
+"""Kind of recipe -> the function in `ligermodels.training` that trains by it."""
+
+
+def train_command(
+    recipe_class: type[TrainingRecipe],
+    about: str,
+    *,
+    name: str = "BASE",
+    base_help: str = "The model: a checkpoint folder, or a hub id.",
+) -> Callable[..., None]:
+    """A command that trains, and prints the final evaluation.
 
     Args:
         recipe_class: class of the recipe.
-        train: name of the function in `ligermodels.training` that trains.
-        about: first line of the command's help.
+        about: help of the command: its first line, and what happens at the end of the run.
+        name: name of the argument for the base model.
+        base_help: help of this argument.
     """
 
     def command(
-        ctx: typer.Context,
-        base: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="BASE", help="The model: a checkpoint folder, or a hub id.  [default: the recipe's]"
-            ),
-        ] = None,
-        recipe: Annotated[
-            str | None,
-            typer.Option(help="A YAML file of settings, or the name of a shipped recipe: see the command `recipe`."),
-        ] = None,
-        assignments: Assignments = None,
-        out: Out = None,
-        resume: Resume = False,
-        dry_run: DryRun = False,
-        gpus: launch.Gpus = None,
-        device: options.Device = None,
-        attention: options.Attention = "auto",
-        overwrite: options.Overwrite = False,
-        settings: dict[str, Any] | None = None,
+        ctx: typer.Context, base: str | None = None, *, flags: RunFlags, settings: dict[str, Any] | None = None
     ) -> None:
-        outcome = run(
-            ctx, recipe_class, train, "BASE", base, recipe, settings, assignments, out, resume=resume,
-            overwrite=overwrite, dry_run=dry_run, gpus=gpus, device=device, attention=attention,
-        )  # fmt: skip
-        if (evaluation := outcome.evaluation) is None:
-            return
-        from ligermodels.cli.evaluation import show_scores
+        outcome = run(ctx, recipe_class, name, base, flags, settings)
+        if outcome.evaluation is not None:
+            show_evaluation(outcome.evaluation)
 
-        show_scores(evaluation.scores)
-        if (kl := evaluation.kl) is not None:
-            say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
-
-    command.__name__, command.__doc__ = "train", f"{about}\n\n{HOW_A_RUN_GOES}"
-    return options.with_recipe_flags(recipe_class)(command)
+    base_argument = typer.Argument(metavar=name, help=f"{base_help}  [default: the recipe's]")
+    command.__annotations__["base"] = Annotated[str | None, base_argument]
+    command.__name__, command.__doc__ = "train", f"{about} {HOW_A_RUN_GOES}"
+    return with_recipe_flags(recipe_class)(with_groups(command))
 
 
-HOW_A_RUN_GOES = """Flags take precedence over the recipe, and the recipe over the defaults. At the end the heads are
-evaluated on the validation split. On SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume
---out FOLDER continues a run that was stopped or killed, with the settings in its folder; with more --steps it is
-extended."""
+def show_evaluation(evaluation: Any) -> None:
+    """Print the evaluation at the end of a run: a table of the scores of heads, or else a line with all metrics."""
+    from ligermodels.cli.evaluation import show_scores
+    from ligermodels.training.metrics import shown_number
+
+    if not hasattr(evaluation, "scores"):
+        values = evaluation.metrics().items()
+        return say(f"validation {', '.join(f'{name} {shown_number(value)}' for name, value in values)}")
+    show_scores(evaluation.scores)
+    if (kl := evaluation.kl) is not None:
+        say(f"the model: KL to the reference {kl.kl:.4f} nats per token, perplexity {kl.perplexity_change:+.2%}")
+
+
+HOW_A_RUN_GOES = """--set takes precedence over flags, flags over the recipe, and the recipe over the defaults. On
+SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume --out FOLDER continues a run that was
+stopped or killed, with the settings in its folder; with more --steps it is extended."""
 
 
 @contextmanager

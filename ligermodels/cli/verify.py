@@ -4,8 +4,7 @@ files of draft heads."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 
 from ligermodels.arguments import check_number
 from ligermodels.cli import options
+from ligermodels.cli.flags import with_groups
 from ligermodels.console import print_json, progress, readable_bytes, say, show_table
 from ligermodels.convert.input_files import read_text
 from ligermodels.errors import InputError, arguments_named
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from ligermodels.verify import Report
 
 
+@dataclass(frozen=True)
+class Computing(options.Loading):
+    """How the model is loaded, in float32 by default."""
+
+    dtype: Annotated[options.Dtype, typer.Option(help="Dtype to compute in.")] = "float32"
+
+
+@with_groups
 def verify(
     ctx: typer.Context,
     path: Annotated[
@@ -41,18 +49,14 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest error allowed.  [default: 1e-4 in float32, 5e-2 in bfloat16]")
     ] = None,
-    dtype: Annotated[options.Dtype, typer.Option(help="Dtype to compute in.")] = "float32",
-    device: options.Device = None,
-    attention: options.Attention = "auto",
     float8: Annotated[
         bool, typer.Option("--float8", help="Compare gradients in float8 with gradients in --dtype, not transformers.")
     ] = False,
     float8_exclude: Annotated[
         list[str] | None, typer.Option(help="Patterns of layers that are not converted to float8, as in `train`.")
     ] = None,
-    quantize: options.Quantize = None,
-    quantize_exclude: options.QuantizeExclude = None,
-    quantize_head: options.QuantizeHead = None,
+    *,
+    loading: Computing,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare a checkpoint with transformers, module by module; or verify the files of draft heads.
@@ -76,25 +80,25 @@ def verify(
         return _verify_heads(path, model, as_json)
     if tolerance is not None:
         check_number("--tolerance", tolerance)
-    rounding = options.quantizing(quantize, quantize_exclude, quantize_head)
-    _check_combination(float8, float8_exclude, rounding is not None, reference)
-    if not float8 and rounding is None:
-        compared: dict[str, Any] = {"tokens": tokens, "attention": attention, "tolerance": tolerance}
-        return _verify_model(path, reference, text, dtype, device, as_json, **compared)
+    is_rounded = loading.quantize is not None
+    _check_combination(float8, float8_exclude, is_rounded, reference)
+    if not float8 and not is_rounded:
+        return _verify_model(path, reference, text, loading, as_json, tokens=tokens, tolerance=tolerance)
     folder = options.folder_of(path)
-    load = partial(options.load, folder, dtype, options.device_named(device), attention)
-    ids_for = partial(_ids, folder=folder, text=text, tokens=tokens)
-    if rounding is not None:
-        return _verify_quantized(load, ids_for, rounding, tolerance, as_json)
-    return _verify_float8(load, ids_for, float8_exclude or [], tolerance, as_json)
+    loaded = loading.load(folder)
+    ids = _ids(loaded, folder, text, tokens)
+    if is_rounded:
+        plain = replace(loading, quantize=None, quantize_exclude=None, quantize_head=None)
+        return _verify_quantized(loaded, plain.load(folder), ids, tolerance, as_json)
+    return _verify_float8(loaded, ids, float8_exclude or [], tolerance, as_json)
 
 
 def _verify_model(
-    path: str, reference: Path | None, text: Path | None, dtype: str, device: str | None, as_json: bool, **compared: Any
+    path: str, reference: Path | None, text: Path | None, loading: Computing, as_json: bool, **compared: Any
 ) -> None:
     """Compare a checkpoint with transformers, with exit code 1 on a mismatch.
 
-    `compared`: the arguments `tokens`, `attention` and `tolerance` of `ligermodels.verify.verify`.
+    `compared`: the arguments `tokens` and `tolerance` of `ligermodels.verify.verify`.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
@@ -102,7 +106,7 @@ def _verify_model(
     from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.verify import verify as compare
 
-    device = options.device_named(device)
+    device = options.device_named(loading.device)
     folder = options.folder_of(path)
     if reference is not None and not reference.is_dir():
         raise InputError(f"--reference {reference}: no such folder")
@@ -112,8 +116,9 @@ def _verify_model(
             folder,
             reference=reference,
             input_ids=ids,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, loading.dtype),
             device=device,
+            attention=loading.attention,
             progress=update,
             **compared,
         )
@@ -188,18 +193,10 @@ def _show(report: Report, as_json: bool) -> None:
         typer.echo(f"Match: {report.tokens} tokens, every module within {report.tolerance:.0e}.")
 
 
-def _verify_float8(
-    load: Callable[[], CausalLM],
-    ids_for: Callable[[CausalLM], Tensor],
-    exclude: list[str],
-    tolerance: float | None,
-    as_json: bool,
-) -> None:
+def _verify_float8(model: CausalLM, ids: Tensor, exclude: list[str], tolerance: float | None, as_json: bool) -> None:
     """Compare gradients in float8 with gradients in the dtype of the model."""
     from ligermodels.adapt.float8_agreement import float8_agreement
 
-    model = load()
-    ids = ids_for(model)
     with arguments_named(exclude="--float8-exclude"):
         report = float8_agreement(model, ids[None], exclude=exclude)
     if as_json:
@@ -223,20 +220,13 @@ SEQ_LEN = 2048
 
 
 def _verify_quantized(
-    load: Callable[..., CausalLM],
-    ids_for: Callable[[CausalLM], Tensor],
-    rounding: Callable[[CausalLM], object],
-    tolerance: float | None,
-    as_json: bool,
+    quantized: CausalLM, model: CausalLM, ids: Tensor, tolerance: float | None, as_json: bool
 ) -> None:
     """Compare predictions with rounded weights with predictions without."""
     from ligermodels.data.batches import Batch
     from ligermodels.evaluation import evaluate_kl, perplexity
     from ligermodels.layers.initialization import persistent_tensors
 
-    quantized = load(rounding)
-    ids = ids_for(quantized)
-    model = load()
     rows = ids.split(min(SEQ_LEN, model.config.max_position_embeddings or SEQ_LEN))
     report = evaluate_kl(
         quantized, model, (Batch({"input_ids": row[None], "labels": row[None]}) for row in rows if len(row) > 1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
     from ligermodels.training.fused_adamw import FusedAdamW
-    from ligermodels.training.job import Job
+    from ligermodels.training.job import Job, RunOptions
     from ligermodels.training.loop import train
     from ligermodels.training.medusa import train_heads
     from ligermodels.training.medusa_recipe import MedusaRecipe, read_recipe
@@ -49,7 +49,7 @@ _get, __dir__ = lazy_names(
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
         "fused_adamw": ("FusedAdamW",),
-        "job": ("Job",),
+        "job": ("Job", "RunOptions"),
         "cuda_graph": ("GraphStep", "graph_step"),
         "loop": ("train",),
         "medusa": ("train_heads",),
@@ -99,6 +99,7 @@ __all__ = [
     "OutputMetrics",
     "RecordableOptimizer",
     "Recording",
+    "RunOptions",
     "StepMetrics",
     "TrainingRecipe",
     "adamw",

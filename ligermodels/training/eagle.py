@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ligermodels.data.orders import DocumentOrder, First
-from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_counts
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.eagle3_formats import read_config
-from ligermodels.training.callback import Callback
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.eagle_recipe import FLAGS, EagleRecipe
-from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job
+from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.inputs import packed
-from ligermodels.training.job import Job
+from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.preparation import quantize_base
 from ligermodels.training.run import run_job
 from ligermodels.training.run_plan import RunPlan
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def train_eagle(
-    recipe: EagleRecipe,
-    out: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    attention: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Outcome:
+
+def train_eagle(recipe: EagleRecipe, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
     """Train an EAGLE-3 head by `recipe`, on a frozen model.
 
     Args:
         recipe: the settings.
         out: folder to write to: the head, in speculators' form.
-        device: device of the model, such as "cpu" or "cuda".
-        attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one.
-        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
-        console: where messages and progress go; None: nowhere.
-        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
+        options: `device`, `attention`, `resume`, `overwrite`, `console` and `callbacks`: see `RunOptions`.
 
     Returns:
         The last step and the final evaluation, a `HeadsEvaluation`.
@@ -62,8 +48,6 @@ def train_eagle(
         >>> outcome.evaluation.metrics()["tau"]  # on the validation split
     """
     EagleRecipe.check_kind(recipe)
-    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    options |= {"console": console, "callbacks": callbacks}
     return run_job(eagle_job, recipe, out, prepare_base=quantize_base, before_training=choose_vocabulary, **options)
 
 
@@ -90,13 +74,8 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
     options |= {"layer": recipe.layer, "lm_head": recipe.lm_head, "boundaries": recipe.boundaries or None}
     options |= {name: getattr(recipe, name) for name in FLAGS}
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(recipe.seed)
-        try:
-            eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
-        except InputError as error:
-            raise ConfigError(str(error)) from None
-
+    with initialized_by(recipe.seed, model):
+        eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
     return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,41 +15,28 @@ from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
-from ligermodels.training.callback import Callback
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.console import Console, Outcome
+from ligermodels.training.console import Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.job import Job
+from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
 from ligermodels.training.preparation import quantize_base
 from ligermodels.training.reference import add_reference
 from ligermodels.training.router_bias import balance_routers
 from ligermodels.training.run import run_job
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def fine_tune(
-    recipe: FineTuningRecipe,
-    out: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    attention: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Outcome:
+
+def fine_tune(recipe: FineTuningRecipe, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
     """Train a language model by `recipe`. If its base is a config without weights, training starts from random weights.
 
     Args:
         recipe: the settings. With `lora_rank` the model is frozen and LoRA is trained.
         out: folder to write to: a Hugging Face checkpoint, or with `lora_rank` an adapter in PEFT's format.
-        device: device of the model, such as "cpu" or "cuda".
-        attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one.
-        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
-        console: where messages and progress go; None: nowhere.
-        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
+        options: `device`, `attention`, `resume`, `overwrite`, `console` and `callbacks`: see `RunOptions`.
 
     Returns:
         The last step and the final evaluation, a `LossEvaluation`, or another with the metrics of the objective.
@@ -65,10 +51,8 @@ def fine_tune(
     """
     FineTuningRecipe.check_kind(recipe)
     check_objective(recipe)
-    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    options |= {"console": console, "callbacks": callbacks}
-    options["before_training"] = add_reference if uses_reference(recipe) else None
-    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, **options)
+    before = add_reference if uses_reference(recipe) else None
+    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, before_training=before, **options)
 
 
 def export_adapter(

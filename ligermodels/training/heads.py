@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
@@ -56,6 +60,21 @@ def config_without_weights(name: str, model: CausalLM) -> dict[str, Any] | None:
     if model.device.type != "meta" or Path(name).expanduser().is_dir():
         return None
     return read_json(hub.resolve(name, weights=False) / CONFIG)
+
+
+@contextmanager
+def initialized_by(seed: int, model: CausalLM) -> Iterator[None]:
+    """Draw the parameters of a new head on `model` from `seed`, without a change to the global random generators.
+
+    Raises:
+        ConfigError: instead of an InputError, which is about the recipe's settings here.
+    """
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        try:
+            yield
+        except InputError as error:
+            raise ConfigError(str(error)) from None
 
 
 def frozen_base_job(

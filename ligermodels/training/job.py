@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from torch import nn
 
 from ligermodels.data.batches import Batch
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.callback import Callback
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.reports import OutputMetrics, Value
 from ligermodels.training.step import Trainable
@@ -55,6 +56,27 @@ class Job:
     output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
     router_bias_update_rate: float = 0.0
     reference: CausalLM | None = None
+
+
+class RunOptions(TypedDict, total=False):
+    """Keyword arguments of `run_job`, and of the functions that train by a recipe, such as `fine_tune`.
+
+    device: device of the model, such as "cpu" or "cuda", the GPU of the process. Default: "cpu".
+    attention: attention backend of the model. Default: "auto".
+    resume: continue from the newest checkpoint in the output folder, if there is one. Default: False.
+    overwrite: replace what is in the output folder: an earlier run, or another model. Default: False, that is an error.
+        With `resume` it has no effect on a run that has a checkpoint.
+    console: where messages and progress go. Default: None, nowhere.
+    callbacks: called after steps, evaluations and checkpoints, before the callbacks that the recipe names: see
+        `Callback`. Default: none.
+    """
+
+    device: str
+    attention: str
+    resume: bool
+    overwrite: bool
+    console: Console | None
+    callbacks: Sequence[Callback]
 
 
 class JobFactory(Protocol[R]):

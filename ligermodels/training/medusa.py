@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
@@ -13,36 +13,23 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.medusa import MedusaModel
-from ligermodels.training.callback import Callback
-from ligermodels.training.console import Console, Outcome
+from ligermodels.training.console import Outcome
 from ligermodels.training.heads import HeadsEvaluation, frozen_base_job, head_metrics
-from ligermodels.training.job import Job
+from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.run import run_job
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def train_heads(
-    recipe: MedusaRecipe,
-    out: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    attention: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Outcome:
+
+def train_heads(recipe: MedusaRecipe, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
     """Train Medusa heads by `recipe`: in stage 1 on the frozen model, in stage 2 together with the model.
 
     Args:
         recipe: the settings.
         out: folder to write to: the heads; in stage 2 a Hugging Face checkpoint of the model with the heads in it.
-        device: device of the model, such as "cpu" or "cuda".
-        attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one.
-        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
-        console: where messages and progress go; None: nowhere.
-        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
+        options: `device`, `attention`, `resume`, `overwrite`, `console` and `callbacks`: see `RunOptions`.
 
     Returns:
         The last step and the final evaluation, a `HeadsEvaluation`.
@@ -57,8 +44,6 @@ def train_heads(
         >>> outcome.evaluation.scores.accuracy(1)  # of each head, on the validation split
     """
     MedusaRecipe.check_kind(recipe)
-    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    options |= {"console": console, "callbacks": callbacks}
     return run_job(medusa_job, recipe, out, **options)
 
 

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.convert import hub
 from ligermodels.errors import ConfigError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.mtp import MTPModel
 from ligermodels.speculative.mtp_files import configured_layers, holds_head, stored_layers
-from ligermodels.training.callback import Callback
-from ligermodels.training.console import Console, Outcome
-from ligermodels.training.heads import config_without_weights, frozen_base_job
-from ligermodels.training.job import Job
+from ligermodels.training.console import Outcome
+from ligermodels.training.heads import config_without_weights, frozen_base_job, initialized_by
+from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
 from ligermodels.training.run import run_job
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def train_mtp(
-    recipe: MTPRecipe,
-    out: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    attention: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Outcome:
+
+def train_mtp(recipe: MTPRecipe, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
     """Train a head of multi-token prediction by `recipe`, on a frozen model.
 
     Args:
         recipe: the settings.
         out: folder to write to: the head alone, or the model's checkpoint with the head in it.
-        device: device of the model, such as "cpu" or "cuda".
-        attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one.
-        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error.
-        console: where messages and progress go; None: nowhere.
-        callbacks: called after steps, evaluations and checkpoints: see `Callback`.
+        options: `device`, `attention`, `resume`, `overwrite`, `console` and `callbacks`: see `RunOptions`.
 
     Returns:
         The last step and the final evaluation, a `HeadsEvaluation`.
@@ -57,8 +41,6 @@ def train_mtp(
         >>> outcome.evaluation.scores.accuracy(1)  # of each step, on the validation split
     """
     MTPRecipe.check_kind(recipe)
-    options: dict[str, Any] = {"device": device, "attention": attention, "resume": resume, "overwrite": overwrite}
-    options |= {"console": console, "callbacks": callbacks}
     return run_job(mtp_job, recipe, out, **options)
 
 
@@ -98,6 +80,5 @@ def _head_on(model: CausalLM, recipe: MTPRecipe, *, resuming: bool) -> MTPModel:
     options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay}
     if start != NEW and not resuming:
         return MTPModel.from_pretrained(model, start, **options)
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(recipe.seed)
+    with initialized_by(recipe.seed, model):
         return MTPModel.from_base(model, num_layers=num_layers or recipe.num_layers or 1, **options)

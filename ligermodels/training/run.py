@@ -72,13 +72,7 @@ def run_job(
             loaded; None for no change.
         before_training: called with the model of the job when it is loaded and sharded, before a checkpoint is loaded;
             None for nothing.
-        device: device of the model, such as "cpu" or "cuda"; "cuda" is the GPU of the process.
-        attention: attention backend, or "auto".
-        resume: continue from the newest checkpoint in `out`, if there is one.
-        overwrite: replace what is in `out`: an earlier run, or another model. Default: False, that is an error. With
-            `resume` it has no effect on a run that has a checkpoint.
-        console: where messages and progress go; None: nowhere.
-        callbacks: called after steps, evaluations and checkpoints, before the callbacks that the recipe names.
+        device, attention, resume, overwrite, console, callbacks: see `RunOptions`.
 
     Returns:
         The last step and the final evaluation.

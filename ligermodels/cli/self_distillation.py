@@ -1,97 +1,20 @@
-"""`export` and `self-distillation-data` of the commands of draft heads."""
+"""`self-distillation-data` of the commands of draft heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-import ligermodels
 from ligermodels.cli import options
+from ligermodels.cli.options import DATA, Base, ChatTemplate, Date
 from ligermodels.console import progress, say
 from ligermodels.errors import InputError
 
-Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
-Heads = Annotated[
-    str, typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; an MTP head also in a checkpoint.")
-]
-
 BYTES_PER_TOKEN = 4
 """Bytes per token of usual text, approximately."""
-
-DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
-ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
-Date = Annotated[str | None, typer.Option(help="YYYY-MM-DD, for chat templates that write it.  [default: today]")]
-
-
-def export(
-    base: Base,
-    heads: Heads,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    profile: Annotated[
-        str,
-        typer.Option(
-            help="Format: vllm, vllm-shared (one lm_head for all heads), tgi, tgi-v2 (the model's lm_head), "
-            "tensorrt-llm, fasterdecoding, or full-hf (the model's checkpoint with the heads in it)."
-        ),
-    ] = "vllm",
-    base_model: Annotated[
-        str | None, typer.Option(help="Name of the model, for formats that contain it.  [default: BASE]")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="For full-hf: largest weight file, as 5GB or 500MB.")] = "5GB",
-    overwrite: options.Overwrite = False,
-) -> None:
-    """Write heads in the format of another program.
-
-    HEADS may be in any of these formats, so this converts between them.
-    """
-    from ligermodels.speculative.medusa import MedusaModel
-    from ligermodels.speculative.profiles import profile_named
-
-    profile_named(profile)
-    options.require_free(out, overwrite)
-    options.require_heads(heads, "medusa")
-    with progress(f"loading {heads}", in_bytes=True) as update:
-        medusa = MedusaModel.from_pretrained(options.load(base, None, "cpu"), heads, progress=update)
-    medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
-    say(f"wrote {out}")
-
-
-def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) -> Callable[..., None]:
-    """The command `export` of a draft head with a network beside the model.
-
-    Args:
-        command: name of the command for such heads.
-        model_class: name of the class in `ligermodels`.
-        profiles: name of a format -> the servers that read it. The first one is the default.
-    """
-
-    def export(
-        base: Base,
-        head: Annotated[str, typer.Argument(metavar="HEAD", help="The head, in any of the formats.")],
-        out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-        profile: str = next(iter(profiles)),
-        base_model: Annotated[
-            str | None, typer.Option(help="Name of the model, which the format speculators contains.  [default: BASE]")
-        ] = None,
-        overwrite: options.Overwrite = False,
-    ) -> None:
-        """Write a head in the format of a server."""
-        options.require_free(out, overwrite)
-        options.require_heads(head, command)
-        model = options.load(base, None, "cpu")
-        with progress(f"loading {head}", in_bytes=True) as update:
-            draft = getattr(ligermodels, model_class).from_pretrained(model, head, progress=update)
-        draft.export(out, profile, base_model=base_model or base, overwrite=overwrite)
-        say(f"wrote {out}")
-
-    about = ", or ".join(f"{name}, which {servers}" for name, servers in profiles.items())
-    names: Any = Literal
-    export.__annotations__["profile"] = Annotated[names[tuple(profiles)], typer.Option(help=f"Format: {about}.")]
-    return export
 
 
 def self_distillation_data(
@@ -135,7 +58,7 @@ def self_distillation_data(
         raise InputError(f"{out}: exists already; give another name, or --overwrite")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: its folder does not exist")
-    device = options.device_named(device)
+    options.device_named(device)
 
     from ligermodels.data.corpus import PIECE
     from ligermodels.training import MedusaRecipe
@@ -159,7 +82,7 @@ def self_distillation_data(
     documents = documents_of(recipe, checkpoint, say, piece=piece)
     content = content_of(recipe, checkpoint)
     source = SelfDistillation(
-        options.load(folder, dtype, device, attention),
+        options.Loading(dtype, device, attention).load(folder),
         documents,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
