@@ -114,14 +114,11 @@ def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], d
     """
     spec = model.require_export_spec()
     hf_config = spec.hf_config if spec.source is None else spec.source.hf_config
-    layouts = (
-        transformers_layout(model),
-        layout_in_memory(spec, model.config),
-        *family_of(hf_config).weight_maps(model.config),
-    )
+    layouts = family_of(hf_config).weight_maps(model.config)
+    every = (transformers_layout(model), layout_in_memory(spec, model.config), *layouts)
     modules = {*paths, *map(container, paths), *(container(container(path)) for path in paths)}
 
     def hits(known: tuple[dict[str, Target], dict[str, Target]]) -> int:
         return len(known[0].keys() & set(paths)) + sum(container(path) in modules for path in known[1])
 
-    return max(((targets(model, layout), expert_targets(model, layout)) for layout in layouts), key=hits)
+    return max(((targets(model, own, layouts), expert_targets(model, own, layouts)) for own in every), key=hits)
