@@ -17,7 +17,7 @@ from ligermodels.adapt.adapter_layers import updates_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
 from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
-from ligermodels.arguments import check_flag
+from ligermodels.arguments import ExpertFormat, check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import read_json
@@ -32,7 +32,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.expert_lora import ExpertFormat, ExpertLoRA
+from ligermodels.layers.expert_lora import ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 

@@ -11,12 +11,12 @@ from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_p
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
+from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.files import ADAPTER
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.expert_lora import ExpertFormat
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import layout_in_memory
 

@@ -69,9 +69,9 @@ def quantize(
     if head is not None:
         _check_head(model.head)
     for name in list(layers):
-        layer = layers.pop(name)
-        if isinstance(layer, MoE):
-            layer.store(QuantizedExperts.of(layer.gate_up, layer.down, kind))
+        if isinstance(layer := layers.pop(name), MoE):
+            weights: Any = layer
+            layer.store(QuantizedExperts.of(weights.gate_up, weights.down, kind))
         else:
             layer.store(QuantizedCompute.of(layer.weight, kind))
     if head is not None:
