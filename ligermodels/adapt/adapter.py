@@ -16,8 +16,8 @@ from ligermodels.adapt.adapter_config import adapter_config
 from ligermodels.adapt.adapter_layers import updates_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
-from ligermodels.adapt.targets import expert_targets, targets, transformers_layout
-from ligermodels.arguments import check_flag
+from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
+from ligermodels.arguments import ExpertFormat, check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import read_json
@@ -32,7 +32,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.expert_lora import ExpertFormat, ExpertLoRA
+from ligermodels.layers.expert_lora import ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 
@@ -98,12 +98,15 @@ def write_adapter(
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
     """
     check_expert_format(expert_format)
+    ranks = Ranks(tensors.values())  # before conversions, which gather
     updates, tensors = _in_format(updates, tensors, expert_format)
     spec = model.require_export_spec()
     source = spec.source
     # Layers of a vision tower have the same names as layers of the text model.
-    layout, nested = transformers_layout(model), source is not None and source.nested
-    adaptable = None if nested else [*targets(model, layout), *expert_targets(model, layout)]
+    adaptable: list[str] | None = None
+    if source is None or not source.nested:
+        layout, layouts = transformers_layout(model), layouts_of(model)
+        adaptable = [*targets(model, layout, layouts), *expert_targets(model, layout, layouts)]
     own: dict[str, Path | str] = {
         name: path for name, path in spec.files.items() if source and path.absolute() != source.folder / name
     }
@@ -121,7 +124,7 @@ def write_adapter(
         files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name, expert_format))},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
-        ranks=Ranks(tensors.values()),
+        ranks=ranks,
     )
 
 

@@ -13,11 +13,11 @@ from ligermodels.adapt.expert_files import SHARED
 from ligermodels.adapt.lora import AnyLoRA
 from ligermodels.adapt.patterns import full_matches
 from ligermodels.adapt.targets import container, leaf
-from ligermodels.arguments import LARGEST
+from ligermodels.arguments import LARGEST, ExpertFormat
 from ligermodels.convert.config_json import short
 from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.errors import AdapterWarning, ConfigError
-from ligermodels.layers.expert_lora import ExpertFormat, ExpertPart
+from ligermodels.layers.expert_lora import ExpertPart
 from ligermodels.layers.lora import MOST_RANKS, LoRAPart
 
 NO_EFFECT = frozenset((

@@ -11,12 +11,12 @@ from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_p
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
+from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.files import ADAPTER
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.expert_lora import ExpertFormat
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import layout_in_memory
 
@@ -114,14 +114,11 @@ def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], d
     """
     spec = model.require_export_spec()
     hf_config = spec.hf_config if spec.source is None else spec.source.hf_config
-    layouts = (
-        transformers_layout(model),
-        layout_in_memory(spec, model.config),
-        *family_of(hf_config).weight_maps(model.config),
-    )
+    layouts = family_of(hf_config).weight_maps(model.config)
+    every = (transformers_layout(model), layout_in_memory(spec, model.config), *layouts)
     modules = {*paths, *map(container, paths), *(container(container(path)) for path in paths)}
 
     def hits(known: tuple[dict[str, Target], dict[str, Target]]) -> int:
         return len(known[0].keys() & set(paths)) + sum(container(path) in modules for path in known[1])
 
-    return max(((targets(model, layout), expert_targets(model, layout)) for layout in layouts), key=hits)
+    return max(((targets(model, own, layouts), expert_targets(model, own, layouts)) for own in every), key=hits)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.targets import Target, container, leaf
+from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.mappings import TensorView, WeightMapping, interleaved_gate_up, rename, stack
 from ligermodels.errors import CheckpointError, InputError, short
-from ligermodels.layers.expert_lora import ExpertFormat, ExpertLoRA, ExpertPart
+from ligermodels.layers.expert_lora import ExpertLoRA, ExpertPart
 from ligermodels.layers.expert_parts import Projection
 from ligermodels.layers.sharding import gathered
 

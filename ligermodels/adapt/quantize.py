@@ -14,7 +14,7 @@ from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import Linear, LMHead, MoE
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, QuantizedExperts, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -34,7 +34,7 @@ def quantize(
     decoding state, embeddings, norms, routers and biases keep the model's dtype.
 
     Quantised are the projections of attention layers, Gated DeltaNet (with its decay and step size), dense feed-forward
-    layers, shared experts, and Gemma 4's inputs per layer ("after.*"). Linear layers with one output, such as the gate
+    layers, experts, and Gemma 4's inputs per layer ("after.*"). Linear layers with one output, such as the gate
     of a shared expert, are not quantised. With "nf4" neither are layers that a 4-bit checkpoint of bitsandbytes stores
     unquantised.
 
@@ -45,8 +45,8 @@ def quantize(
         model: the model, also on the meta device, as in `prepare` of `from_pretrained`.
         kind: format of the weights, "float8", "int4" or "nf4".
         exclude: `fnmatch` patterns for names of linear layers, or of modules that contain them ("mlp"), that are not
-            quantised. A name is whole ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"). The experts of
-            a mixture cannot be quantised; exclude them as "mlp.experts". Default: none.
+            quantised. A name is whole ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"). The experts
+            of a mixture are called "mlp.experts". Default: none.
         head: format of the head, "float8", "int4" or "nf4". A tied head then gets a weight of its own, also in the
             model's config; the embedding is not changed. Default: None, the head is not quantised.
 
@@ -54,9 +54,9 @@ def quantize(
         `model`. `dequantize` turns the rounded weights into plain ones.
 
     Raises (before the model is changed):
-        InputError: an unknown format; a pattern that matches nothing; no layer to quantise; experts that are not
-            excluded; a head that is not an `LMHead`; a model that is quantised, in float8 training or sharded, or
-            that computes with the modules of a transformers model; weights that are not finite in float32.
+        InputError: an unknown format; a pattern that matches nothing; no layer to quantise; a head that is not an
+            `LMHead`; a model that is quantised, in float8 training or sharded, or that computes with the modules of a
+            transformers model; weights that are not finite in float32.
 
     Examples:
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -69,8 +69,11 @@ def quantize(
     if head is not None:
         _check_head(model.head)
     for name in list(layers):
-        layer = layers.pop(name)
-        layer.store(QuantizedCompute.of(layer.weight, kind))
+        if isinstance(layer := layers.pop(name), MoE):
+            weights: Any = layer
+            layer.store(QuantizedExperts.of(weights.gate_up, weights.down, kind))
+        else:
+            layer.store(QuantizedCompute.of(layer.weight, kind))
     if head is not None:
         model.head.store(QuantizedCompute.of(model.head.weight, head))
         if model.config.head.tied:
@@ -89,24 +92,28 @@ def _stored_unquantized(model: CausalLM) -> Collection[str]:
 
 
 def _layers_to_quantize(model: CausalLM, exclude: Sequence[str], kept: Collection[str]) -> dict[str, Any]:
-    """Name -> linear layer, for all layers of the blocks that are not excluded. Weights in `kept` are not quantised.
-    Raises the errors of `quantize`."""
+    """Name -> linear layer or mixture, for all layers of the blocks that are not excluded. Weights in `kept` are not
+    quantised. Raises the errors of `quantize`."""
     excluded = Exclusion(exclude)
     layers: dict[str, Any] = {}
     for i, block in enumerate(model.decoder.blocks):
         prefix = f"decoder.blocks.{i}"
         for name, module in block.named_modules():
-            if isinstance(module, MoE) and not excluded(prefix, experts := f"{name}.experts"):
-                raise InputError(f"{prefix}.{name}: weights of experts have no quantised form; {_advice(experts)}")
+            experts = isinstance(module, MoE) and not excluded(prefix, f"{name}.experts")
+            if experts and f"{prefix}.{name}.gate_up" not in kept:
+                layers[f"{prefix}.{name}"] = module
             # A gate with one output is small, and rounding it would change the output the most.
             linear = isinstance(module, nn.Linear) and module.out_features > 1 and not excluded(prefix, name)
             if linear and f"{prefix}.{name}.weight" not in kept:
                 layers[f"{prefix}.{name}"] = module
     excluded.check_used()
-    for name, linear in layers.items():
-        if type(linear).forward is not Linear.forward:
-            raise InputError(f"{name}: is a {type(linear).__name__}, which has no quantised form; {_advice(name)}")
-        _check_finite(name, linear.weight, _advice(name))
+    for name, layer in layers.items():
+        experts = isinstance(layer, MoE)
+        advice = _advice(f"{name}.experts" if experts else name)
+        if type(layer).forward is not (MoE.forward if experts else Linear.forward):
+            raise InputError(f"{name}: is a {type(layer).__name__}, which has no quantised form; {advice}")
+        for weight in (layer.gate_up, layer.down) if experts else (layer.weight,):
+            _check_finite(name, weight, advice)
     return layers
 
 

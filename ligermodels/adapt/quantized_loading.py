@@ -21,7 +21,7 @@ from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, CheckpointWarning, InputError
-from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_weights
 from ligermodels.models.untie import EMBEDDING, HEAD
 from ligermodels.ops.quantized.weights import BLOCK, NF4_LEVELS
 
@@ -55,7 +55,7 @@ def load_weights(
     Raises:
         CheckpointError: `WeightMap.load` raises it, or weights to be rounded are not finite.
     """
-    layers = {f"{name}.weight": layer.compute for name, layer in quantized_layers(model).items()}
+    layers = quantized_weights(model)
     state = _without_codes(model, layers)
     # In a checkpoint with tied embeddings there is no head. Its weight in the model, now untied, is the embedding.
     no_head = all(mapping.target != HEAD for mapping in weight_map.mappings)
@@ -85,7 +85,8 @@ class _Part(NamedTuple):
 
     def empty(self, layer: QuantizedCompute, device: torch.device | str | None = None) -> Tensor:
         """The tensor, not filled; on the layer's device by default."""
-        shape = layer.out_features, layer.in_features // self.block
+        *rows, in_features = layer.shape
+        shape = *rows, in_features // self.block
         return torch.empty(shape, dtype=self.dtype, device=device or layer.codes.device)
 
     def stored_bytes(self, mapping: WeightMapping, layer: QuantizedCompute) -> int:
@@ -155,8 +156,8 @@ def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[
 
 def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:
     """The tensors of the model's checkpoint, without LoRA and without codes and scales of the quantised layers."""
-    codes = {f"{name.removesuffix('weight')}compute.{part}" for name in layers for part in ("codes", "scales")}
-    return {name: tensor for name, tensor in without_lora(model).items() if name not in codes}
+    codes = {id(tensor) for layer in layers.values() for tensor in (layer.codes, layer.scales)}
+    return {name: tensor for name, tensor in without_lora(model).items() if id(tensor) not in codes}
 
 
 def _fill(layer: QuantizedCompute, name: str, weight: Tensor) -> None:

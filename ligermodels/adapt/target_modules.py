@@ -12,6 +12,7 @@ from ligermodels.adapt.targets import (
     Target,
     container,
     expert_targets,
+    layouts_of,
     leaf,
     linear_layers,
     mixtures,
@@ -53,8 +54,9 @@ class _Names:
     """The names in transformers of what LoRA can adapt in a model."""
 
     def __init__(self, model: CausalLM) -> None:
-        self.model, self.layout = model, transformers_layout(model)
-        self.linear, self.experts = targets(model, self.layout), expert_targets(model, self.layout)
+        self.model, self.layout, self.layouts = model, transformers_layout(model), layouts_of(model)
+        self.linear = targets(model, self.layout, self.layouts)
+        self.experts = expert_targets(model, self.layout, self.layouts)
 
     def of_modules(self, wanted: str | Sequence[str]) -> list[str]:
         """The paths that `target_modules` names."""
@@ -140,7 +142,7 @@ class _Names:
             )
         if not has_experts or isinstance(wanted, str):
             return
-        names = names_of_experts(self.model)
+        names = names_of_experts(self.model, self.layouts)
         every = linear_layers(self.model, self.layout)
         left_out = [
             path

@@ -68,13 +68,23 @@ def transformers_layout(model: CausalLM) -> WeightMap:
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
-def targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
+def layouts_of(model: CausalLM) -> list[WeightMap]:
+    """The weight maps of all layouts of checkpoints of the model's family. Large mixtures take a second."""
+    return family_of(model.hf_config).weight_maps(model.config)
+
+
+def targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[WeightMap]) -> dict[str, Target]:
     """Path in transformers -> linear layer of a block, for all linear layers that LoRA can adapt.
 
     Excluded are dense MLPs and shared experts with the names of experts (Qwen 3 MoE). PEFT takes such names for the
     experts, which were linear layers in earlier versions of transformers, and could not load an adapter.
+
+    Args:
+        model: the model.
+        weight_map: the layout with the names.
+        layouts: all layouts of the family, from `layouts_of`.
     """
-    expert_names = names_of_experts(model)
+    expert_names = names_of_experts(model, layouts)
     found = linear_layers(model, weight_map)
     return {path: target for path, target, sources in found if expert_names.isdisjoint(map(leaf, sources))}
 
@@ -120,24 +130,22 @@ def mixtures(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def names_of_experts(model: CausalLM) -> set[str]:
+def names_of_experts(model: CausalLM, layouts: Sequence[WeightMap]) -> set[str]:
     """The last components of the names of routers and experts in checkpoints of the family."""
-    if not (names := mixtures(model)):
-        return set()
-    layouts = family_of(model.hf_config).weight_maps(model.config)
+    names = mixtures(model)
     parameters = {f"{name}.{part}" for name in names for part in ("router.weight", "gate_up", "down")}
     mappings = (mapping for layout in layouts for mapping in layout.mappings if mapping.target in parameters)
     return {leaf(source.removesuffix(".weight")) for mapping in mappings for source in _sources(mapping)}
 
 
-def expert_targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
+def expert_targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[WeightMap]) -> dict[str, Target]:
     """Path -> part of the experts of a mixture that LoRA can adapt.
 
     Paths of `gate_up` and `down` are those of the parameters in transformers 5 ("...mlp.experts.gate_up_proj").
-    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`.
+    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`. Arguments are as for `targets`.
     """
     found: dict[str, Target] = {}
-    by_target = {mapping.target: mapping for mapping in weight_map.mappings}
+    by_target, *others = ({mapping.target: mapping for mapping in each.mappings} for each in (weight_map, *layouts))
     for name, module in mixtures(model).items():
         if type(module).forward is not MoE.forward or f"{name}.gate_up" not in by_target:  # a user's class
             continue
@@ -145,7 +153,7 @@ def expert_targets(model: CausalLM, weight_map: WeightMap) -> dict[str, Target]:
         experts = module.config.router.num_experts
         first = gate_up.views[0].source
         path = container(first) if len(gate_up.views) == 1 else first.rpartition(".0.")[0]
-        layers = _layers_of_experts(model, weight_map, name, experts, path)
+        layers = _layers_of_experts([by_target, *others], name, experts, path.partition(".layers.")[0])
         whole = _rows(gate_up, f"{path}.gate_up_proj", 2 * module.config.size)
         found[f"{path}.gate_up_proj"] = Target(name, whole, "gate_up", whole, layers[:2])
         for i, view in enumerate(interleaved_gate_up("", f"{path}.gate_proj", f"{path}.up_proj").views):
@@ -167,13 +175,18 @@ def _rows(mapping: WeightMapping, path: str, rows: int) -> tuple[TensorView, ...
 
 
 def _layers_of_experts(
-    model: CausalLM, weight_map: WeightMap, name: str, experts: int, path: str
+    layouts: Sequence[Mapping[str, WeightMapping]], name: str, experts: int, stem: str
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of the linear layers of each expert, for gate, up and down; empty if no layout of the family has them."""
-    stem = path.partition(".layers.")[0]
-    for layout in (weight_map, *family_of(model.hf_config).weight_maps(model.config)):
-        by_target = {mapping.target: mapping for mapping in layout.mappings}
-        gate_up, down = by_target.get(f"{name}.gate_up"), by_target.get(f"{name}.down")
+    """Names of the linear layers of each expert, for gate, up and down; empty if no layout has them.
+
+    Args:
+        layouts: name of a parameter -> its mapping, for each layout.
+        name: native name of the mixture.
+        experts: number of experts.
+        stem: the names' part before ".layers.".
+    """
+    for layout in layouts:
+        gate_up, down = layout.get(f"{name}.gate_up"), layout.get(f"{name}.down")
         if gate_up is None or down is None or len(gate_up.views) != 2 * experts:
             continue
         sources: list[Sequence[TensorView]] = [gate_up.views[::2], gate_up.views[1::2], down.views]

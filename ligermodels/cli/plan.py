@@ -28,6 +28,9 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step, over all GPUs.")],
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA of this rank.")] = None,
+    lora_targets: Annotated[
+        list[str] | None, typer.Option(help="With --lora-rank: as in `train`, such as experts. May be repeated.")
+    ] = None,
     quantize: Annotated[
         QuantizedFormat | None, typer.Option(help="With --lora-rank: quantise the frozen weights (QLoRA).")
     ] = None,
@@ -54,7 +57,7 @@ def plan(
     from ligermodels.pretrained import from_config
 
     model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
-    _prepare(model, lora_rank, quantize)
+    _prepare(model, lora_rank, lora_targets or [], quantize)
     hardware = Hardware(gpus_per_host=gpus_per_host)
     states: dict[str, Any] = {"optimizer": optimizer, "optimizer_in_bwd": optimizer_in_bwd}
     plans = candidates(model, gpus, size, tokens, seq_len, hardware=hardware, **states)
@@ -73,6 +76,7 @@ def plan(
         "--optimizer": optimizer if optimizer != "adamw" else None,
     }
     flags += "".join(f" {name} {value}" for name, value in chosen.items() if value)
+    flags += "".join(f" --lora-targets {target}" for target in lora_targets or [])
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if fastest["expert"] > 1:
@@ -81,18 +85,20 @@ def plan(
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
 
 
-def _prepare(model: CausalLM, lora_rank: int | None, quantize: QuantizedFormat | None) -> None:
+def _prepare(model: CausalLM, lora_rank: int | None, lora_targets: list[str], quantize: QuantizedFormat | None) -> None:
     """Quantise the weights and add LoRA to the model, as `train` does."""
     from ligermodels.adapt.lora import add_lora
     from ligermodels.adapt.quantize import quantize as quantize_weights
 
+    if lora_rank is None:
+        for given, name in ((quantize, "--quantize"), (lora_targets, "--lora-targets")):
+            if given:
+                raise typer.BadParameter("is for LoRA; give --lora-rank too", param_hint=name)
+        return
     if quantize is not None:
-        if lora_rank is None:
-            raise typer.BadParameter("freezes the weights, which only LoRA then trains", param_hint="--quantize")
         quantize_weights(model, quantize)
-    if lora_rank is not None:
-        with arguments_named(r="--lora-rank"):
-            add_lora(model, lora_rank)
+    with arguments_named(r="--lora-rank", target_modules="--lora-targets"):
+        add_lora(model, lora_rank, target_modules=lora_targets or "all-linear")
 
 
 def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_per_host: int) -> str:

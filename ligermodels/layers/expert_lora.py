@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from ligermodels.ops.runtime.library import PLAIN
 
 ALIGNMENT = 8
 """torch's grouped product takes sizes that are multiples of this."""
-
-ExpertFormat = Literal["target_parameters", "per_expert", "shared_outer"]
-"""How files name the LoRA of experts; see `expert_mappings` of `ligermodels.adapt.expert_files`."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Layer(nn.Module):
     `ligermodels.layers.sharding`. None: tensor parallelism is refused."""
 
     expert_parallel: ClassVar[tuple[str, ...]] = ()
-    """Names of the parameters that have a row for each expert, which expert parallelism spreads over ranks. Such a
-    layer has an attribute `_expert_mesh`, None until it is spread."""
+    """Names of the parameters, or of submodules with parameters, that have a row for each expert. Expert parallelism
+    spreads them over ranks. Such a layer has an attribute `_expert_mesh`, None until it is spread."""
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {}
     """Names of the linear layers that may compute in float8: "input" for a linear layer that takes `x` itself, None for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.shards import fill_shard, is_dtensor
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.expert_parts import ExpertCompute, Projection
 from ligermodels.layers.keeps_dtype import KeepsDtype
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.sharding import TensorSharding, gathered
@@ -50,6 +51,11 @@ class QuantizedCompute(Compute, KeepsDtype):
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.out_features, self.in_features
+
     @classmethod
     def of(cls, weight: Tensor, kind: QuantizedFormat) -> QuantizedCompute:
         """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
@@ -60,17 +66,17 @@ class QuantizedCompute(Compute, KeepsDtype):
         return quantized
 
     def fill(self, weight: Tensor) -> None:
-        """Keep `weight` (out_features, in_features), rounded. InputError if it has values that are not finite."""
-        self._keep(ops.quantize_weight(weight, self.kind))
+        """Keep a weight of this `shape`, rounded. InputError if it has values that are not finite."""
+        self._keep(ops.quantize_weight(weight.flatten(0, -2), self.kind))
 
     def fill_nf4(self, levels: Tensor, scales: Tensor) -> None:
         """Keep a weight that is rounded to nf4 already.
 
         Args:
-            levels: (out_features, in_features), uint8, the index of each element's level.
-            scales: (out_features, in_features / 64), float32, of each block.
+            levels: (..., in_features), uint8, the index of each element's level.
+            scales: (..., in_features / 64), float32, of each block.
         """
-        self._keep(pack_nf4(levels, scales))
+        self._keep(pack_nf4(levels.flatten(0, -2), scales.flatten(0, -2)))
 
     @torch.no_grad()
     def _keep(self, quantized: QuantizedWeight) -> None:
@@ -84,8 +90,9 @@ class QuantizedCompute(Compute, KeepsDtype):
 
     def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether these are the codes and scales of `weight`, on any device, once it is cast to `dtype`."""
-        if weight.shape != (self.out_features, self.in_features):
+        if weight.shape != self.shape:
             return False
+        weight = weight.flatten(0, -2)
         for rows in self._slices():
             numbers = weight[rows].to(self.codes.device, dtype)
             if not numbers.isfinite().all():
@@ -97,12 +104,12 @@ class QuantizedCompute(Compute, KeepsDtype):
         return True
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The rounded weight (out_features, in_features) in `dtype`; a few rows at a time are float32."""
+        """The rounded weight, of this `shape`, in `dtype`; a few rows at a time are float32."""
         dense = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
         codes, scales = self._coded(gathered(self.codes.detach())), gathered(self.scales.detach())
         for rows in self._slices():
             dense[rows] = ops.dequantize_weight(codes[rows], scales[rows], self.in_features, dtype)
-        return dense
+        return dense.view(self.shape)
 
     def _coded(self, codes: Tensor) -> Tensor:
         """The bytes in the dtype by which the ops tell the formats apart."""
@@ -156,6 +163,67 @@ class QuantizedCompute(Compute, KeepsDtype):
         return {"codes": 1, "scales": 1}
 
 
+class ExpertCodes(QuantizedCompute):
+    """A frozen weight (E, out, in) of all experts, kept as codes and scales of a weight (E * out, in).
+
+    Args:
+        shape: (E, out, in).
+        kind: "float8", "int4" or "nf4".
+        device: of the codes, which are not filled: see `fill`.
+    """
+
+    def __init__(self, shape: Sequence[int], kind: QuantizedFormat, device: torch.device | None = None) -> None:
+        self.experts, out_features, in_features = shape
+        super().__init__(in_features, self.experts * out_features, kind, device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts, self.out_features // self.experts, self.in_features
+
+    def forward(self, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        """See `ExpertCompute.forward`."""
+        return ops.quantized_grouped_mm(rows, self._coded(self.codes), self.scales, offsets, bias)
+
+
+class QuantizedExperts(ExpertCompute):
+    """The frozen weights of experts as codes and scales.
+
+    Args:
+        gate_up, down: shapes (E, out, in) of the weights.
+        kind: "float8", "int4" or "nf4".
+        device: of the codes, which are not filled.
+    """
+
+    def __init__(
+        self, gate_up: Sequence[int], down: Sequence[int], kind: QuantizedFormat, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate_up, self.down = ExpertCodes(gate_up, kind, device), ExpertCodes(down, kind, device)
+
+    @classmethod
+    def of(cls, gate_up: Tensor, down: Tensor, kind: QuantizedFormat) -> QuantizedExperts:
+        """Weights (E, out, in), rounded; on the meta device not filled. InputError for values that are not finite."""
+        experts = cls(gate_up.shape, down.shape, kind, gate_up.device)
+        experts.fill("gate_up", gate_up)
+        experts.fill("down", down)
+        return experts
+
+    @property
+    def codes(self) -> dict[Projection, ExpertCodes]:
+        """The codes of each weight."""
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+        return cast(Tensor, self.codes[projection](rows, offsets, bias))
+
+    def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
+        return self.codes[projection].dense(dtype)
+
+    def fill(self, projection: Projection, weight: Tensor) -> None:
+        self.codes[projection].fill(weight)
+
+
 def weight_codes(module: nn.Module) -> QuantizedCompute | None:
     """The quantised weight of a linear layer or a head; None for any other module."""
     compute = getattr(module, "compute", None)
@@ -163,8 +231,20 @@ def weight_codes(module: nn.Module) -> QuantizedCompute | None:
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
-    """The linear layers, and the head, in `module` whose weights are quantised, by name."""
-    return {name: layer for name, layer in module.named_modules() if weight_codes(layer) is not None}
+    """The linear layers, the mixtures, and the head, in `module` whose weights are quantised, by name."""
+    named = ((name, layer, getattr(layer, "compute", None)) for name, layer in module.named_modules())
+    return {name: layer for name, layer, compute in named if isinstance(compute, QuantizedCompute | QuantizedExperts)}
+
+
+def quantized_weights(module: nn.Module) -> dict[str, QuantizedCompute]:
+    """Name of the parameter that a quantised weight replaces -> its codes, for all quantised weights in `module`."""
+    weights: dict[str, QuantizedCompute] = {}
+    for name, layer in quantized_layers(module).items():
+        if isinstance(layer.compute, QuantizedExperts):
+            weights |= {f"{name}.{projection}": codes for projection, codes in layer.compute.codes.items()}
+        else:
+            weights[f"{name}.weight"] = layer.compute
+    return weights
 
 
 def dense_state(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

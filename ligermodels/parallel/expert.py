@@ -26,6 +26,13 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
     if not named:
         raise ConfigError("expert: the model has no mixture of experts that could be spread; leave it out")
     for name, module in named:
+        if getattr(module, "compute", None) is not None:
+            raise ConfigError(f"expert: {name}: quantised experts cannot be spread over ranks; shard the model instead")
+        if getattr(getattr(module, "update", None), "shared_outer", False):
+            raise ConfigError(
+                f"expert: {name}: LoRA that experts share cannot be spread over ranks; give "
+                "experts_shared_outer_loras=False, or shard the model instead"
+            )
         for parameter, rows in of_experts(module).items():
             try:
                 split_evenly("num_experts", len(rows), ranks)
@@ -44,11 +51,12 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             continue
         for name, parameter in of_experts(module).items():
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-            module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(key, nn.Parameter(spread, parameter.requires_grad))
         module._expert_mesh = mesh
 
 
 def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of a mixture, for its parameters with a row per expert."""
     names = type(module).expert_parallel  # type: ignore[attr-defined]
-    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if name in names}
+    return {name: parameter for name, parameter in module.named_parameters() if name.partition(".")[0] in names}

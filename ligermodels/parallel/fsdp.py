@@ -86,7 +86,9 @@ class _Sharder(NamedTuple):
         mixtures: list[nn.Module] = []
         for mixture in unsharded if self.experts is not None else ():
             if vars(mixture).get("_expert_mesh") is not None:
-                others = [child for child in mixture.children() if next(child.parameters(), None) is not None]
+                spread = type(mixture).expert_parallel  # type: ignore[attr-defined]
+                children = ((name, child) for name, child in mixture.named_children() if name not in spread)
+                others = [child for _, child in children if next(child.parameters(), None) is not None]
                 fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
                 fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
                 mixtures += [mixture, others[0]]

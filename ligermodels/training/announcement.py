@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ligermodels.layers.quantized import quantized_layers
+from ligermodels.layers.quantized import quantized_weights
 from ligermodels.training.counting import Count
 from ligermodels.training.recipe import TrainingRecipe
 
@@ -37,8 +37,8 @@ def data_messages(
 def trained_parameters(model: nn.Module) -> str:
     """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)". A weight that is
     quantised counts the elements that it had before."""
-    quantized = quantized_layers(model).values()
-    codes = {id(parameter) for layer in quantized for parameter in layer.compute.parameters()}
+    quantized = quantized_weights(model).values()
+    codes = {id(parameter) for layer in quantized for parameter in layer.parameters()}
     total = sum(layer.in_features * layer.out_features for layer in quantized)
     total += sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in codes)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -11,6 +11,7 @@ import torch
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import add_lora, lora_layers
+from ligermodels.arguments import ExpertFormat
 from ligermodels.errors import CheckpointError, ConfigError, arguments_named
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
@@ -61,6 +62,7 @@ def export_adapter(
     *,
     step: int | None = None,
     base: str | os.PathLike[str] | None = None,
+    expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> int:
     """Write the LoRA parameters of a checkpoint of a run as an adapter in PEFT's format. No weights of the base model
@@ -71,6 +73,7 @@ def export_adapter(
         out: folder to write the adapter to.
         step: step of the checkpoint; None for the newest checkpoint that is complete.
         base: the base model, a folder or a hub id; None for the base in the run's recipe.
+        expert_format: see `save_adapter`.
         overwrite: replace what is in `out`.
 
     Returns:
@@ -97,7 +100,7 @@ def export_adapter(
     prepare = partial(prepare_lora, recipe)
     model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)
     tensors = checkpoints.parameters(step, model)
-    write_adapter(model, lora_layers(model), tensors, out, overwrite=overwrite)
+    write_adapter(model, lora_layers(model), tensors, out, expert_format=expert_format, overwrite=overwrite)
     return step
 
 

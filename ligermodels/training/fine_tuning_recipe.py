@@ -66,7 +66,9 @@ class FineTuningRecipe(ObjectiveRecipe):
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of the inputs of A.")
     lora_targets: tuple[str, ...] = Field(
-        (), description="LoRA: names of linear layers in transformers, such as q_proj.  [default: all in the blocks]"
+        (),
+        description="LoRA: names of linear layers in transformers, such as q_proj; experts; all-linear.  [default: "
+        "all-linear, the linear layers of the blocks without experts]",
     )
 
     quantize: QuantizedFormat | None = Field(

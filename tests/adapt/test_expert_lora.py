@@ -332,6 +332,35 @@ def test_merged_checkpoints(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["int4", "nf4", "float8"])
+@pytest.mark.parametrize("name", ["qwen3_moe-normalised", "gpt_oss"])
+def test_qlora(name: str, kind: Any, tmp_path: Path) -> None:
+    """LoRA on experts in 4 or 8 bits trains as on their rounded weights, and is merged into either."""
+    make_checkpoint(tmp_path / "model", CONFIGS[name])
+    model = lm.from_pretrained(tmp_path / "model", quantize=kind)
+    torch.manual_seed(0)
+    draw(lm.add_lora(model, 3, target_modules=["all-linear", "experts"]))
+    mixture = mixtures(model)["decoder.blocks.1.mlp"]
+    assert mixture.gate_up is None and kind in repr(mixture.compute)
+    rounded = lm.dequantize(copy.deepcopy(model))
+    assert mixtures(rounded)["decoder.blocks.1.mlp"].compute is None
+    found, wanted = gradients(model), gradients(rounded)
+    assert found.keys() == wanted.keys() and all("lora_" in key for key in found)
+    for key in found:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=1e-6)
+    logits = model(tokens()).logits
+    lm.save_adapter(model, tmp_path / "adapter")
+    again = lm.load_adapter(lm.from_pretrained(tmp_path / "model", quantize=kind), tmp_path / "adapter")
+    assert torch.equal(again(tokens()).logits, logits)
+    merged = lm.merge_lora(again, dequantize=True)
+    assert relative_error(merged(tokens()).logits, logits) < 1e-5
+    merged.save_pretrained(tmp_path / "out")
+    lm.merge_lora(model)  # rounded anew
+    assert mixture.update is None and mixture.compute is not None
+    codes = mixture.compute.codes["down"]
+    assert codes.is_of(mixtures(merged)["decoder.blocks.1.mlp"].down, torch.float32)
+
+
 class Outer(TorchDispatchMode):
     """Counts products that only a gradient of weights needs, by their shapes."""
 

@@ -21,7 +21,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.integrations import wrap
-from ligermodels.layers.quantized import QuantizedCompute, quantized_layers
+from ligermodels.layers.quantized import QuantizedCompute, quantized_weights
 
 KINDS = ("float8", "int4", "nf4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
@@ -30,7 +30,8 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (LLAMA, []),
     "qwen2, with biases": ({**LLAMA, "model_type": "qwen2"}, []),
     "gemma2, tied": (CONFIGS["gemma2"], []),
-    "deepseek_v3, latent attention, dense and experts": (CONFIGS["deepseek_v3"], ["mlp.experts"]),
+    "deepseek_v3, latent attention, dense and experts": (CONFIGS["deepseek_v3"], []),
+    "gpt_oss, experts with biases": ({**CONFIGS["gpt_oss"], "hidden_size": 140, "intermediate_size": 33}, []),
     "qwen3_next, Gated DeltaNet and experts": (CONFIGS["qwen3_next"], ["mlp.experts"]),
 }
 
@@ -47,7 +48,7 @@ def tokens(batch: int = 2, length: int = 19) -> Tensor:
 
 
 def quantised(model: nn.Module) -> dict[str, QuantizedCompute]:
-    return {name: layer.compute for name, layer in quantized_layers(model).items()}
+    return quantized_weights(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +56,10 @@ def quantised(model: nn.Module) -> dict[str, QuantizedCompute]:
 def test_decoding(name: str, kind: Any) -> None:
     """Greedy, sampled, in padded batches: as the model of the rounded weights does, which is near the original."""
     plain, model = build(name), build(name, kind)
-    linears = {n for n, m in plain.named_modules() if isinstance(m, nn.Linear) and m.out_features > 1}
-    assert quantised(model).keys() == {n for n in linears if n.startswith("decoder.blocks.")}
+    names = {f"{n}.weight" for n, m in plain.named_modules() if isinstance(m, nn.Linear) and m.out_features > 1}
+    experts = {n for n, p in plain.named_parameters() if p.ndim == 3 and n.endswith(("gate_up", "down"))}
+    names |= set() if MODELS[name][1] else experts
+    assert quantised(model).keys() == {n for n in names if n.startswith("decoder.blocks.")}
     assert f"{kind}" in repr(model)
     rounded = lm.dequantize(copy.deepcopy(model))
     assert not quantised(rounded)
@@ -138,10 +141,6 @@ def test_loading(name: str, stored: torch.dtype, kind: Any, tmp_path: Path, monk
     monkeypatch.setattr(quantized_loading._Part, "empty", watched)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "progress": lambda *done: steps.append(done)}
     if exclude:
-        with pytest.raises(
-            InputError, match=r"weights of experts have no quantised form.*quantize_exclude=\['mlp.experts'\]"
-        ):
-            lm.from_pretrained(tmp_path, quantize=kind, **options)
         with pytest.raises(InputError, match=r"quantize_exclude: got \['mlp.experts'\] without `quantize`"):
             lm.from_pretrained(tmp_path, quantize_exclude=exclude)
     options |= {"quantize": kind, "quantize_exclude": exclude}
@@ -256,7 +255,7 @@ def test_models_of_transformers() -> None:
 def test_exclusion_and_what_is_not_quantised() -> None:
     model = lm.quantize(build(), "int4", exclude=["mlp.down", "decoder.blocks.1.mixer"])
     assert quantised(model).keys() == {
-        f"decoder.blocks.{i}.{name}"
+        f"decoder.blocks.{i}.{name}.weight"
         for i in range(3)
         for name in ("mixer.qkv", "mixer.o", "mlp.gate_up")
         if (i, name[:5]) != (1, "mixer")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 import ligermodels as lm
 from ligermodels.adapt.adapter import adapter_map
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.adapt.targets import leaf, targets
+from ligermodels.adapt.targets import layouts_of, leaf, targets
 from ligermodels.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-5
@@ -68,7 +68,7 @@ def in_peft(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor |
 
 
 def leaves(model: lm.CausalLM) -> list[str]:
-    return list(dict.fromkeys(map(leaf, targets(model, model.require_export_spec().weight_map))))
+    return list(dict.fromkeys(map(leaf, targets(model, model.require_export_spec().weight_map, layouts_of(model)))))
 
 
 def test_ours_in_peft(pair: tuple[Path, Any], tmp_path: Path) -> None:

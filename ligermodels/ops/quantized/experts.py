@@ -1,0 +1,139 @@
+"""The grouped product of experts with frozen, quantised weights.
+
+Weights are dequantised piece by piece, so that memory holds the codes and one piece of PIECE elements, in the forward
+and in the backward pass. A few rows dequantise their own experts alone. Nothing waits for the device.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.ops.moe.experts import grouped_mm
+from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
+from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+
+PIECE = 2**26
+"""Elements of the weights of all experts that are dequantised at a time."""
+FEW_ROWS = 16
+"""Up to this number of rows, each row dequantises the weight of its expert."""
+
+
+def quantized_grouped_mm(
+    x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, biases: Tensor | None = None
+) -> Tensor:
+    """Rows of x times the quantised weight of their group, as `grouped_mm` of the dequantised weights.
+
+    x and biases have gradients; codes and scales are constants.
+
+    Args:
+        x: (R, K), any floating dtype; under autocast it is cast to autocast's dtype.
+        codes: codes of a weight (E * M, K), the weights of the E groups one below the other, from `quantize_weight`.
+        scales: scales of the weight, from `quantize_weight`.
+        offsets: int32 (E,), the end of each group; they do not decrease, and the last is R.
+        biases: (E, M), cast to the dtype of x: biases[e] is added to the rows of group e; None for none.
+
+    Returns:
+        (R, M), dtype of x.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
+    """
+    (x,) = under_autocast(x)
+    name = "quantized_grouped_mm"
+    if x.ndim != 2 or not x.is_floating_point():
+        raise InputError(f"{name}: x must be floating, of shape (R, K); got {x.dtype} {tuple(x.shape)}")
+    reject_dtensors(name, x, codes, scales, offsets, biases)
+    check_quantized(name, codes, scales, x.shape[1], x.device)
+    check_tensor(name, "offsets", offsets, ("E",), x.device, torch.int32)
+    if codes.shape[0] % len(offsets):
+        raise InputError(f"{name}: codes have {codes.shape[0]} rows, which {len(offsets)} groups do not divide evenly")
+    y: Tensor = _QuantizedGroupedMM.apply(x, codes, scales, offsets)
+    if biases is None:
+        return y
+    check_tensor(name, "biases", biases, (len(offsets), y.shape[1]), x.device)
+    return y + _of_rows(biases.to(x.dtype), y, offsets)
+
+
+def quantized_grouped_mm_reference(
+    x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, biases: Tensor | None = None
+) -> Tensor:
+    """The specification of `quantized_grouped_mm`, in plain torch, with the same arguments."""
+    weight = dequantize_weight_reference(codes, scales, x.shape[1], x.dtype)
+    return grouped_mm(x, weight.unflatten(0, (len(offsets), -1)), offsets, biases)
+
+
+def _of_rows(biases: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """biases (E, M) -> those of the groups of the rows of y (R, M), as a grouped product of an aligned width."""
+    columns = F.pad(biases[..., None], (0, 7))
+    return grouped_mm(y.new_ones(y.shape[0], 8), columns, offsets)
+
+
+def _groups(rows: int, offsets: Tensor) -> Tensor:
+    """Long (rows,): the group of each row."""
+    return torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
+
+
+def _pieces(size: int, others: int, unit: int) -> Iterator[slice]:
+    """Divide `size` into slices of whole units, each of at most PIECE elements with `others` elements beside it."""
+    step = max(PIECE // (others * unit), 1) * unit
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+@custom_op()
+def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """x (R, K) -> (R, M)."""
+    experts, width = offsets.shape[0], x.shape[1]
+    outputs = codes.shape[0] // experts
+    y = x.new_empty(x.shape[0], outputs)
+    if is_fake(x):
+        return y
+    codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
+    if x.shape[0] <= FEW_ROWS:
+        own = _groups(x.shape[0], offsets)
+        weight = dequantize_weight(codes[own].flatten(0, 1), scales[own].flatten(0, 1), width, x.dtype)
+        return torch.bmm(weight.view(-1, outputs, width), x[..., None])[..., 0]
+    for rows in _pieces(outputs, experts * width, 8):
+        own_codes, own_scales = codes[:, rows].flatten(0, 1), scales[:, rows].flatten(0, 1)
+        weight = dequantize_weight(own_codes, own_scales, width, x.dtype)
+        y[:, rows] = grouped_mm(x, weight.unflatten(0, (experts, -1)), offsets)
+    return y
+
+
+@custom_op()
+def _quantized_grouped_backward(dy: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, in_features: int) -> Tensor:
+    """dy (R, M) -> dx (R, K). Weights are dequantised by columns, so that each element of dx is one sum."""
+    dx = dy.new_empty(dy.shape[0], in_features)
+    if is_fake(dy):
+        return dx
+    packed = codes.dtype == torch.uint8
+    for columns in _pieces(in_features, codes.shape[0], GROUP):
+        code_columns, column_scales = columns, scales
+        if packed:
+            first, last = columns.start // GROUP, num_groups(columns.stop)
+            code_columns, column_scales = slice(first * BYTES, last * BYTES), scales[:, first:last]
+        own = codes[:, code_columns].contiguous(), column_scales.contiguous()
+        weight = dequantize_weight(*own, columns.stop - columns.start, dy.dtype).unflatten(0, (len(offsets), -1))
+        dx[:, columns] = grouped_mm(dy, weight.transpose(1, 2), offsets)
+    return dx
+
+
+class _QuantizedGroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scales, offsets)
+        ctx.in_features = x.shape[1]
+        return _quantized_grouped_forward(x, codes, scales, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        codes, scales, offsets = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return _quantized_grouped_backward(dy, codes, scales, offsets, ctx.in_features), None, None, None
