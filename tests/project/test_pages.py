@@ -155,9 +155,10 @@ def make_mixtures(desk: Path) -> None:
     """Mixtures of experts with the tokens of the other models."""
     vocabulary = json.loads((desk / "model" / "config.json").read_text())["vocab_size"]
     for name, config in MIXTURES.items():
-        shutil.copytree(desk / "model", desk / name)
         sizes = {"vocab_size": vocabulary, "max_position_embeddings": 512, "pad_token_id": None}
-        lm.from_config({**CONFIGS[config], **sizes}).save_pretrained(desk / name, overwrite=True)
+        lm.from_config({**CONFIGS[config], **sizes}).save_pretrained(desk / name)
+        others = shutil.ignore_patterns("*.safetensors", "config.json")
+        shutil.copytree(desk / "model", desk / name, ignore=others, dirs_exist_ok=True)
 
 
 def run(line: str) -> None:
