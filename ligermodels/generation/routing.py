@@ -17,7 +17,7 @@ class GenerateOutput:
 
     sequences: long (B, T + n), the prompts and the new tokens, as `generate` returns them alone.
     routing: int16 (B, T + n, layers with experts, experts per token), the experts of each token; -1 on padding, and for
-        the last token of each sequence, which no pass computes.
+        the last token of each sequence, because no pass computes it.
     """
 
     sequences: Tensor

@@ -65,7 +65,7 @@ def load_balancing_loss(
         mask: bool, one element per token, any shape; False for tokens that do not count, such as padding. Default: all
             tokens count.
         shard: this rank's part of the tokens, see `layers.tokens`. Default: None, the rank has all tokens.
-        replayed: count the experts that computed, which the caller gave, as choices. Default: False.
+        replayed: the caller gave the experts: count these as choices. Default: False.
 
     Returns:
         A float32 scalar; zero if no token counts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
@@ -24,6 +25,7 @@ from ligermodels.layers import (
     PerLayerInputs,
     PerLayerInputsConfig,
     RotaryEmbedding,
+    RouterConfig,
     RouterOutput,
     Targets,
     TreeTokens,
@@ -145,6 +147,8 @@ class Decoder(RefusesDropout):
     _tensor_ranks = 1  # number of tensor-parallel ranks
     _token_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.token_parts`
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
+    expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
+    """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def checked_routers(decoder: Decoder, name: str) -> Mapping[int, RouterConfig]:
     """
     routers = decoder.expert_routers
     if not routers:
-        raise InputError(f"{name}: is for mixtures of experts, and this model has no layer with experts")
+        raise InputError(f"{name}: is for mixtures of experts, and this model has no native layer with experts")
     if len({(router.num_experts, router.top_k) for router in routers.values()}) > 1:
         raise InputError(f"{name}: the layers of this model have different numbers of experts")
     return routers
@@ -140,7 +140,7 @@ def router_results(
         layout: layout of the pass.
         with_losses: compute the losses and count the tokens of each expert. Tokens without padding count.
         with_routing: return the routing.
-        replayed: whether the caller gave experts, which the load-balancing loss then counts.
+        replayed: whether the caller gave experts; the load-balancing loss then counts these.
 
     Raises:
         InputError: the routing is asked for, and a layer does not return its experts.

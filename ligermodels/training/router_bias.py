@@ -1,8 +1,8 @@
 """Balancing the load of a mixture's experts by the selection biases of its routers, without a loss.
 
-A router with a selection bias adds it to the scores by which it chooses, not to the weights of the chosen experts.
-After each optimizer step the bias of an expert with less than the mean load rises by a fixed rate, and that of an
-expert with more falls (Wang et al., 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, section 2.1.2).
+A router with a selection bias chooses by scores plus bias; the bias does not count for the weights of the chosen
+experts. After each optimizer step the bias of an expert with less than the mean load rises by a fixed rate, and the
+bias of an expert with more falls (Wang et al., 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, section 2.1.2).
 """
 
 from __future__ import annotations

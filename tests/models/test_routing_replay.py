@@ -317,7 +317,7 @@ def test_bad_input() -> None:
         with pytest.raises(InputError, match=message):
             model(ids, routing=given)
     for call in (lambda: dense(ids, routing=routing), lambda: dense(ids, return_routing=True)):
-        with pytest.raises(InputError, match="routing: is for mixtures of experts, and this model has no layer"):
+        with pytest.raises(InputError, match="routing: is for mixtures of experts, and this model has no native layer"):
             call()
     heads = lm.MedusaModel.from_base(model, num_heads=1)
     for call, message in {
@@ -329,6 +329,20 @@ def test_bad_input() -> None:
     }.items():
         with pytest.raises(InputError, match=message):
             call()
+
+
+def test_a_wrapped_model_refuses() -> None:
+    """Its routers are those of transformers."""
+    from ligermodels.integrations import wrap
+
+    model = build("mixtral")
+    model.load_hf_state_dict(model.hf_state_dict())
+    ids = ids_of(model)
+    wanted = model(ids, labels=ids).loss
+    wrap(model)
+    torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
+    with pytest.raises(InputError, match="no native layer with experts"):
+        model(ids, return_routing=True)
 
 
 def test_a_layer_that_returns_no_experts() -> None:

@@ -21,6 +21,7 @@ import torch
 from chat_templates import TEXT
 from runs import with_decoder
 from typer.testing import CliRunner
+from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.archs.registry import MODULES
@@ -65,6 +66,7 @@ PAGES = {
     "docs/eagle.md": {"own.jsonl", "head", "own-head", "run", "for-vllm", "for-sglang"},
     "docs/dspark.md": {"own.jsonl", "head", "flash", "own-head", "run", "for-vllm", "for-sglang", "flash-sglang"},
     "docs/objectives.md": {"preferred", "judged", "student", "own"},
+    "docs/experts.md": {"balanced"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
     "docs/reference/training.md": set[str](),
@@ -85,6 +87,8 @@ MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen3.5-9B",
 )
+MIXTURES = {"Qwen/Qwen3-30B-A3B": "qwen3_moe", "zai-org/GLM-4.5-Air": "glm4_moe"}
+"""Models of docs/experts.md -> their configs in the zoo."""
 TRAINING = ["--seq-len", "256", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-bad-lines", "0"]
 SIZES = {
     "train": [*TRAINING, "--batch-tokens", "512", "--micro-batch-tokens", "512", "--device", "cpu"],
@@ -147,6 +151,16 @@ def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def make_mixtures(desk: Path) -> None:
+    """Mixtures of experts with the tokens of the other models."""
+    vocabulary = json.loads((desk / "model" / "config.json").read_text())["vocab_size"]
+    for name, config in MIXTURES.items():
+        sizes = {"vocab_size": vocabulary, "max_position_embeddings": 512, "pad_token_id": None}
+        lm.from_config({**CONFIGS[config], **sizes}).save_pretrained(desk / name)
+        others = shutil.ignore_patterns("*.safetensors", "config.json")
+        shutil.copytree(desk / "model", desk / name, ignore=others, dirs_exist_ok=True)
+
+
 def run(line: str) -> None:
     """Run a `ligermodels` command line; `> FILE` writes its output to a file."""
     words = shlex.split(line, comments=True)
@@ -164,6 +178,8 @@ def run(line: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_from_top_to_bottom(page: str, desk: Path) -> None:
     names: dict[str, Any] = {}
+    if page == "docs/experts.md":
+        make_mixtures(desk)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for language, content in blocks(page):
