@@ -10,7 +10,7 @@ import sys
 
 ROOMS = {
     "cases": (
-        "ops", "attention", "delta", "training", "command_line", "medusa", "decoding", "quantized_decoding",
+        "ops", "attention", "delta", "training", "command_line", "medusa", "draft", "decoding", "quantized_decoding",
         "cpu_decoding", "float8_block", "float8_scaled_mm", "float8_loss", "needed_tokens", "loading", "demo",
         "compare", "all",
     ),

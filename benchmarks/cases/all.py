@@ -44,6 +44,7 @@ COMMANDS = {
         "medusa --ignored 0 --providers 'ligermodels stage 2'",
         "medusa --ignored 0 --roofline --providers ligermodels 'ligermodels float8' liger 'liger + torchao float8'",
     ],
+    "draft": ["draft --roofline"],
     "demo": ["demo"],
     "loading": ["loading {folder}"],
     "float8-loss": ["float8_loss", "float8_loss --layers 4 --providers adamw adamw8bit muon muon8bit"],

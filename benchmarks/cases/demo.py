@@ -40,11 +40,27 @@ def records_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
+def drafts_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A record for each kind of draft heads, batch size and way of decoding of a demo.json."""
+    machine = {key: results[key] for key in ("gpu", "torch", "date") if key in results}
+    return [
+        {
+            "case": f"{record['decoding']} batch {record['batch']}",
+            "provider": record["kind"],
+            "draft_seconds": results["settings"]["draft_seconds"],
+            **record,
+            **machine,
+        }
+        for record in results.get("drafts", [])
+    ]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--json", type=Path, help="demo.json of an earlier demo, in place of a new run")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--drafts", type=Path, help="append the comparison of draft heads to this file")
     arguments = parser.parse_args()
     if arguments.json is not None:
         results = json.loads(arguments.json.read_text(encoding="utf-8"))
@@ -62,6 +78,7 @@ def main() -> None:
         common = {name: common[name] for name in ("commit", "measure")}
     records = [{**common, **record} for record in records_of(results)]
     recording.write(arguments.out, records)
+    recording.write(arguments.drafts, [{**common, **record} for record in drafts_of(results)])
     for record in records:
         print(
             record["case"], f"{record['speed_up']:.2f}", f"{record['same']} of {record['prompts']} the same", flush=True

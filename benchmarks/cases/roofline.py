@@ -187,12 +187,29 @@ def medusa_roofline(
     model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
     (vocab, hidden), tokens = model.head.weight.shape, batch * length
     targets = int(tokens * (1 - ignored))
-    moved = 4 * num_heads * targets * vocab + least_bytes(model, tokens, tokens, products, ())
-    of_a_block = copies(moved // len(model.decoder.blocks))
     calls = num_heads * [*gemms((targets, vocab, hidden)), *gemms((targets, hidden, hidden), ("weight",))]
+    calls += forward_calls(model, batch, length, products, 4 * num_heads * targets * vocab)
+    return step_ms([*calls, *copies(ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden)])
+
+
+def forward_calls(
+    model: lm.CausalLM, batch: int, length: int, products: Products = IN_BF16, moved: int = 0
+) -> list[Call]:
+    """Calls for the forward pass of the blocks.
+
+    Args:
+        model: Model, on the meta device.
+        batch: Sequences per step.
+        length: Tokens per sequence.
+        products: Precision of the projections.
+        moved: Further bytes that the step moves.
+    """
+    tokens, calls = batch * length, list[Call]()
+    moved += least_bytes(model, tokens, tokens, products, ())
+    of_a_block = copies(moved // len(model.decoder.blocks))
     for work, count in _blocks(model, batch, length, tokens, ()).items():
         calls += count * [*block(work, products), *of_a_block]
-    return step_ms([*calls, *copies(ADAMW_BYTES * num_heads * (vocab + hidden + 1) * hidden)])
+    return calls
 
 
 def _linears(module: nn.Module) -> Iterable[nn.Linear]:

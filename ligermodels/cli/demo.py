@@ -17,7 +17,8 @@ def demo(
 
     Train a model on Python's own sources, then Medusa heads; generate with both; export the heads; fine-tune the model
     on chats, whole and by LoRA, and ask it questions. With --size gpu the model has 270 M parameters, and the demo
-    measures the speed-up of decoding with the heads, in batches of 1, 4 and 16, in place of fine-tuning.
+    measures the speed-up of decoding with the heads, in batches of 1, 4 and 16, in place of fine-tuning. It also trains
+    Medusa, EAGLE-3 and DSpark heads on that model, each in the same time, and compares decoding with them.
     """
     from ligermodels.demo import DemoSettings, GpuDemoSettings, run_demo
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,37 +42,73 @@ def decoding_speeds(
     if s.temperature is not None:
         acceptances["typical"] = {"temperature": s.temperature}
     for batch in s.batch_sizes:
-        plain_seconds, plain = _timed(model.base.generate, measured, batch, s, GREEDY)
+        plain = timed_generate(model.base.generate, measured, batch, s, GREEDY)
         for acceptance, options in acceptances.items():
-
-            def seconds(size: int, batch: int = batch, options: dict[str, Any] = options) -> float:
-                few = fit[: max(batch, TREE_PROMPTS)]
-                return _timed(model.generate, few, batch, s, {"tree": trees[size], **options})[0]
-
-            best = min(trees, key=seconds) if len(trees) > 1 else next(iter(trees))
-            options = {"tree": trees[best], "return_stats": True, **options}
-            medusa_seconds, outputs = _timed(model.generate, measured, batch, s, options)
-            steps, tokens = sum(out.steps for out in outputs), sum(out.new_tokens for out in outputs)
-            pairs = zip(torch.cat(plain), torch.cat([out.sequences for out in outputs]), strict=True)
-            yield {
-                "batch": batch,
-                "acceptance": acceptance,
-                "tree": best,
-                "plain_seconds": plain_seconds,
-                "seconds": medusa_seconds,
-                "steps": steps,
-                "tokens_per_step": (tokens - len(measured)) / steps,
-                "speed_up": plain_seconds / medusa_seconds,
-                "prompts": len(measured),
-                "new_tokens": s.new_tokens,
-                "same": sum(torch.equal(one, other) for one, other in pairs),
-            }
+            record = fastest_tree_record(model, trees, fit, measured, batch, s, options, plain)
+            yield {"batch": batch, "acceptance": acceptance, **record}
 
 
-def _timed(
-    generate: Callable[..., Any], prompts: Sequence[Sequence[int]], batch: int, s: DemoSettings, options: dict[str, Any]
+def fastest_tree_record(
+    model: MultiHeadModel,
+    trees: Mapping[Any, Any],
+    fit: Sequence[Sequence[int]],
+    measured: Sequence[Sequence[int]],
+    batch: int,
+    s: DemoSettings,
+    options: Mapping[str, Any],
+    plain: tuple[float, list[Any]],
+) -> dict[str, Any]:
+    """The record of decoding with the fastest of several trees.
+
+    Args:
+        model: the model with heads.
+        trees: name -> tree.
+        fit: prompts that choose the tree.
+        measured: prompts that are timed.
+        batch: prompts per batch.
+        s: number of new tokens.
+        options: options of `generate`.
+        plain: seconds and outputs of decoding `measured` without heads.
+    """
+
+    def seconds(name: Any) -> float:
+        few = fit[: max(batch, TREE_PROMPTS)]
+        return timed_generate(model.generate, few, batch, s, {"tree": trees[name], **options})[0]
+
+    best = min(trees, key=seconds) if len(trees) > 1 else next(iter(trees))
+    with_tree = {"tree": trees[best], "return_stats": True, **options}
+    total, outputs = timed_generate(model.generate, measured, batch, s, with_tree)
+    steps, tokens = sum(out.steps for out in outputs), sum(out.new_tokens for out in outputs)
+    pairs = zip(torch.cat(plain[1]), torch.cat([out.sequences for out in outputs]), strict=True)
+    return {
+        "tree": best,
+        "plain_seconds": plain[0],
+        "seconds": total,
+        "steps": steps,
+        "tokens_per_step": (tokens - len(measured)) / steps,
+        "speed_up": plain[0] / total,
+        "prompts": len(measured),
+        "new_tokens": s.new_tokens,
+        "same": sum(torch.equal(one, other) for one, other in pairs),
+    }
+
+
+def timed_generate(
+    generate: Callable[..., Any],
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    s: DemoSettings,
+    options: Mapping[str, Any],
 ) -> tuple[float, list[Any]]:
-    """Seconds and outputs of decoding all prompts in batches, after a warm-up."""
+    """Seconds and outputs of decoding all prompts in batches, after a warm-up.
+
+    Args:
+        generate: a method `generate`.
+        prompts: token ids.
+        batch: prompts per batch.
+        s: number of new tokens, and device.
+        options: options of `generate`.
+    """
     options = {**options, **NO_END}
     for filling in (0, s.new_tokens - WARM_UP):  # kernels of attention depend on the size of the cache
         generate([[*prompt, *[0] * filling] for prompt in prompts[:batch]], WARM_UP, **options)

@@ -20,6 +20,9 @@ FILES = {
     "medusa": "the heads of stage 1",
     "medusa-vllm": "the heads of stage 1, as vLLM loads them",
     "joint": "the model and the heads of stage 2, in one checkpoint",
+    "drafts-medusa": "Medusa heads of the comparison",
+    "drafts-eagle": "an EAGLE-3 head of the comparison",
+    "drafts-dspark": "a DSpark head of the comparison",
     "chat": "the model, fine-tuned on chats: a Hugging Face checkpoint",
     "adapter": "LoRA of the same chats, in PEFT's format",
     RESULTS: "these results",
@@ -77,6 +80,18 @@ def show(folder: Path, results: dict[str, Any]) -> None:
         for r in results["decoding"]
     ]
     show_table(["heads", "tree", "tokens per step", "speed-up", "same tokens"], rows, numbers=range(1, 5))
+    if records := results.get("drafts"):
+        show_table(
+            ["heads", "batch", "decoding", "drafts", "tokens per step", "seconds", "without heads", "speed-up"],
+            [
+                (
+                    *(str(r[name]) for name in ("kind", "batch", "decoding", "tree")),
+                    *(f"{r[name]:.2f}" for name in ("tokens_per_step", "seconds", "plain_seconds", "speed_up")),
+                )
+                for r in records
+            ],
+            numbers=(1, 4, 5, 6, 7),
+        )
     joint, float32 = results["joint"], results.get("float32")
     lines = [
         ("validation loss", f"{results['loss']['model']:.3f}"),

@@ -45,6 +45,12 @@ class DemoSettings:
     """Candidates in a tree; the fastest tree is used."""
     temperature: float | None = None
     """Temperature of typical acceptance; None: only greedy acceptance is measured."""
+    draft_seconds: float = 0
+    """Seconds of training of Medusa, EAGLE-3 and DSpark heads, which are then compared; 0: no comparison."""
+    draft_steps: int = 7
+    """Tokens that an EAGLE-3 head and a DSpark head propose."""
+    draft_learning_rate: float = 6e-4
+    """Learning rate of an EAGLE-3 head and a DSpark head, as DeepSpec publishes it for both."""
     chat_steps: int = 250
     """Steps of fine-tuning on chats; 0: none."""
     chat_learning_rate: float = 4e-3
@@ -56,8 +62,9 @@ class DemoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDemoSettings(DemoSettings):
-    """Sizes of the demo on a GPU of 40 GB or more. The defaults take some six minutes on an H200: 272 M parameters,
-    steps of 16384 tokens. A prompt with its new tokens is as long as a training sequence."""
+    """Sizes of the demo on a GPU of 40 GB or more: 272 M parameters, steps of 16384 tokens. A prompt with its new
+    tokens is as long as a training sequence. The defaults took some six minutes on an H200 before draft heads were
+    compared."""
 
     device: str = "cuda"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -85,6 +92,7 @@ class GpuDemoSettings(DemoSettings):
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     tree_sizes: tuple[int, ...] = (8, 16, 32, 63)
     temperature: float | None = 0.7
+    draft_seconds: float = 60
     chat_steps: int = 0
     check: bool = False
 

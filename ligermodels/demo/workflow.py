@@ -19,14 +19,16 @@ import ligermodels as lm
 from ligermodels.console import progress, say
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
-from ligermodels.demo import corpus
+from ligermodels.demo import corpus, drafts
 from ligermodels.demo.chats import descriptions, right_answers, write_chats
 from ligermodels.demo.decoding import decoding_speeds
 from ligermodels.demo.report import DATA, RESULTS, checks_of, show
 from ligermodels.demo.settings import DemoSettings, llama_config
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 from ligermodels.speculative.benchmark import benchmark_decoding
-from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcome, fine_tune, train_heads
+from ligermodels.speculative.load import load_multi_head
+from ligermodels.speculative.multi_head import MultiHeadModel
+from ligermodels.training import Callback, Console, FineTuningRecipe, MedusaRecipe, Outcome, fine_tune, train_heads
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.recipe import R
 
@@ -67,6 +69,8 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
             demo.train_heads()
             demo.decode()
             demo.export()
+            if s.draft_seconds:
+                demo.compare_drafts()
             if s.chat_steps:
                 demo.fine_tune()
     finally:
@@ -124,9 +128,9 @@ class _Demo:
         }  # fmt: skip
         return kind(steps=steps, learning_rate=learning_rate, **{**common, **settings})
 
-    def run(self, train: Any, recipe: Any, name: str) -> Outcome:
+    def run(self, train: Any, recipe: Any, name: str, *callbacks: Callback) -> Outcome:
         console = Console(lambda message: None, progress)
-        options = {"device": self.s.device, "console": console, "overwrite": True}
+        options = {"device": self.s.device, "console": console, "overwrite": True, "callbacks": callbacks}
         outcome: Outcome = train(recipe, self.folder / name, **options)
         return outcome
 
@@ -174,6 +178,7 @@ class _Demo:
         validation = documents.corpus.split(s.validation_fraction, s.seed)[1]
         texts = [document.ids for document in documents.read(validation) if document]
         prompts = corpus.equally_spaced(texts, s.prompts, s.prompt_tokens)
+        self.prompts = prompts
         with self.stage("decoding", "text, with the heads and without"):
             joint = lm.from_pretrained(folder / "joint", device=s.device)
             self.medusa = lm.MedusaModel.from_pretrained(self.model, folder / "medusa")
@@ -192,6 +197,28 @@ class _Demo:
         """The heads, in the format of vLLM."""
         with self.stage("export", "the heads, for vLLM"):
             self.medusa.export(self.folder / "medusa-vllm", profile="vllm", overwrite=True)
+
+    def compare_drafts(self) -> None:
+        """Medusa, EAGLE-3 and DSpark heads of the same training time, greedy and sampled decoding with each."""
+        s, folder, models = self.s, self.folder, dict[str, MultiHeadModel]()
+        common = {"base": folder / "model", "data": folder / DATA}
+        with self.stage("drafts", f"Medusa, EAGLE-3 and DSpark heads, {s.draft_seconds:g} seconds of training each"):
+            for kind, (recipe_class, train) in drafts.KINDS.items():
+                settings, name = {**common, **drafts.settings_of(kind, s)}, f"drafts-{kind}"
+                rate, clock = settings.pop("learning_rate"), drafts.StepSeconds()
+                trial = self.recipe(recipe_class, drafts.WARM_UP + drafts.TIMED, rate, **settings, evaluate_every=None)
+                self.run(train, trial, name, clock)
+                steps = max(1, int(s.draft_seconds / clock.seconds))
+                evaluation = self.run(train, self.recipe(recipe_class, steps, rate, **settings), name).evaluation
+                self.results.setdefault("draft_training", {})[kind] = {
+                    "steps": steps, "step_seconds": clock.seconds, **evaluation.metrics(),
+                }  # fmt: skip
+                models[kind] = load_multi_head(self.model, folder / name)
+            self.results["drafts"] = []
+            for record in drafts.compare_drafts(models, self.prompts, s):
+                self.results["drafts"].append(record)
+                say(f"  {json.dumps(record)}")
+                self.write()
 
     def fine_tune(self) -> None:
         """The model and LoRA on it, fine-tuned on chats."""

@@ -34,7 +34,7 @@ from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import MultiHeadOutput
-from ligermodels.speculative.tree import DynamicTree, Tree, chain, require_fixed
+from ligermodels.speculative.tree import DynamicTree, Tree, require_fixed
 
 Model = TypeVar("Model", bound="BlockDraftModel")
 
@@ -328,10 +328,6 @@ class BlockDraftModel(DraftHeadModel):
         return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
 
     # -- decoding ------------------------------------------------------------------------------------------------------
-
-    def default_tree(self) -> Tree:
-        """A chain of the K tokens of a block."""
-        return chain(self.num_heads)
 
     def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""

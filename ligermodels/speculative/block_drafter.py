@@ -11,10 +11,10 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.speculative.block_head import BlockHead
-from ligermodels.speculative.drafting import ChooseDrafts
+from ligermodels.speculative.drafting import ChooseDrafts, Drafter
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """A `Drafter` with a `BlockHead`.
 
     The caches hold the keys and values of all verified tokens before the root. `draft` writes those of the block after

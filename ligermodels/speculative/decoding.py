@@ -25,7 +25,6 @@ from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose, Top
 from ligermodels.speculative.layout import Layout
 from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of
 from ligermodels.speculative.tree import DynamicTree, Tree
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class TreeStep(Step):
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step; changes `sequences` in place."""
         candidates = self.drafter.draft(sequences)
-        layout = cast(TreeDrafter, self.drafter).layout if self.layout is None else self.layout
+        layout = cast(Layout, self.drafter.layout or self.layout)
         if self.drafter.cuts:
             layout = layout.first(self.drafter.num_nodes())
         tokens, positions = ops.tree_inputs(

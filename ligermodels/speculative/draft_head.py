@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.sharding import call_gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
@@ -125,9 +124,7 @@ class DraftHeadModel(MultiHeadModel):
 
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
-        if self.embed is not None:
-            return self.embed(input_ids)
-        return call_gathered(self.base, lambda ids: self.base.decoder.embed(ids), input_ids)
+        return super().embeddings(input_ids) if self.embed is None else self.embed(input_ids)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

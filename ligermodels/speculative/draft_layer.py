@@ -1,12 +1,18 @@
-"""The layers of draft heads, as Hugging Face configs with the sizes of the model's layers."""
+"""The layers of draft heads: Hugging Face configs with the sizes of the model's layers, and the context of a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError, short
-from ligermodels.layers import AttentionConfig, MLPConfig
+from ligermodels.layers import AttentionConfig, ForwardContext, MLPConfig, RotaryEmbedding
+from ligermodels.layers.packing import packed_positions
+from ligermodels.layers.tokens import Tokens, layout_without_padding
 from ligermodels.models.decoder import DecoderConfig
 
 
@@ -70,3 +76,38 @@ def check_layers(name: str, layers: Any, kinds: Sequence[str]) -> None:
         raise InputError(
             f"{name}: must be a Hugging Face config, a dict with model_type {' or '.join(kinds)}; got {short(found)}"
         )
+
+
+def following(x: Tensor, ahead: int) -> Tensor:
+    """x (B, T, ...) at t + `ahead`, and zeros beyond the end of the row."""
+    return F.pad(x[:, ahead:], (*(0, 0) * (x.ndim - 2), 0, min(ahead, x.shape[1])))
+
+
+def head_context(
+    ropes: nn.ModuleList,
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    position_ids: Tensor | None,
+    **context: Any,
+) -> tuple[Tokens, ForwardContext]:
+    """The layout of a pass of a head over (B, T) tokens, and its context.
+
+    Args:
+        ropes: the rotary embeddings of the head's layers, each a `RotaryEmbedding`.
+        shape: B and T.
+        device: device of the tokens.
+        dtype: dtype of the rotary tables.
+        position_ids: long (B or 1, T); by default counted from 0 in each row or document.
+        context: `cu_seqlens` and other fields of `ForwardContext`.
+    """
+    bounds = context["cu_seqlens"]
+    tokens = layout_without_padding(shape, bounds)
+    if position_ids is not None:
+        positions = tokens.take(position_ids) if position_ids.shape[0] == shape[0] else position_ids
+    elif bounds is not None:
+        positions = packed_positions(bounds, shape[0] * shape[1])
+    else:
+        positions = torch.arange(shape[1], device=device)[None]
+    tables = {rope.config: rope(positions, dtype) for rope in cast(Iterable[RotaryEmbedding], ropes)}
+    return tokens, ForwardContext(rope_tables=tables, positions=positions, **context)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.speculative.layout import Layout
 from ligermodels.speculative.tree import DynamicTree, Tree
 
 Propose = Callable[[Tensor], Tensor]
@@ -51,23 +52,26 @@ class TopDrafts:
         return token_ids(ops.topk_indices(logits, self.width))
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes the tokens of a tree for each sequence of a batch.
 
     `begin` and `start` are called once, then `draft` and `follow` in every step. `draft` and `follow` change tensors in
     place, at fixed addresses, and do not synchronise with the device, so that a CUDA graph can capture them.
     """
 
-    reads_states: bool
+    reads_states = False
     """Whether `start` needs the hidden states of all tokens of the prompts, not only of the last tokens."""
-    boundaries: tuple[int, ...]
+    boundaries: tuple[int, ...] = ()
     """The model's states that `start` and `follow` read, side by side: L is the residual stream after L layers. Empty:
     the hidden states after the final norm."""
-    cuts: bool
+    layout: Layout | None = None
+    """After `draft`, the nodes of the tree of each sequence; None for the tree that `begin` was given."""
+    cuts = False
     """Whether a step checks only the first `num_nodes` nodes of the tree. No CUDA graph can then capture it."""
 
     def num_nodes(self) -> int:
         """Called after `draft` if the drafter `cuts`: the number of nodes to check, at least 1, the root."""
+        raise NotImplementedError
 
     def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         """Prepare for a batch.
@@ -80,12 +84,14 @@ class Drafter(Protocol):
                 and keeps their distributions; a drafter that does not call it proposes fixed candidates, which is
                 exact too.
         """
+        raise NotImplementedError
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         """Called after the prefill with the hidden states of the prompts, (B, T, H), padded on the right."""
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
         """Candidate tokens, long (B, depth of the tree, width of the tree), for each depth the best token first."""
+        raise NotImplementedError
 
     def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:
         """Called after each step.
@@ -98,7 +104,7 @@ class Drafter(Protocol):
         """
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """A `Drafter` with heads that all read the last hidden state, such as Medusa's.
 
     Args:
@@ -108,25 +114,11 @@ class HeadsDrafter:
         InputError: by `draft`, if the tree needs more heads, or more candidates per head, than there are.
     """
 
-    reads_states = False
-    boundaries: tuple[int, ...] = ()
-    cuts = False
-
     def __init__(self, propose: Propose) -> None:
         self.propose = propose
 
     def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         self.tree, self.choose = tree, choose
-
-    def num_nodes(self) -> int:
-        """All nodes."""
-        return len(self.tree)
-
-    def start(self, sequences: ops.Sequences, states: Tensor) -> None:
-        """Nothing to do."""
-
-    def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None:
-        """Nothing to do."""
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
         hidden, tree = sequences.hidden, self.tree

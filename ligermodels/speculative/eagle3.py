@@ -22,15 +22,15 @@ from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.draft_head import DraftHeadModel
-from ligermodels.speculative.draft_layer import check_layers, layer_like
+from ligermodels.speculative.draft_layer import check_layers, following, layer_like
 from ligermodels.speculative.draft_projection import WholeVocabulary, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
-from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head, following
+from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
-from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree
 from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
@@ -204,10 +204,6 @@ class Eagle3Model(DraftHeadModel):
         return output
 
     # -- decoding ------------------------------------------------------------------------------------------------------
-
-    def default_tree(self) -> Tree:
-        """A chain of `num_steps` tokens."""
-        return chain(self.num_heads)
 
     def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -26,10 +25,9 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
-from ligermodels.layers.tokens import layout_without_padding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import family_of
-from ligermodels.speculative.draft_layer import check_ascending
+from ligermodels.speculative.draft_layer import check_ascending, following, head_context
 
 KINDS = ("llama", "qwen3")
 """`model_type` of the layers that servers implement: Llama's, and Qwen3's with norms of queries and keys."""
@@ -210,24 +208,12 @@ class Eagle3Head(nn.Module):
             The results, in the head's dtype.
         """
         dtype = next(self.parameters()).dtype  # it may differ from the model's
-        tokens = layout_without_padding((embeds.shape[0], embeds.shape[1]), cu_seqlens)
+        tokens, context = head_context(
+            self.ropes, (embeds.shape[0], embeds.shape[1]), embeds.device, dtype, position_ids,
+            cu_seqlens=cu_seqlens, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
+        )  # fmt: skip
         e, z = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
         z = self.reader(z) if reads_states else z
-        if position_ids is not None:
-            positions = tokens.take(position_ids) if position_ids.shape[0] == embeds.shape[0] else position_ids
-        elif cu_seqlens is not None:
-            positions = packed_positions(cu_seqlens, e.shape[1])
-        else:
-            positions = torch.arange(e.shape[1], device=e.device)[None]
-        ropes = cast(Iterable[RotaryEmbedding], self.ropes)
-        context = ForwardContext(
-            rope_tables={rope.config: rope(positions, e.dtype) for rope in ropes},
-            cu_seqlens=cu_seqlens,
-            seq_lens=seq_lens,
-            cache_seqlens=cache_seqlens,
-            tree=tree,
-            positions=positions,
-        )
         normed = self.hidden_norm(z)
         residual = normed if self.config.norm_before_residual else z
         x = torch.cat([self.embedding_norm(e), normed], dim=-1)
@@ -280,8 +266,3 @@ class Eagle3Head(nn.Module):
         weight = self.reader.fc.weight
         options: dict[str, Any] = {"hidden_size": self.config.decoder.hidden_size, "dtype": weight.dtype}
         return DecodingState([self.config.mixer], batch_size, max_length, device=device, **options)
-
-
-def following(x: Tensor, ahead: int) -> Tensor:
-    """x (B, T, ...) at t + `ahead`, and zeros beyond the end of the row."""
-    return F.pad(x[:, ahead:], (*(0, 0) * (x.ndim - 2), 0, min(ahead, x.shape[1])))

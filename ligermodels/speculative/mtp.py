@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count
@@ -17,7 +16,7 @@ from ligermodels.convert.input_files import folder_to_write
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import allocate, initialize, skip_init
-from ligermodels.layers.sharding import call_gathered, gathered
+from ligermodels.layers.sharding import gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE, require_type
 from ligermodels.models.mtp_format import mtp_block
@@ -25,12 +24,13 @@ from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
+from ligermodels.speculative.draft_layer import following
 from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.step_drafter import StepDrafter
-from ligermodels.speculative.tree import DynamicTree, Tree, chain
+from ligermodels.speculative.tree import DynamicTree, Tree
 from ligermodels.speculative.tree_drafter import TreeDrafter
 
 DECAY = 0.6
@@ -184,13 +184,12 @@ class MTPModel(MultiHeadModel):
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterator[Tensor]:
         inputs = batch.inputs
         embeds = inputs["inputs_embeds"]
-        embeds = self._embed(inputs["input_ids"]) if embeds is None else embeds
+        embeds = self.embeddings(inputs["input_ids"]) if embeds is None else embeds
         for step in range(self.num_heads):
             # In the last step + 1 positions of a document the next token is wrong. This changes no loss: they have no
             # target, and causal attention within documents keeps them from the positions with a target.
-            following = F.pad(embeds[:, step + 1 :], (0, 0, 0, min(step + 1, embeds.shape[1])))
             hidden = self.head(
-                following,
+                following(embeds, step + 1),
                 hidden,
                 layer=min(step, self.head.num_layers - 1),
                 position_ids=inputs["position_ids"],
@@ -202,16 +201,7 @@ class MTPModel(MultiHeadModel):
     def _head(self, index: int, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
         return self._through_base(hidden, targets, **loss_options)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
-        embed = self.base.decoder.embed
-        return call_gathered(self.base, lambda ids: embed(ids), input_ids)
-
     # -- decoding ------------------------------------------------------------------------------------------------------
-
-    def default_tree(self) -> Tree:
-        """A chain of `num_steps` tokens."""
-        return chain(self.num_heads)
 
     def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
@@ -219,7 +209,7 @@ class MTPModel(MultiHeadModel):
         if grows and layers > 1:
             raise InputError(f"tree: a DynamicTree needs a head of one layer, this head has {layers}; give a Tree")
         drafter = TreeDrafter if grows else StepDrafter
-        return drafter(self._embed, self.head, self._through_base, self._new_state, layers)
+        return drafter(self.embeddings, self.head, self._through_base, self._new_state, layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
         mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import Block, ForwardContext, RotaryEmbedding, TreeTokens
+from ligermodels.layers import Block, RotaryEmbedding, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.packing import packed_positions
-from ligermodels.layers.tokens import layout_without_padding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.mtp_format import mtp_block
+from ligermodels.speculative.draft_layer import head_context
 
 
 class MTPHead(nn.Module):
@@ -97,25 +95,13 @@ class MTPHead(nn.Module):
                 cache_seqlens=cache_seqlens, state=state, tree=tree, activation_checkpointing=activation_checkpointing,
             ))  # fmt: skip
         block = self.later[layer - 1] if layer else self.block
-        tokens = layout_without_padding((embeds.shape[0], embeds.shape[1]), cu_seqlens)
         # The head's dtype may differ from the model's; its results go to the model's lm_head.
         dtype = next(self.parameters()).dtype
+        tokens, context = head_context(
+            self.ropes, (embeds.shape[0], embeds.shape[1]), embeds.device, dtype, position_ids,
+            cu_seqlens=cu_seqlens, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
+        )  # fmt: skip
         e, h = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
-        if position_ids is not None:
-            positions = tokens.take(position_ids) if position_ids.shape[0] == embeds.shape[0] else position_ids
-        elif cu_seqlens is not None:
-            positions = packed_positions(cu_seqlens, e.shape[1])
-        else:
-            positions = torch.arange(e.shape[1], device=e.device)[None]
         x = self.fc(torch.cat([self.embedding_norm(e), self.hidden_norm(h)], dim=-1))
-        ropes = cast(Iterable[RotaryEmbedding], self.ropes)
-        context = ForwardContext(
-            rope_tables={rope.config: rope(positions, x.dtype) for rope in ropes},
-            cu_seqlens=cu_seqlens,
-            seq_lens=seq_lens,
-            cache_seqlens=cache_seqlens,
-            tree=tree,
-            positions=positions,
-        )
         output = run(activation_checkpointing, block, x, context, state)
         return tokens.restore(self.norm(output.hidden)).to(embeds.dtype)

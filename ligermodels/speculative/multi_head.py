@@ -25,7 +25,7 @@ from ligermodels.speculative.decoding import SpeculativeOutput, speculative_gene
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
 from ligermodels.speculative.rules import SHAPING
-from ligermodels.speculative.tree import DynamicTree, Tree
+from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 
 class MultiHeadModel(RefusesDropout):
@@ -56,8 +56,13 @@ class MultiHeadModel(RefusesDropout):
         raise NotImplementedError
 
     def default_tree(self) -> Tree:
-        """The candidate tree that `generate` uses by default."""
-        raise NotImplementedError
+        """The candidate tree that `generate` uses by default: a chain of K tokens."""
+        return chain(self.num_heads)
+
+    def embeddings(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
+        embed = self.base.decoder.embed
+        return call_gathered(self.base, lambda ids: embed(ids), input_ids)
 
     def drafter(self, tree: Tree | DynamicTree) -> Drafter:
         """A new drafter, which proposes candidate tokens during one call of `generate`.

@@ -11,11 +11,11 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.state import DecodingState
-from ligermodels.speculative.drafting import ChooseDrafts, unchanged
+from ligermodels.speculative.drafting import ChooseDrafts, Drafter, unchanged
 from ligermodels.speculative.tree import DynamicTree, Tree
 
 
-class StepDrafter:
+class StepDrafter(Drafter):
     """A `Drafter` with a head of which each step continues from the best token of the previous step.
 
     Layer k of the head has its own cache. As in training, layer k at position t of the text reads token t + 1 + k, and
@@ -35,7 +35,7 @@ class StepDrafter:
         boundaries: see `Drafter`.
     """
 
-    reads_states, cuts = True, False
+    reads_states = True
 
     def __init__(
         self,
@@ -57,10 +57,6 @@ class StepDrafter:
         self.tree, self.choose = tree, choose
         # A path or a draft may extend beyond the end of the text.
         self._states: Any = self.new_state(batch_size, max_length + tree.max_depth + self.num_layers).layers
-
-    def num_nodes(self) -> int:
-        """All nodes."""
-        return len(self.tree)
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
         states = self.read(states)

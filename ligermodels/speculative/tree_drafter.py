@@ -12,7 +12,7 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.layers import TreeTokens
 from ligermodels.speculative.drafting import ChooseDrafts
-from ligermodels.speculative.layout import Candidates, Layout
+from ligermodels.speculative.layout import Candidates
 from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import DynamicTree
 
@@ -22,11 +22,8 @@ class TreeDrafter(StepDrafter):
 
     At each level the head runs over the tokens of all levels above, as one tree after the text: each token attends to
     the text and to its ancestors. The tokens of earlier levels are computed again, so there is no cache of drafts.
-
-    layout: the tree of each sequence, after `draft`.
     """
 
-    layout: Layout
     tree: DynamicTree
 
     def begin(self, batch_size: int, max_length: int, tree: Any, choose: ChooseDrafts) -> None:

@@ -34,8 +34,9 @@ SIZES = {
 }
 TINY = DemoSettings(**SIZES, tree_sizes=(5,), chat_steps=10, lora_rank=4)
 TINY_GPU = GpuDemoSettings(
-    **SIZES, dtype="bfloat16", device="cpu", installed=False, batch_sizes=(1, 2), tree_sizes=(2, 5)
-)
+    **SIZES, dtype="bfloat16", device="cpu", installed=False, batch_sizes=(1, 2), tree_sizes=(2, 5), draft_seconds=0.5,
+    draft_steps=2,
+)  # fmt: skip
 
 
 def test_demo_does_the_whole_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +92,7 @@ def test_the_demo_on_a_gpu_measures_decoding(
     results = run_demo(tmp_path / "out", TINY_GPU)
     path = tmp_path / "out" / "demo.json"
     printed = [line for line in capfd.readouterr().err.splitlines() if line.lstrip().startswith("{")]
-    assert [json.loads(line) for line in printed] == results["decoding"]
+    assert [json.loads(line) for line in printed] == [*results["decoding"], *results["drafts"]]
     assert results["float32"]["prompts"] == results["float32"]["same"] == 3 and results["float32"]["tokens"] <= 3 * 12
     assert not results["fine_tuning"] and not (tmp_path / "out" / "chat").exists()
     monkeypatch.setenv("COMMIT", "abcdef1")
@@ -105,6 +106,15 @@ def test_the_demo_on_a_gpu_measures_decoding(
     for each in results["decoding"]:
         assert each["speed_up"] == pytest.approx(each["plain_seconds"] / each["seconds"])
         assert 1 <= each["tokens_per_step"] <= 3 and each["tree"] in (2, 5)
+    found = [(each["batch"], each["decoding"], each["kind"]) for each in results["drafts"]]
+    kinds = ("Medusa", "EAGLE-3", "DSpark")
+    assert found == [(batch, way, kind) for batch in (1, 2) for way in ("greedy", "sampled") for kind in kinds]
+    for each in results["drafts"]:
+        assert each["speed_up"] == pytest.approx(each["plain_seconds"] / each["seconds"])
+        assert 1 <= each["tokens_per_step"] <= 4 and (each["same"] is None) == (each["decoding"] == "sampled")
+    for each in results["draft_training"].values():
+        assert each["steps"] == max(1, int(0.5 / each["step_seconds"]))
+    assert [record["provider"] for record in demo.drafts_of(results)] == [kind for *_, kind in found]
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="no CUDA GPU"):
             run_demo(tmp_path / "none", GpuDemoSettings())
