@@ -25,13 +25,13 @@ from ligermodels.layers import (
     PerLayerInputsConfig,
     RotaryEmbedding,
     RouterOutput,
-    Targets,
     TreeTokens,
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import TensorSharding
-from ligermodels.layers.token_parts import parts_of
+from ligermodels.layers.targets import TokensWithTarget
+from ligermodels.layers.token_parts import TokenParts, parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
 from ligermodels.models.transformers_tools import native_config
 
@@ -185,7 +185,7 @@ class Decoder(RefusesDropout):
         state: DecodingState | None = None,
         seq_lens: Tensor | None = None,
         tree: TreeTokens | None = None,
-        token_indices: Tensor | Targets | None = None,
+        token_indices: Tensor | TokensWithTarget | None = None,
         router_outputs: list[RouterOutput] | None = None,
         per_layer_inputs: Tensor | None = None,
         layout: TokenLayout | None = None,
@@ -202,7 +202,7 @@ class Decoder(RefusesDropout):
             seq_lens: long (B,), in a prefill: the number of tokens in each sequence; the rest of its row is padding.
             tree: the new tokens are a tree of candidates.
             token_indices: long (n,), indices of the flattened B * T tokens: only the states of these tokens are
-                returned; blocks that mix no tokens compute only these. `Targets` stand for their `tokens`.
+                returned; blocks that mix no tokens compute only these. Or `Targets.tokens`.
             router_outputs: list to which the `RouterOutput` of every mixture of experts is appended.
             per_layer_inputs: (B, T, layers, P), for a model whose layers have inputs of their own: beside
                 `inputs_embeds`, in place of the embedding by layer of `input_ids`.
@@ -253,15 +253,14 @@ class Decoder(RefusesDropout):
         per_layer: Tensor | None,
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks."""
-        cache_seqlens = None if state is None else state.cache_seqlens
+        lengths = {"seq_lens": seq_lens, "cache_seqlens": None if state is None else state.cache_seqlens}
         if position_ids is not None:
             positions = layout.packing.take(position_ids)
         elif state is not None:
-            positions = _new_positions(x, cache_seqlens, seq_lens, tree)
+            positions = _new_positions(x, tree=tree, **lengths)
         else:
             positions = layout.positions(x)
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        lengths = {"seq_lens": seq_lens, "cache_seqlens": cache_seqlens}
         context = ForwardContext(tables, layout.cu_seqlens, positions, tree=tree, per_layer_inputs=per_layer, **lengths)
         # Scalings may depend on the highest position of a row, which another rank may hold: tables are divided last.
         return context if layout.shard is None else context.of_shard(layout.shard)
@@ -274,26 +273,46 @@ class Decoder(RefusesDropout):
         state: DecodingState | None,
         router_outputs: list[RouterOutput] | None,
     ) -> Tensor:
-        """Run the blocks of these numbers, on parts of the tokens under sequence parallelism."""
-        parts, checkpointing = None, self._activation_checkpointing
+        """Run the blocks of these numbers."""
         if self._token_mesh is not None and blocks and state is None and context.needed is None:
-            parts = parts_of(self, x.shape[0], x.shape[1])
+            return self._run_in_parts(blocks, x, context, router_outputs)
+        for i in blocks:
+            x = self._block(i, x, context, state, router_outputs)
+        return x
+
+    def _block(
+        self,
+        i: int,
+        x: Tensor,
+        context: ForwardContext,
+        state: DecodingState | None,
+        router_outputs: list[RouterOutput] | None,
+        parts: TokenParts | None = None,
+    ) -> Tensor:
+        """The hidden states after block i. Its other results go to the context and to `router_outputs`."""
+        arguments = x, context, None if state is None else state.layers[i]
+        if self._activation_checkpointing == "none" and parts is None:
+            output = self.blocks[i](*arguments)
+        else:
+            output = run(self._activation_checkpointing, self.blocks[i], *arguments, parts=parts)
+        if output.keys_values is not None:
+            context.keys_values[i] = output.keys_values
+        if output.router is not None and router_outputs is not None:
+            router_outputs.append(output.router)
+        return cast(Tensor, output.hidden)
+
+    # -- modes of a pass -----------------------------------------------------------------------------------------------
+
+    def _run_in_parts(
+        self, blocks: range, x: Tensor, context: ForwardContext, router_outputs: list[RouterOutput] | None
+    ) -> Tensor:
+        """`_run` under sequence parallelism: each rank computes its part of the tokens."""
+        parts = parts_of(self, x.shape[0], x.shape[1])
         if parts is not None:
             x, context = parts.take(x), context.of_parts(parts)
         for i in blocks:
-            own_state = None if state is None else state.layers[i]
-            if checkpointing == "none" and parts is None:
-                output = self.blocks[i](x, context, own_state)
-            else:
-                output = run(checkpointing, self.blocks[i], x, context, own_state, parts=parts)
-            x = output.hidden
-            if output.keys_values is not None:
-                context.keys_values[i] = output.keys_values
-            if output.router is not None and router_outputs is not None:
-                router_outputs.append(output.router)
+            x = self._block(i, x, context, None, router_outputs, parts)
         return x if parts is None else parts.restore(x)
-
-    # -- modes of a pass -----------------------------------------------------------------------------------------------
 
     def _in_own_layout(
         self,
@@ -303,7 +322,7 @@ class Decoder(RefusesDropout):
         state: DecodingState | None,
         seq_lens: Tensor | None,
         tree: TreeTokens | None,
-        token_indices: Tensor | Targets | None,
+        token_indices: Tensor | TokensWithTarget | None,
         hidden_states: dict[int, Tensor] | None,
         **options: Any,
     ) -> Tensor:
@@ -317,7 +336,8 @@ class Decoder(RefusesDropout):
         # The `token_indices` number the tokens before context parallelism divides them.
         early = token_indices if layout.shard is None else None
         options |= {"state": state, "seq_lens": seq_lens, "tree": tree, "hidden_states": hidden_states}
-        x = self.forward(input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
+        # Not `self.forward`, which a subclass may have extended, and has called already.
+        x = Decoder.forward(self, input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
         if state is not None:
             state.after(shape[1], seq_lens, tree)
         for boundary, states in ({} if hidden_states is None else hidden_states).items():
@@ -336,7 +356,7 @@ class Decoder(RefusesDropout):
         return x, blocks
 
     def _narrowed(
-        self, token_indices: Tensor | Targets, blocks: range, x: Tensor, context: ForwardContext, *args: Any
+        self, token_indices: Tensor | TokensWithTarget, blocks: range, x: Tensor, context: ForwardContext, *args: Any
     ) -> tuple[Tensor, range, ForwardContext]:
         """Run the blocks up to the last that mixes tokens, then take the tokens whose states are needed.
 
@@ -359,13 +379,13 @@ class Decoder(RefusesDropout):
         return DecodingState(mixers, batch_size, max_length, **sizes)
 
 
-def _selected(token_indices: Tensor | Targets, x: Tensor) -> SelectedTokens | None:
+def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTokens | None:
     """The tokens of x (rows, length, H) whose states are needed, as `Decoder.forward` takes them; None for all.
 
-    For `Targets` it waits for the number of the tokens, which the GPU has counted before the blocks that are queued."""
+    For the tokens with a target it waits for their number, which the GPU has counted before the queued blocks."""
     if isinstance(token_indices, Tensor):
         return SelectedTokens(token_indices, x.shape[0], x.shape[1])
-    selected = None if token_indices.tokens is None else token_indices.tokens.selected
+    selected = token_indices.selected
     return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -55,23 +55,18 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     layout = model.layout(
         shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
     )
-    narrow, targets = model.decoder.narrows and not every_token, None
+    targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
+    needed = None if targets is None else targets.tokens
+    hidden, router_outputs = _hidden(model, inputs, layout=layout, token_indices=needed, hidden_states=states)
+    aux_loss = _aux_loss(router_outputs, layout) if router_outputs and targets is not None else None
+    return Decoded(hidden, layout, targets, aux_loss, None if states is None else _restored(states, inputs, layout))
+
+
+def _hidden(model: CausalLM, inputs: ModelInputs, **options: Any) -> tuple[Tensor, list[RouterOutput]]:
+    """Call the decoder with the inputs and `options`: its result, and the outputs of routers."""
     router_outputs: list[RouterOutput] = []
-    if inputs.labels is not None:
-        size = model.config.vocab_size
-        targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, narrow=narrow)
-    hidden = model.decoder(
-        inputs.input_ids,
-        inputs_embeds=inputs.inputs_embeds,
-        position_ids=inputs.position_ids,
-        token_indices=targets if narrow else None,
-        router_outputs=router_outputs,
-        layout=layout,
-        hidden_states=states,
-    )
-    aux_loss = None if targets is None or not router_outputs else _aux_loss(router_outputs, layout)
-    restored = None if states is None else _restored(states, inputs, layout)
-    return Decoded(hidden, layout, targets, aux_loss, restored)
+    tokens = {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
+    return model.decoder(inputs.input_ids, router_outputs=router_outputs, **tokens, **options), router_outputs
 
 
 def _decode_in_place(
@@ -80,22 +75,19 @@ def _decode_in_place(
     """`decode` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and returns
     the states of tokens (B, T), or (1, n) of the `token_indices`, which need no restoring."""
     state, needed = inputs.state, inputs.token_indices
-    router_outputs: list[RouterOutput] = []
     layout, seq_lens = layout_without_padding(shape, None), None
     if state is None:
         rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
     else:
         rows, seq_lens = layout, prefill_lengths(inputs.attention_mask, state)
-    hidden = model.decoder(
-        inputs.input_ids,
-        inputs_embeds=inputs.inputs_embeds,
-        position_ids=inputs.position_ids,
+    hidden, router_outputs = _hidden(
+        model,
+        inputs,
         cu_seqlens=rows.cu_seqlens,
         state=state,
         seq_lens=seq_lens,
         tree=inputs.tree,
-        token_indices=needed,
-        router_outputs=router_outputs,
+        token_indices=needed.tokens if isinstance(needed, Targets) else needed,
         hidden_states=states,
     )
     aux_loss = _aux_loss(router_outputs, rows) if router_outputs and isinstance(needed, Targets) else None
@@ -135,11 +127,10 @@ def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hi
     Returns:
         The output, with zeros on padding.
     """
-    output, hidden = CausalLMOutput(aux_loss=decoded.aux_loss, hidden_states=decoded.hidden_states), decoded.hidden
-    if decoded.layout.shard is not None and (with_logits or with_last_hidden_state):
-        hidden = decoded.layout.shard.restore(hidden)
-    if with_last_hidden_state:
-        output.last_hidden_state = decoded.layout.packing.restore(hidden)
-    if with_logits:
-        output.logits = decoded.layout.packing.restore(model.head(hidden))
+    output = CausalLMOutput(aux_loss=decoded.aux_loss, hidden_states=decoded.hidden_states)
+    if with_logits or with_last_hidden_state:
+        shard, packing = decoded.layout.shard, decoded.layout.packing
+        hidden = decoded.hidden if shard is None else shard.restore(decoded.hidden)
+        output.last_hidden_state = packing.restore(hidden) if with_last_hidden_state else None
+        output.logits = packing.restore(model.head(hidden)) if with_logits else None
     return output
