@@ -11,7 +11,7 @@ from torch import nn
 from ligermodels.adapt.exclusion import Exclusion
 from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, Float8Warning, InputError
-from ligermodels.layers import Linear
+from ligermodels.layers import Block, Layer, Linear
 from ligermodels.layers.float8 import Float8, float8_slots
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
@@ -85,6 +85,9 @@ def float8(
         _check_linear(name, linear)
     for linear in layers.values():
         linear.store(Float8(recipe))
+    for module in (module for block in blocks for module in block.modules()):
+        if isinstance(module, Block | Layer):
+            module.in_float8 = True
     _warn(blocks, unsupported)
     return model
 

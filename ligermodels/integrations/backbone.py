@@ -151,7 +151,7 @@ def _states(
         inputs_embeds=embeddings,
         position_ids=positions,
         cu_seqlens=_document_bounds(padding, split_positions(positions)[0], extras["cu_seq_lens_q"]),
-        token_indices=token_indices,
+        token_indices=None if token_indices is None else token_indices.tokens,
         per_layer_inputs=extras["per_layer_inputs"],
         layout=layout,
     )

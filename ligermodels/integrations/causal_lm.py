@@ -141,7 +141,7 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
         # transformers lets the last token of a packed document predict the first label of the next document.
         layout = layout_without_padding(shape_of(inputs), None)
     vocab_size = text_config(model).vocab_size
-    narrow = part(model, "backbone").native.layer.narrows and not every_token
+    narrow = not every_token and part(model, "backbone").native.layer.narrows
     targets = Targets(labels, (1,), vocab_size=vocab_size, layout=layout, narrow=narrow)
     if not has_pixels:
         options |= {"token_indices": targets, "padding": padding, "native": natively}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -154,11 +154,6 @@ class AttentionConfig(LayerConfig):
     def with_attention_backend(self, name: str) -> AttentionConfig:
         return replace(self, backend=name)
 
-    @property
-    def score_options(self) -> dict[str, Any]:
-        """The options of attention ops that change scores."""
-        return {"softmax_scale": self.softmax_scale, "window": self.window, "softcap": self.softcap}
-
     def state_elements(self, max_length: int) -> int:
         return 2 * max_length * self.num_kv_heads * self.head_dim
 
@@ -202,27 +197,43 @@ class Attention(Layer):
 
         If the config has `shares_kv`, the result is (hidden states, `KeysValues`), with None in a decoding pass. The
         keys and values of x are added to a `state`."""
-        config, decodes = self.config, state is not None and context.cache_seqlens is not None
-        options = {**config.score_options, "sinks": local(self, self.sinks)}
         q, k, v, gate = self.project(x, context, state)
-        if config.query_scaling is not None:
-            q = config.query_scaling.scale(q, context.positions)
-        if decodes:
-            mask = None if context.tree is None else context.tree.mask
-            out = ops.decode_attention(q, k, v, cast(Tensor, context.cache_seqlens), tree_mask=mask, **options)
-            out = as_dtype(out, x.dtype)
+        if self.config.query_scaling is not None:
+            q = self.config.query_scaling.scale(q, context.positions)
+        if state is None:
+            out = self._attend(q, k, v, context)
         else:
-            if state is not None:
-                state.fill(k, v)
-            if context.shard is None:
-                out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **options)
-            else:
-                keys, values = context.shard.all_tokens(k), context.shard.all_tokens(v)
-                options["backend"] = config.backend
-                out = shard_attention(q, keys, values, context.cu_seqlens, context.shard, **options)
+            out = self._attend_with_state(q, k, v, context, state, x.dtype)
         out = out.flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
-        return (out, None if decodes else KeysValues(k, v)) if config.shares_kv else out
+        if not self.config.shares_kv:
+            return out
+        return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D) -> (B, T, num_heads, D)."""
+        options = {**self.score_options, "backend": self.config.backend}
+        if context.shard is None:
+            return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
+        k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
+        return shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
+
+    def _attend_with_state(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, state: LayerKV, dtype: torch.dtype
+    ) -> Tensor:
+        """`_attend` in a prefill, which fills the `state`, or in a decoding pass, whose k and v are all its slots."""
+        if context.cache_seqlens is None:
+            state.fill(k, v)
+            return self._attend(q, k, v, context)
+        mask = None if context.tree is None else context.tree.mask
+        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **self.score_options)
+        return as_dtype(out, dtype)
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """The options of attention ops that change scores."""
+        scale, window, softcap = self.config.softmax_scale, self.config.window, self.config.softcap
+        return {"softmax_scale": scale, "window": window, "softcap": softcap, "sinks": local(self, self.sinks)}
 
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None

@@ -111,6 +111,7 @@ class Block(nn.Module):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+    in_float8: bool = False  # `adapt.float8` sets it: norms may write float8 for the layers after them
     layer_scalar: Tensor | None
 
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
@@ -176,11 +177,11 @@ class Block(nn.Module):
             The hidden states, and the keys and values and the router's output where the layers give them. All of them
             leave by the return value, because FSDP2's hooks see only the gradients of returned tensors.
         """
-        normed, residual = _add_and_norm(self.mixer_norm, x, None, self.mixer)
+        normed, residual = self._add_and_norm(self.mixer_norm, x, None, self.mixer)
         mixed = self.mixer(normed, context, state)
         branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
         residual, pending = self._add(self.mixer_post_norm, residual, branch)
-        normed, residual = _add_and_norm(self.mlp_norm, residual, pending, self.mlp)
+        normed, residual = self._add_and_norm(self.mlp_norm, residual, pending, self.mlp)
         fed = self.mlp(normed, context)
         branch, router = fed if self.mlp_has_extra_output else (fed, None)
         residual, pending = self._add(self.mlp_post_norm, residual, branch)
@@ -197,18 +198,21 @@ class Block(nn.Module):
         Returns:
             The residual stream, and the branch that the next norm still has to add, or None.
         """
+        if post_norm is None and self.residual_scale == 1.0:
+            return residual, branch
         if self.residual_scale == 1.0 and getattr(post_norm, "fused_add", False):
             return cast(nn.Module, post_norm)(branch, residual), None
         branch = branch if post_norm is None else post_norm(branch)
         return residual, branch if self.residual_scale == 1.0 else self.residual_scale * branch
 
-
-def _add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
-    if getattr(norm, "fused_add", False):
-        form = declared(layer).input_form()
-        options = {"form": form} if form is not None and getattr(norm.forward, "writes_float8", False) else {}
-        return cast("tuple[Tensor, Tensor]", norm(x, branch, **options))
-    total = x if branch is None else x + branch.to(x.dtype)
-    normed = norm(total)
-    return normed if isinstance(normed, tuple) else (normed, total)  # a module around a fused norm gives both
+    def _add_and_norm(
+        self, norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
+        if self.in_float8 and getattr(norm.forward, "writes_float8", False):
+            return cast("tuple[Tensor, Tensor]", norm(x, branch, form=declared(layer).input_form()))
+        if getattr(norm, "fused_add", False):
+            return cast("tuple[Tensor, Tensor]", norm(x, branch))
+        total = x if branch is None else x + branch.to(x.dtype)
+        normed = norm(total)
+        return normed if isinstance(normed, tuple) else (normed, total)  # a module around a fused norm gives both

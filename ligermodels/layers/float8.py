@@ -1,9 +1,9 @@
 """Linear layers that compute in float8, and how a layer and the producer of its input agree on float8.
 
 A class of modules says by `float8_linears` which of its linear layers can compute in float8: INPUT for a layer that
-takes the module's own input, else None. A block asks its layers by `Layer.input_form` for the form of their input, and
-passes it to its norms; a norm that can write float8 marks its forward by `writes_float8`. Any other linear layer in
-float8 casts its input itself.
+takes the module's own input, else None. `adapt.float8` marks blocks and layers as `in_float8`: such a block asks its
+layers by `Layer.input_form` for the form of their input, and passes it to its norms; a norm that can write float8 marks
+its forward by `writes_float8`. Any other linear layer in float8 casts its input itself.
 """
 
 from __future__ import annotations

@@ -52,6 +52,9 @@ class Layer(nn.Module):
     """Names of the linear layers that may compute in float8: "input" for a linear layer that takes `x` itself, None for
     any other. See `ligermodels.layers.float8`."""
 
+    in_float8: bool = False
+    """Whether one of its linear layers may compute in float8: `adapt.float8` sets it."""
+
     def input_form(self) -> Float8Form | None:
         """The form in which the layer takes `x` as a `Float8Tensor` now: the form of its linear layers that take `x`,
         if it is the same for all of them. Else None, and each linear layer casts for itself, as it does if it gathers

@@ -78,8 +78,8 @@ def _check_items_of_heads(name: str, value: Any) -> None:
         _check_items(name, each)
 
 
-WITHOUT_TARGET = (0.0, -1, 0.0, -1, 0.0, 0.0, 0.0)
-"""The values in a `HeadLoss` of tokens without a target, in the order of its fields."""
+WITHOUT_TARGET = {**dict.fromkeys(HeadLoss._fields, 0.0), "ranks": -1, "predicted": -1}
+"""The values in a `HeadLoss` of tokens without a target, by field."""
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_items_in_batch": _check_items,

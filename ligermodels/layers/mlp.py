@@ -80,6 +80,7 @@ class GatedMLP(Layer):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H), of the dtype of x; `context` is not used."""
-        y = call_linear(self.gate_up, x, activation=self.activation, form=input_form(self.down))
+        form = input_form(self.down) if self.in_float8 else None
+        y = call_linear(self.gate_up, x, activation=self.activation, form=form)
         y = self.down(y)
         return y if self.down_multiplier == 1 else y * self.down_multiplier

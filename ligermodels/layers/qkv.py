@@ -58,6 +58,7 @@ class SplitQKV(nn.Module):
         super().__init__()
         self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
         self.values = values
+        self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm is not None:
@@ -100,11 +101,10 @@ class SplitQKV(nn.Module):
 
     def _num_kv_heads(self, qkv: Tensor) -> int:
         """Key/value heads of the projection; InputError unless it has as many heads for each of them."""
-        group = self.group_size + (1 if self.values is not None and self.values.from_keys else 2)
-        kv_heads, rest = divmod(qkv.shape[-1], group * self.head_dim)
+        kv_heads, rest = divmod(qkv.shape[-1], self._group_width)
         if rest:
             raise InputError(
-                f"qkv: width {qkv.shape[-1]} is no multiple of {group * self.head_dim}, a key/value head with its "
+                f"qkv: width {qkv.shape[-1]} is no multiple of {self._group_width}, a key/value head with its "
                 "query heads; shard the projection by key/value heads"
             )
         return kv_heads

@@ -36,8 +36,7 @@ def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *
     Returns:
         (B, T), of the labels' dtype.
     """
-    length = labels.shape[1]
-    targets = F.pad(labels[:, ahead:], (0, min(ahead, length)), value=fill)
+    targets = F.pad(labels[:, ahead:], (0, min(ahead, labels.shape[1])), value=fill)
     if cu_seqlens is None:
         return targets
     index = torch.arange(labels.numel(), device=labels.device)
@@ -211,7 +210,7 @@ class Targets:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
         options |= {"num_targets": self.wait_for_count(index), "reduction": reduction if divisor is None else "sum"}
         result = as_head_loss(head(hidden, targets, **options), options)
-        return HeadLoss(*(self._result(x, fill, divisor) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
+        return self._restored(result, divisor)
 
     def log_probs(self, index: int, head: Callable[..., HeadLoss], hidden: Tensor, **options: Any) -> HeadLoss:
         """Log-probabilities of the targets of loss number `index`.
@@ -232,7 +231,7 @@ class Targets:
             options["temperature"] = self.take(self._shifted(temperature, self.ahead[index], 1))
         options["num_targets"] = self.wait_for_count(index)
         result = head(hidden, self.take(self.values[index]), log_probs=True, **options)
-        return HeadLoss(*(self._result(x, fill) for x, fill in zip(result, WITHOUT_TARGET, strict=True)))
+        return self._restored(result)
 
     def _check_temperature(self, index: int, temperature: Tensor) -> None:
         """InputError, where values are read on the host, for the temperature (B, T) of a label that is not positive and
@@ -268,15 +267,18 @@ class Targets:
         shifted = shift_labels(layout.packing.take(x, fill), ahead, layout.cu_seqlens, fill=fill)
         return shifted if layout.shard is None else layout.shard.take(shifted, fill)
 
-    def _result(self, x: Tensor | None, fill: float, divisor: Tensor | float | None = None) -> Tensor | None:
-        """A result of a head: a sum over the ranks that share the tokens, divided by `divisor`; or of each token,
-        (B, T), with `fill` where there is no target."""
-        if x is None:
-            return None
-        if x.dim() == 0:
-            total = self.layout.sum(x)
-            return total if divisor is None else per_item(total, divisor)
-        return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
+    def _restored(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
+        """The results of a head: scalars are summed over the ranks that share the tokens, and divided by `divisor`;
+        results of each token are (B, T), filled where there is no target."""
+        found = {name: x for name, x in result._asdict().items() if x is not None}
+        for name, x in found.items():
+            if x.dim() == 0:
+                total = self.layout.sum(x)
+                found[name] = total if divisor is None else per_item(total, divisor)
+            else:
+                fill = WITHOUT_TARGET[name]
+                found[name] = self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
+        return HeadLoss(**found)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

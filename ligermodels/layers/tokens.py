@@ -316,6 +316,8 @@ def token_layout(
     Raises:
         InputError: an argument does not fit the shape or another argument, or the mask has no token.
     """
+    if attention_mask is None and position_ids is None and cu_seqlens is None:
+        return layout_without_padding(shape, None, mesh)
     if attention_mask is None:
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     if position_ids is not None or cu_seqlens is not None:

@@ -201,20 +201,24 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         """
         passed = (state, tree, token_indices, return_hidden_states, routing, return_routing)
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
-        options = {"num_items_in_batch": num_items_in_batch, **loss_options}
-        deprecated = {name: options.pop(name, None) for name in DEPRECATED}
-        if any(value is not None and value is not False for value in deprecated.values()):
-            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
-            return deprecated_call(self, inputs, deprecated, returns, options, **states)
-        check_loss_options(options, labels)
-        options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
+        if num_items_in_batch is not None:
+            loss_options["num_items_in_batch"] = num_items_in_batch
+        if not DEPRECATED.isdisjoint(loss_options):
+            deprecated = {name: loss_options.pop(name, None) for name in DEPRECATED}
+            if any(value is not None and value is not False for value in deprecated.values()):
+                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+                states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+                return deprecated_call(self, inputs, deprecated, returns, loss_options, **states)
+        if loss_options:
+            check_loss_options(loss_options, labels)
+        if return_z_loss or return_predicted:
+            loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
 
         with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
         decoded = decode(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
         output = output_of(self, decoded, with_logits, return_last_hidden_state)
         if decoded.targets is not None:
-            result = decoded.targets.loss(0, self.head, decoded.hidden, **options)
+            result = decoded.targets.loss(0, self.head, decoded.hidden, **loss_options)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
             loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
             if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
@@ -347,6 +351,15 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
                 "hides in a batch; give rows of equal length, one at a time, or packed by cu_seqlens"
             )
         return layout
+
+    def _targets(
+        self, labels: Tensor | None, ahead: Sequence[int], layout: TokenLayout, *, every_token: bool
+    ) -> Targets | None:
+        """The `Targets` of labels (B, T), for losses from the states of all tokens, or of as few as will do."""
+        if labels is None:
+            return None
+        narrow, vocab_size = self.decoder.narrows and not every_token, self.config.vocab_size
+        return Targets(labels, ahead, vocab_size=vocab_size, layout=layout, narrow=narrow)
 
     def _log_probs(
         self, inputs: ModelInputs, with_logits: bool, with_last_hidden_state: bool, **options: Any

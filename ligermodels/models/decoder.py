@@ -2,119 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.convert.mappings import WeightMapping, rename
-from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers import (
     Block,
-    BlockConfig,
     Embedding,
     ForwardContext,
-    HeadConfig,
-    NormConfig,
     PerLayerInputs,
-    PerLayerInputsConfig,
     RotaryEmbedding,
     RouterConfig,
     RouterOutput,
-    Targets,
     TreeTokens,
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import TensorSharding
-from ligermodels.layers.token_parts import parts_of
+from ligermodels.layers.targets import TokensWithTarget
+from ligermodels.layers.token_parts import TokenParts, parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
-from ligermodels.models.transformers_tools import native_config
+from ligermodels.models.decoder_config import DecoderConfig as DecoderConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@native_config
-@dataclass(frozen=True)
-class DecoderConfig:
-    """A whole decoder as data.
-
-    Args:
-        vocab_size: number of tokens in the vocabulary.
-        hidden_size: channels of the hidden states, H.
-        blocks: configs of the blocks, one for each layer.
-        norm: config of the final norm.
-        head: config of the language-model head.
-        embed_scale: factor of token embeddings, rounded to their dtype.
-        input_scale: factor of the first block's input, `inputs_embeds` too.
-        padding_idx: token whose embedding gets no gradient from the inputs.
-        router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts in the whole loss.
-        initializer_range: standard deviation of new weights.
-        max_position_embeddings: longest context, in tokens, that the checkpoint was made for.
-        num_mtp_layers: number of multi-token prediction layers that checkpoints hold after the layers of the blocks
-            (DeepSeek-V3, GLM-4.5); they are no part of the model.
-        per_layer_inputs: config of inputs that each layer takes beside the hidden states (Gemma 4).
-        dropout: fields of config.json that ask for dropout in training, such as "attention_dropout = 0.1". It is not
-            implemented: such a model is in eval mode, and refuses training.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    blocks: tuple[BlockConfig, ...]
-    norm: NormConfig
-    head: HeadConfig = field(default_factory=HeadConfig)
-    embed_scale: float | None = None
-    input_scale: float = 1.0
-    padding_idx: int | None = None
-    router_aux_loss_coef: float = 0.0
-    initializer_range: float = 0.02
-    max_position_embeddings: int | None = None
-    num_mtp_layers: int = 0
-    per_layer_inputs: PerLayerInputsConfig | None = None
-    dropout: tuple[str, ...] = ()
-
-    def weight_map(
-        self,
-        *,
-        prefix: str = "model",
-        head: str = "lm_head.weight",
-        names: Mapping[str, str] | None = None,
-        ignored: tuple[str, ...] = (),
-    ) -> WeightMap:
-        """Where the tensors of a `CausalLM` of this config are in a checkpoint of Hugging Face's usual layout.
-
-        Args:
-            prefix: prefix of the names `layers`, `embed_tokens` and `norm`.
-            head: name of the language-model head.
-            names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs.
-            ignored: patterns of tensors of the checkpoint to skip.
-        """
-        embedding = f"{prefix}.embed_tokens.weight"
-        entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
-        unused: list[str] = []
-        if self.per_layer_inputs is not None:
-            entries += self.per_layer_inputs.weight_mappings("decoder.per_layer_inputs", prefix)
-        for layer, block in enumerate(self.blocks):
-            here, there = f"decoder.blocks.{layer}", f"{prefix}.layers.{layer}"
-            entries += block.weight_mappings(self.hidden_size, here, there, names or {})
-            unused += block.mixer.unused(there, names or {})
-        for kind in ("weight", "bias") if self.norm.bias else ("weight",):
-            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.norm.{kind}"))
-        if not self.head.tied:
-            entries.append(rename("head.weight", head))
-        if self.head.bias:
-            entries.append(rename("head.bias", f"{head.removesuffix('.weight')}.bias"))
-        aliases = {head: embedding} if self.head.tied else {}
-        first = len(self.blocks)
-        mtp = [rf"^{re.escape(prefix)}\.layers\.{layer}\." for layer in range(first, first + self.num_mtp_layers)]
-        return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *unused, *ignored], aliases=aliases)
 
 
 class RefusesDropout(nn.Module):
@@ -191,7 +107,7 @@ class Decoder(RefusesDropout):
         state: DecodingState | None = None,
         seq_lens: Tensor | None = None,
         tree: TreeTokens | None = None,
-        token_indices: Tensor | Targets | None = None,
+        token_indices: Tensor | TokensWithTarget | None = None,
         router_outputs: list[RouterOutput] | None = None,
         per_layer_inputs: Tensor | None = None,
         layout: TokenLayout | None = None,
@@ -209,7 +125,7 @@ class Decoder(RefusesDropout):
             seq_lens: long (B,), in a prefill: the number of tokens in each sequence; the rest of its row is padding.
             tree: the new tokens are a tree of candidates.
             token_indices: long (n,), indices of the flattened B * T tokens: only the states of these tokens are
-                returned; blocks that mix no tokens compute only these. `Targets` stand for their `tokens`.
+                returned; blocks that mix no tokens compute only these. Or `Targets.tokens`.
             router_outputs: list to which the `RouterOutput` of every mixture of experts is appended.
             per_layer_inputs: (B, T, layers, P), for a model whose layers have inputs of their own: beside
                 `inputs_embeds`, in place of the embedding by layer of `input_ids`.
@@ -273,8 +189,8 @@ class Decoder(RefusesDropout):
             positions = layout.positions(x)
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
         context = ForwardContext(
-            tables, layout.cu_seqlens, positions, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
-            per_layer_inputs=per_layer, routing=routing,
+            tables, layout.cu_seqlens, positions, None, seq_lens, cache_seqlens, tree, per_layer_inputs=per_layer,
+            routing=routing,
         )  # fmt: skip
         # Scalings may depend on the highest position of a row, which another rank may hold: tables are divided last.
         return context if layout.shard is None else context.of_shard(layout.shard)
@@ -287,27 +203,47 @@ class Decoder(RefusesDropout):
         state: DecodingState | None,
         router_outputs: list[RouterOutput] | None,
     ) -> Tensor:
-        """Run the blocks of these numbers, on parts of the tokens under sequence parallelism."""
-        parts, checkpointing = None, self._activation_checkpointing
+        """Run the blocks of these numbers."""
         if self._token_mesh is not None and blocks and state is None and context.needed is None:
-            parts = parts_of(self, x.shape[0], x.shape[1])
-        if parts is not None:
-            x, context = parts.take(x), context.of_parts(parts)
-        direct = checkpointing == "none" and parts is None and not context.routing
+            return self._run_in_parts(blocks, x, context, router_outputs)
         for i in blocks:
-            own_state = None if state is None else state.layers[i]
-            if direct:
-                output = self.blocks[i](x, context, own_state)
-            else:
-                output = run(checkpointing, self.blocks[i], x, context.of_block(i), own_state, parts=parts)
-            x = output.hidden
-            if output.keys_values is not None:
-                context.keys_values[i] = output.keys_values
-            if output.router is not None and router_outputs is not None:
-                router_outputs.append(output.router)
-        return x if parts is None else parts.restore(x)
+            x = self._block(i, x, context, state, router_outputs)
+        return x
+
+    def _block(
+        self,
+        i: int,
+        x: Tensor,
+        context: ForwardContext,
+        state: DecodingState | None,
+        router_outputs: list[RouterOutput] | None,
+        parts: TokenParts | None = None,
+    ) -> Tensor:
+        """The hidden states after block i. Its other results go to the context and to `router_outputs`."""
+        own = context.of_block(i) if context.routing else context
+        arguments = x, own, None if state is None else state.layers[i]
+        if self._activation_checkpointing == "none" and parts is None:
+            output = self.blocks[i](*arguments)
+        else:
+            output = run(self._activation_checkpointing, self.blocks[i], *arguments, parts=parts)
+        if output.keys_values is not None:
+            context.keys_values[i] = output.keys_values
+        if output.router is not None and router_outputs is not None:
+            router_outputs.append(output.router)
+        return cast(Tensor, output.hidden)
 
     # -- modes of a pass -----------------------------------------------------------------------------------------------
+
+    def _run_in_parts(
+        self, blocks: range, x: Tensor, context: ForwardContext, router_outputs: list[RouterOutput] | None
+    ) -> Tensor:
+        """`_run` under sequence parallelism: each rank computes its part of the tokens."""
+        parts = parts_of(self, x.shape[0], x.shape[1])
+        if parts is not None:
+            x, context = parts.take(x), context.of_parts(parts)
+        for i in blocks:
+            x = self._block(i, x, context, None, router_outputs, parts)
+        return x if parts is None else parts.restore(x)
 
     def _in_own_layout(
         self,
@@ -317,7 +253,7 @@ class Decoder(RefusesDropout):
         state: DecodingState | None,
         seq_lens: Tensor | None,
         tree: TreeTokens | None,
-        token_indices: Tensor | Targets | None,
+        token_indices: Tensor | TokensWithTarget | None,
         hidden_states: dict[int, Tensor] | None,
         **options: Any,
     ) -> Tensor:
@@ -331,11 +267,12 @@ class Decoder(RefusesDropout):
         # The `token_indices` number the tokens before context parallelism divides them.
         early = token_indices if layout.shard is None else None
         options |= {"state": state, "seq_lens": seq_lens, "tree": tree, "hidden_states": hidden_states}
-        x = self.forward(input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
+        # Not `self.forward`, which a subclass may have extended, and has called already.
+        x = Decoder.forward(self, input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
         if state is not None:
             state.after(shape[1], seq_lens, tree)
         if hidden_states is not None:
-            hidden_states.update({boundary: layout.restore(kept) for boundary, kept in hidden_states.items()})
+            hidden_states.update({boundary: layout.restore(states) for boundary, states in hidden_states.items()})
         x = x if layout.shard is None else layout.shard.restore(x)
         selected = None if token_indices is None else _selected(token_indices, x)
         if selected is None:
@@ -350,7 +287,7 @@ class Decoder(RefusesDropout):
         return x, blocks
 
     def _narrowed(
-        self, token_indices: Tensor | Targets, blocks: range, x: Tensor, context: ForwardContext, *args: Any
+        self, token_indices: Tensor | TokensWithTarget, blocks: range, x: Tensor, context: ForwardContext, *args: Any
     ) -> tuple[Tensor, range, ForwardContext]:
         """Run the blocks up to the last that mixes tokens, then take the tokens whose states are needed.
 
@@ -373,13 +310,13 @@ class Decoder(RefusesDropout):
         return DecodingState(mixers, batch_size, max_length, **sizes)
 
 
-def _selected(token_indices: Tensor | Targets, x: Tensor) -> SelectedTokens | None:
+def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTokens | None:
     """The tokens of x (rows, length, H) whose states are needed, as `Decoder.forward` takes them; None for all.
 
-    For `Targets` it waits for the number of the tokens, which the GPU has counted before the blocks that are queued."""
+    For the tokens with a target it waits for their number, which the GPU has counted before the queued blocks."""
     if isinstance(token_indices, Tensor):
         return SelectedTokens(token_indices, x.shape[0], x.shape[1])
-    selected = None if token_indices.tokens is None else token_indices.tokens.selected
+    selected = token_indices.selected
     return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
 
 

@@ -15,7 +15,7 @@ from ligermodels.models.output import CausalLMOutput
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
-DEPRECATED = ("return_log_probs", "return_entropy", "last_hidden_state", "targets")
+DEPRECATED = frozenset({"return_log_probs", "return_entropy", "last_hidden_state", "targets"})
 
 
 def deprecated_call(

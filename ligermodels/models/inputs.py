@@ -78,10 +78,8 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
         _check_tokens(model, name, tokens, inputs, token_weights)
     else:
         _check_state(model, inputs)
-    if inputs.tree is not None and inputs.state is None:
-        raise InputError("tree: is for decoding, and needs a state")
-    if inputs.token_indices is not None:
-        _check_needed(inputs, inputs.token_indices, shape[0] * shape[1])
+    if inputs.tree is not None or inputs.token_indices is not None:
+        _check_tree_and_indices(inputs, shape[0] * shape[1])
     if inputs.routing is not None:
         check_routing(model.decoder, inputs.routing, tokens)
     if inputs.return_routing:
@@ -106,30 +104,32 @@ def check_boundaries(name: str, boundaries: Any, num_blocks: int) -> list[int]:
     return [check_count(name, boundary, least=0, most=num_blocks) for boundary in boundaries]
 
 
-def _check_needed(inputs: ModelInputs, token_indices: Tensor | Targets, count: int) -> None:
-    """Check the `token_indices` of a pass over `count` tokens."""
+def _check_tree_and_indices(inputs: ModelInputs, count: int) -> None:
+    """Check the `tree` and the `token_indices` of a pass over `count` tokens."""
+    if inputs.tree is not None and inputs.state is None:
+        raise InputError("tree: is for decoding, and needs a state")
+    if inputs.token_indices is None:
+        return
     if inputs.labels is not None:
         raise InputError("token_indices: with labels, the tokens with a target are taken; give one of the two")
     if inputs.state is not None:
         return
     if inputs.attention_mask is not None:
         raise InputError("attention_mask: give no token_indices with it")
-    if not isinstance(token_indices, Targets):
-        check_token_indices(token_indices, count)
+    if not isinstance(inputs.token_indices, Targets):
+        check_token_indices(inputs.token_indices, count)
 
 
 def _check_tokens(
     model: InputModel, name: str, tokens: Tensor, inputs: ModelInputs, token_weights: Tensor | None
 ) -> None:
     """Check a pass without a decoding state; `tokens` are the ids or embeddings called `name`."""
-    mask = inputs.attention_mask
-    check_same_tokens(tokens, labels=inputs.labels, attention_mask=mask, token_weights=token_weights)
-    if mask is not None and mask.is_complex():
-        raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
+    by_token = {"labels": inputs.labels, "attention_mask": inputs.attention_mask, "token_weights": token_weights}
+    check_same_tokens(tokens, **by_token)
+    if inputs.attention_mask is not None:
+        tokens = _without_padding(tokens, inputs.attention_mask)
     if name == "input_ids":
-        # Padding may hold any id, even one that the embedding does not have.
-        ids = tokens if mask is None else tokens.masked_fill(mask == 0, 0)
-        check_token_ids(ids, model.config.vocab_size)
+        check_token_ids(tokens, model.config.vocab_size)
     elif tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
         raise InputError(
             f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
@@ -137,6 +137,13 @@ def _check_tokens(
         )
     elif tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
         raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
+
+
+def _without_padding(tokens: Tensor, mask: Tensor) -> Tensor:
+    """`tokens` (B, T) with 0 for padding, which may hold any id; embeddings as they are."""
+    if mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
+    return tokens.masked_fill(mask == 0, 0) if tokens.ndim == 2 else tokens
 
 
 def _check_state(model: InputModel, inputs: ModelInputs) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -56,24 +56,20 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     layout = model.layout(
         shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
     )
-    narrow, targets = model.decoder.narrows and not every_token, None
+    targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
+    needed = None if targets is None else targets.tokens
+    hidden, routers = _hidden(model, inputs, layout, layout=layout, token_indices=needed, hidden_states=states)
+    return Decoded(hidden, layout, targets, routers, _restored(states, inputs, layout))
+
+
+def _hidden(model: CausalLM, inputs: ModelInputs, rows: TokenLayout, **options: Any) -> tuple[Tensor, RouterResults]:
+    """Call the decoder with the inputs and `options`: its result, and the results of the routers, in layout `rows`."""
     router_outputs = _router_outputs(inputs)
-    if inputs.labels is not None:
-        size = model.config.vocab_size
-        targets = Targets(inputs.labels, (1,), vocab_size=size, layout=layout, narrow=narrow)
-    hidden = model.decoder(
-        inputs.input_ids,
-        inputs_embeds=inputs.inputs_embeds,
-        position_ids=inputs.position_ids,
-        token_indices=targets if narrow else None,
-        router_outputs=router_outputs,
-        routing=given_experts(model.decoder, inputs.routing, layout, inputs.attention_mask),
-        layout=layout,
-        hidden_states=states,
-    )
-    return Decoded(
-        hidden, layout, targets, _routers(model, inputs, router_outputs, layout), _restored(states, inputs, layout)
-    )
+    if inputs.routing is not None:
+        options["routing"] = given_experts(model.decoder, inputs.routing, rows, inputs.attention_mask)
+    tokens = {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
+    hidden = model.decoder(inputs.input_ids, router_outputs=router_outputs, **tokens, **options)
+    return hidden, _routers(model, inputs, router_outputs, rows)
 
 
 def _decode_in_place(
@@ -81,28 +77,24 @@ def _decode_in_place(
 ) -> Decoded:
     """`decode` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and returns
     the states of tokens (B, T), or (1, n) of the `token_indices`, which need no restoring."""
-    state, needed, router_outputs = inputs.state, inputs.token_indices, _router_outputs(inputs)
+    state, needed = inputs.state, inputs.token_indices
     layout, seq_lens = layout_without_padding(shape, None), None
     if state is None:
         rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
     else:
         rows, seq_lens = layout, prefill_lengths(inputs.attention_mask, state)
-    hidden = model.decoder(
-        inputs.input_ids,
-        inputs_embeds=inputs.inputs_embeds,
-        position_ids=inputs.position_ids,
+    hidden, routers = _hidden(
+        model,
+        inputs,
+        rows,
         cu_seqlens=rows.cu_seqlens,
         state=state,
         seq_lens=seq_lens,
         tree=inputs.tree,
-        token_indices=needed,
-        router_outputs=router_outputs,
-        routing=given_experts(model.decoder, inputs.routing, rows, inputs.attention_mask),
+        token_indices=needed.tokens if isinstance(needed, Targets) else needed,
         hidden_states=states,
     )
-    return Decoded(
-        hidden, layout, None, _routers(model, inputs, router_outputs, rows), _restored(states, inputs, layout)
-    )
+    return Decoded(hidden, layout, None, routers, _restored(states, inputs, layout))
 
 
 def _has_losses(inputs: ModelInputs) -> bool:
@@ -169,11 +161,10 @@ def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hi
     Returns:
         The output, with zeros on padding.
     """
-    output, hidden = CausalLMOutput(hidden_states=decoded.hidden_states, **decoded.routers._asdict()), decoded.hidden
-    if decoded.layout.shard is not None and (with_logits or with_last_hidden_state):
-        hidden = decoded.layout.shard.restore(hidden)
-    if with_last_hidden_state:
-        output.last_hidden_state = decoded.layout.packing.restore(hidden)
-    if with_logits:
-        output.logits = decoded.layout.packing.restore(model.head(hidden))
+    output = CausalLMOutput(hidden_states=decoded.hidden_states, **decoded.routers._asdict())
+    if with_logits or with_last_hidden_state:
+        shard, packing = decoded.layout.shard, decoded.layout.packing
+        hidden = decoded.hidden if shard is None else shard.restore(decoded.hidden)
+        output.last_hidden_state = packing.restore(hidden) if with_last_hidden_state else None
+        output.logits = packing.restore(model.head(hidden)) if with_logits else None
     return output

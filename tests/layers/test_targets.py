@@ -242,7 +242,7 @@ def test_targets_of_a_batch_whose_rows_the_decoder_joins(name: str) -> None:
     targets = Targets(labels, (1,), vocab_size=model.config.vocab_size, narrow=True)
     states = model.decoder(ids, cu_seqlens=bounds).flatten(0, 1)
     assert targets.tokens is not None and targets.tokens.selected is not None
-    found = model.decoder(ids, cu_seqlens=bounds, token_indices=targets)
+    found = model.decoder(ids, cu_seqlens=bounds, token_indices=targets.tokens)
     torch.testing.assert_close(found, states[targets.tokens.selected.indices][None])
 
 
