@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -279,17 +280,15 @@ def mix_experts(
         (N, H), in the dtype of the experts' computation.
     """
 
-    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        rows = activation(ops.grouped_mm(rows, gate_up, offsets, biases[0]))
-        return ops.grouped_mm(rows, down, offsets, biases[1])
+    activates = activation.options if isinstance(activation, GatedActivation) else activation
+    if mesh is None:
+        return ops.mix_experts(tokens, weights, experts, gate_up, down, *biases, activation=activates)
 
-    order, inverse, offsets = ops.sort_by_expert(experts, len(gate_up) * (1 if mesh is None else mesh.size()))
-    rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
-    rows = compute(rows, offsets) if mesh is None else on_ranks(rows, offsets, compute, mesh)
-    rows = ops.gather_rows(rows, inverse, order)
-    # In float32 the products and their sum are rounded once, at the end.
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        return ops.grouped_mlp(rows, offsets, gate_up, down, *biases, activation=activates)
+
+    num_experts = len(gate_up) * mesh.size()
+    return ops.by_expert(tokens, weights, experts, num_experts, partial(on_ranks, experts=compute, mesh=mesh))
 
 
 def load_balancing_loss(
