@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -296,14 +297,21 @@ def mix_experts(
         (N, H), in the dtype of the experts' computation.
     """
 
+    activates = activation.options if isinstance(activation, GatedActivation) else activation
+    is_plain = product is plain_product
+    if is_plain and mesh is None:
+        return ops.mix_experts(
+            tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
+        )
+
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        if is_plain:
+            return ops.grouped_mlp(
+                rows, offsets, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
+            )
         rows = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
         return product("down", rows, offsets, down, biases[1])
 
-    order, inverse, offsets = ops.sort_by_expert(experts, num_experts or len(cast(Tensor, gate_up)))
-    rows = ops.gather_rows(tokens, order, inverse, copies=experts.shape[1])
-    rows = compute(rows, offsets) if mesh is None else on_ranks(rows, offsets, compute, mesh)
-    rows = ops.gather_rows(rows, inverse, order)
-    # In float32 the products and their sum are rounded once, at the end.
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
+    count = num_experts or len(cast(Tensor, gate_up))
+    of_rows = compute if mesh is None else partial(on_ranks, experts=compute, mesh=mesh)
+    return ops.by_expert(tokens, weights, experts, count, of_rows)

@@ -45,6 +45,7 @@ from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, line
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
+from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, set_experts_backend
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -77,6 +78,7 @@ __all__ = [
     "attention",
     "block_context_attention",
     "block_context_attention_reference",
+    "by_expert",
     "causal_conv",
     "causal_conv_reference",
     "causal_conv_step",
@@ -117,6 +119,7 @@ __all__ = [
     "gather_rows",
     "geglu",
     "geglu_reference",
+    "grouped_mlp",
     "grouped_mm",
     "grouped_mm_reference",
     "layer_norm",
@@ -130,6 +133,7 @@ __all__ = [
     "linear_log_probs_reference",
     "lora_linear",
     "lora_linear_reference",
+    "mix_experts",
     "private_key_attention",
     "private_key_attention_reference",
     "quantize_weight",
@@ -146,6 +150,7 @@ __all__ = [
     "rope_qkv_reference",
     "rope_reference",
     "set_backend",
+    "set_experts_backend",
     "set_host_checks",
     "sort_by_expert",
     "swiglu",

@@ -113,6 +113,25 @@ def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
     ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
 
 
+EXPERTS = ((64, 256, 512), (5, 256, 512), (300, 72, 80))  # tokens, channels, pairs: tiles of many and few rows, masks
+PARTS = ((True, True), (True, False), (False, True))  # gradients of x and routing weights, of the experts' weights
+
+
+@calls("mix_experts, backend triton", dtype=PRODUCTS, sizes=EXPERTS, bias=BOTH, limit=(None, 7.0), grads=PARTS)
+def mix_experts(
+    dtype: torch.dtype, sizes: tuple[int, int, int], bias: bool, limit: float | None, grads: tuple[bool, bool]
+) -> None:
+    tokens, channels, pairs = sizes
+    x, weights = leaf(tokens, channels, dtype=dtype, grad=grads[0]), leaf(tokens, 8, dtype=F32, grad=grads[0])
+    shapes = ((2, pairs, channels), (2, channels, pairs // 2), (2, pairs), (2, channels))
+    operands = [leaf(*shape, dtype=dtype, grad=grads[1]) for shape in shapes[: 4 if bias else 2]]
+    activation = GLUOptions("silu") if limit is None else GLUOptions("gelu_tanh", 1.7, 0.6, limit, 1.0)
+    experts = torch.arange(8).expand(tokens, 8) % 2
+    backward(ops.mix_experts(x, weights, experts, *operands, activation=activation, backend="triton"))
+    offsets = torch.tensor([tokens, tokens], dtype=torch.int32)
+    backward(ops.grouped_mlp(x, offsets, *operands, activation=activation, backend="triton"))
+
+
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,11 @@ MORE = {
     "grouped_mm": Case(
         lambda x, w, b: ops.grouped_mm(x, w, numbers(x, *OFFSETS).int(), b), ((6, 8), (3, 16, 8), (3, 16)), ()
     ),
+    "mix_experts": CASES["mix_experts"]._replace(
+        op=lambda x, w, *others: ops.mix_experts(
+            x, w, numbers(x, 0, 2, 3, 0, 2, 3, 0, 3).view(4, 2), *others, activation=ops.GLUOptions("silu")
+        )
+    ),
     "gather_rows": Case(
         lambda x: ops.gather_rows(x.square(), numbers(x, 2, 0, 1, 3), numbers(x, 1, 2, 0, 3), 2), ((2, 5),), ()
     ),

@@ -238,6 +238,26 @@ def gated_values(
     return g * p * u
 
 
+@triton.jit
+def gated_gradients(
+    d, g0, u0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of g0 and u0, where d is the gradient of `gated_values` of them; the options are the same."""
+    g, u = bounded(g0, u0, limit, up_offset)
+    if gate_multiplier is not None:
+        g = g * gate_multiplier
+        u = u * gate_multiplier  # u occurs in the gate's gradient alone
+    if down_multiplier is not None:
+        d = d * down_multiplier
+    p, slope = activation_part(g, ACTIVATION)
+    of_gate = d * u * (p + g * slope)
+    of_up = d * g * p
+    if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
+        of_gate = tl.where(g0 > limit, 0.0, of_gate)
+        of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+    return of_gate, of_up
+
+
 @kernel
 def _glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, limit, up_offset, N, blocks,
@@ -282,18 +302,9 @@ def _glu_backward_kernel(
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
         d, g0, u0 = tiles[i]  # type: ignore[var-annotated]
-        g, u = bounded(g0, u0, limit, up_offset)
-        if gate_multiplier is not None:
-            g = g * gate_multiplier
-            u = u * gate_multiplier  # u occurs in the gate's gradient alone
-        if down_multiplier is not None:
-            d = d * down_multiplier
-        p, slope = activation_part(g, ACTIVATION)
-        of_gate = d * u * (p + g * slope)
-        of_up = d * g * p
-        if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
-            of_gate = tl.where(g0 > limit, 0.0, of_gate)
-            of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+        of_gate, of_up = gated_gradients(
+            d, g0, u0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION
+        )  # fmt: skip
         of_gate = of_gate.to(gate.dtype.element_ty)
         of_up = of_up.to(gate.dtype.element_ty)
         if PACKED:
