@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -21,7 +20,7 @@ from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
-from ligermodels.models.deprecated import DEPRECATED, deprecated_call
+from ligermodels.models.deprecated import DEPRECATED, DeprecatedNames, deprecated_call
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, requested_returns
@@ -31,7 +30,7 @@ from ligermodels.models.routing import router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
 
-class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
+class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     """A decoder-only language model.
 
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
@@ -100,18 +99,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
     @activation_checkpointing.setter
     def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
         self.decoder.activation_checkpointing = mode
-
-    @property
-    def recompute(self) -> str:
-        """Deprecated: `activation_checkpointing`."""
-        return {new: old for old, new in _RECOMPUTE.items()}[self.activation_checkpointing]
-
-    @recompute.setter
-    def recompute(self, what: str) -> None:
-        warnings.warn("model.recompute is now model.activation_checkpointing", DeprecationWarning, stacklevel=2)
-        if not isinstance(what, str) or what not in _RECOMPUTE:
-            raise InputError(f"recompute: must be one of {', '.join(_RECOMPUTE)}, got {what!r}")
-        self.activation_checkpointing = _RECOMPUTE[what]
 
     def extra_repr(self) -> str:
         config = self.config
@@ -204,11 +191,10 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         if num_items_in_batch is not None:
             loss_options["num_items_in_batch"] = num_items_in_batch
         if not DEPRECATED.isdisjoint(loss_options):
-            deprecated = {name: loss_options.pop(name, None) for name in DEPRECATED}
-            if any(value is not None and value is not False for value in deprecated.values()):
-                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-                states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
-                return deprecated_call(self, inputs, deprecated, returns, loss_options, **states)
+            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+            if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
+                return answer
         if loss_options:
             check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:
@@ -394,9 +380,6 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         return self.decoder.new_state(batch_size, max_length)
-
-
-_RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
 
 
 def _after_loading(model: CausalLM, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Deprecated arguments of `CausalLM.forward`, which methods replace. They work for one release."""
+"""Deprecated arguments of `CausalLM.forward`, which methods replace, and properties. They work for one release."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.lm_head import as_head_loss, check_log_prob_options, check_loss_options
 from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
@@ -16,29 +17,48 @@ if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
 DEPRECATED = frozenset({"return_log_probs", "return_entropy", "last_hidden_state", "targets"})
+_RECOMPUTE: dict[str, ActivationCheckpointing] = {"nothing": "none", "activations": "selective", "blocks": "full"}
+
+
+class DeprecatedNames:
+    """Deprecated properties of a `CausalLM`."""
+
+    activation_checkpointing: ActivationCheckpointing
+
+    @property
+    def recompute(self) -> str:
+        """Deprecated: `activation_checkpointing`."""
+        return {new: old for old, new in _RECOMPUTE.items()}[self.activation_checkpointing]
+
+    @recompute.setter
+    def recompute(self, what: str) -> None:
+        warnings.warn("model.recompute is now model.activation_checkpointing", DeprecationWarning, stacklevel=2)
+        if not isinstance(what, str) or what not in _RECOMPUTE:
+            raise InputError(f"recompute: must be one of {', '.join(_RECOMPUTE)}, got {what!r}")
+        self.activation_checkpointing = _RECOMPUTE[what]
 
 
 def deprecated_call(
-    model: CausalLM,
-    inputs: ModelInputs,
-    deprecated: dict[str, Any],
-    returns: dict[str, bool],
-    options: dict[str, Any],
-    **states: Any,
-) -> CausalLMOutput:
+    model: CausalLM, inputs: ModelInputs, returns: dict[str, bool], options: dict[str, Any], **states: Any
+) -> CausalLMOutput | None:
     """`CausalLM.forward` with deprecated arguments.
 
     Args:
         model: the model.
         inputs: the tokens, and everything that belongs to them.
-        deprecated: the deprecated arguments by name, None or False for those that are not given.
         returns: `return_z_loss` and `return_predicted`.
-        options: the options of the loss.
+        options: the options of the loss, and the deprecated arguments, which are removed from them.
         states: `with_logits` and `with_last_hidden_state`, for log-probabilities.
+
+    Returns:
+        The output; None if all deprecated arguments are None or False.
 
     Raises:
         InputError: an argument does not go with another.
     """
+    deprecated = {name: options.pop(name, None) for name in DEPRECATED}
+    if all(value is None or value is False for value in deprecated.values()):
+        return None
     hidden, targets = deprecated["last_hidden_state"], deprecated["targets"]
     asked = requested_returns(inputs.labels if hidden is None else targets, **returns)
     if hidden is not None or targets is not None:
