@@ -122,31 +122,39 @@ def pages() -> list[str]:
     return ["README.md", "examples/README.md", *docs]
 
 
-@pytest.fixture
-def desk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: with the models, configs and data that the pages name."""
-    model = with_decoder(base, tmp_path / "model")
+@pytest.fixture(scope="module")
+def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models, configs and data that the pages name."""
+    folder = tmp_path_factory.mktemp("desk")
+    model = with_decoder(base, folder / "model")
     config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 96}  # float8 needs multiples of 16
-    lm.from_config(config).save_pretrained(tmp_path / "aligned")
-    shutil.copytree(tmp_path / "aligned", model, dirs_exist_ok=True)
+    lm.from_config(config).save_pretrained(folder / "aligned")
+    shutil.copytree(folder / "aligned", model, dirs_exist_ok=True)
     for name in MODELS:
-        shutil.copytree(model, tmp_path / name)
+        shutil.copytree(model, folder / name)
     with_head = lm.MTPModel.from_base(lm.from_pretrained(model))
-    with_head.save_pretrained(tmp_path / "Qwen/Qwen3.5-9B", overwrite=True)
+    with_head.save_pretrained(folder / "Qwen/Qwen3.5-9B", overwrite=True)
     files = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(model, tmp_path / "my-model", ignore=files)
-    shutil.copy(model / "config.json", tmp_path / "my-config.json")
+    shutil.copytree(model, folder / "my-model", ignore=files)
+    shutil.copy(model / "config.json", folder / "my-config.json")
     words = TEXT.split(" ")[3:]
     texts = [" ".join(words[i : i + 15]) for i in range(12)]
     chats: list[dict[str, Any]] = [{"text": text} for text in texts[:4]]
     for text in texts:
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
         chats.append({"messages": turns})
-    (tmp_path / "book.txt").write_text("\n".join(texts * 4))
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "book.txt").write_text("\n".join(texts * 4))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name in ("chats.jsonl", "validation.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    shutil.copy(ROOT / "examples" / "custom_architecture.py", tmp_path)
+        (folder / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    shutil.copy(ROOT / "examples" / "custom_architecture.py", folder)
+    return folder
+
+
+@pytest.fixture
+def desk(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a copy of `shared`."""
+    shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
