@@ -10,7 +10,7 @@ from op_harness import check
 
 from ligermodels.ops.loss.loss_weights import loss_weights
 from ligermodels.ops.loss.row_statistics import rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 
 
@@ -23,10 +23,10 @@ class InPlace(torch.autograd.Function):
         reduction, token_weights = options.pop("reduction", "mean"), options.pop("token_weights", None)
         outputs = RowOutputs(ranks=options.pop("return_rank", False))
         loss_options = LossOptions(**options)
-        weights = loss_weights(y, loss_options.ignore_index, reduction, token_weights, x.dtype).nll
+        weights = loss_weights(y, loss_options.ignore_index, reduction, token_weights, x.dtype)
         padded = torch.nn.functional.pad(x, (before, after), value=7.0)
         logits = padded[:, before : before + x.shape[1]]
-        rows = Rows.empty(y, weights.dtype, outputs)._replace(weights=weights)
+        rows = LogitRows.empty(y, weights.dtype, outputs)._replace(weights=weights)
         rows_in_place(logits, rows, loss_options)
         assert (padded[:, :before] == 7).all() and (padded[:, before + x.shape[1] :] == 7).all()
         ctx.gradient = logits.contiguous()
@@ -50,7 +50,7 @@ def compare(logits: torch.Tensor, y: torch.Tensor, before: int = 0, after: int =
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("V", [300, 8300, 20000])
 def test_options(where: Where, name: str, V: int) -> None:
-    """Rows of part of a tile, of a whole tile and a part, and of several."""
+    """LogitRows of part of a tile, of a whole tile and a part, and of several."""
     logits = 2 * torch.randn(6, V, dtype=where.dtype, device=where.device)
     y = targets((6,), V, where.device)
     options = options_for(name, y) | ({"reduction": "sum"} if name in ("none", "all") else {})
@@ -78,7 +78,7 @@ def test_targets_at_every_place(where: Where) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["softcap", "z-loss", "smoothing"])
 def test_softcap_of_bfloat16(kernels_device: torch.device, name: str) -> None:
-    """Rows near 0, far from it, and both; and -inf, of which the softcap leaves something."""
+    """LogitRows near 0, far from it, and both; and -inf, of which the softcap leaves something."""
     options = {"softcap": 30.0, "logit_scale": 0.9, **options_for(name, torch.empty(0))}
     x = torch.randn(6, 1100, device=kernels_device).mul_(4)
     x[1], x[2], x[3, 500:] = 10 * x[1], -60 - x[2].abs(), 9 * x[3, 500:]
@@ -88,7 +88,7 @@ def test_softcap_of_bfloat16(kernels_device: torch.device, name: str) -> None:
     wanted = plain_loss(exact, y, reduction="none", **options)
     (expected,) = torch.autograd.grad(wanted.sum(), exact)
     losses, ones = torch.empty(6, device=kernels_device), torch.ones(6, device=kernels_device)
-    launch_rows(x, Rows(y, losses, weights=ones), LossOptions(**options))
+    launch_rows(x, LogitRows(y, losses, weights=ones), LossOptions(**options))
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(x.double(), expected.nan_to_num(), rtol=2**-7, atol=1e-6)
 
@@ -99,7 +99,7 @@ def test_not_a_number(where: Where) -> None:
     logits[:2, 7] = float("nan")
     y, weights = torch.tensor([3, -100, 5], device=where.device), torch.ones(3, device=where.device)
     losses = torch.empty_like(weights)
-    rows_in_place(logits, Rows(y, losses, weights=weights), LossOptions())
+    rows_in_place(logits, LogitRows(y, losses, weights=weights), LossOptions())
     assert losses.isnan().tolist() == [True, False, False]
     assert logits.isnan().any(1).tolist() == [True, False, False] and not logits[1].any()
 
@@ -129,6 +129,6 @@ def test_equal_bits_beside_other_kernels() -> None:
             with torch.cuda.stream(side):
                 for _ in range(4):
                     logits.mT @ logits[:, :256]
-        launch_rows(x, Rows(y, losses, weights=weights), LossOptions(label_smoothing=0.1))
+        launch_rows(x, LogitRows(y, losses, weights=weights), LossOptions(label_smoothing=0.1))
         found.append((losses.clone(), x))
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))

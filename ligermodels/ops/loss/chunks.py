@@ -9,7 +9,7 @@ from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.linear_head import SKIP_BELOW as SKIP_BELOW  # for `layers.targets`
 from ligermodels.ops.loss.row_statistics import bytes_per_logit
-from ligermodels.ops.loss.token_losses import LossOptions, Rows
+from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.tensors import empty_gradient
 
@@ -95,18 +95,17 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
     return [empty_gradient(x, need, hidden) for x, need in zip((hidden, weight, bias), needs, strict=True)]
 
 
-def bytes_beside(weight: Tensor, options: LossOptions, rows: Rows | None = None) -> int:
+def bytes_beside(weight: Tensor, options: LossOptions, *, ranks: bool = False, filtered: bool = False) -> int:
     """Bytes that statistics need for each row beside its logits.
 
     Args:
         weight: (V, H), the dtype of the logits.
         options: `softcap` is used.
-        rows: with memory for ranks if these are computed, and for dropped bits if cutoffs are searched for. Default:
-            neither.
+        ranks: whether ranks are computed.
+        filtered: whether a sampler drops classes.
     """
-    ranks, dropped = (False, False) if rows is None else (rows.ranks is not None, rows.dropped_bits is not None)
     per_logit = 0 if use_kernels(weight) else bytes_per_logit(weight.dtype, options, ranks)
-    return len(weight) * (max(per_logit, bytes_for_cutoffs(weight.dtype)) if dropped else per_logit)
+    return len(weight) * (max(per_logit, bytes_for_cutoffs(weight.dtype)) if filtered else per_logit)
 
 
 def padded(num_classes: int) -> int:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight
+from ligermodels.ops.loss.loss_terms import LossTerms, LossWeights, has_one_weight, term_weights
 from ligermodels.ops.loss.loss_weights import (
-    LossWeights,
     check_reduction,
     check_targets,
     checked_class_weights,
@@ -19,7 +18,7 @@ from ligermodels.ops.loss.loss_weights import (
 )
 from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
 from ligermodels.ops.loss.sharded_statistics import sharded_statistics
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction, RowGradients, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
@@ -93,11 +92,11 @@ def cross_entropy(
     options.check("cross_entropy")
     check_reduction("cross_entropy", reduction)
     V = logits.shape[-1] if shard is None else shard.num_classes
+    row_reduction = reduction
     if class_weights is not None:
-        class_weights = checked_class_weights("cross_entropy", class_weights, V, logits)
-    target, weights = checked_loss_weights(
-        target, V, ignore_index, reduction, token_weights, logits.dtype, class_weights
-    )
+        class_weights, row_reduction = checked_class_weights("cross_entropy", class_weights, V, logits), "none"
+    target, row_weights = checked_loss_weights(target, V, ignore_index, row_reduction, token_weights, logits.dtype)
+    weights = term_weights(row_weights, target, class_weights, reduction)
     fused = shard is None and has_one_weight(options, class_weights, token_scaling)
     terms = LossTerms(options, class_weights, token_scaling, fused)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
@@ -105,7 +104,7 @@ def cross_entropy(
     if shard is not None:
         rows = sharded_statistics(*arguments, shard)
     elif use_kernels(logits):
-        rows = Rows.unpack(target, _CrossEntropy.apply(*arguments), outputs)
+        rows = LogitRows.unpack(target, _CrossEntropy.apply(*arguments), outputs)
     else:
         rows = row_statistics_reference(*arguments)
     return _reduced(terms, rows, weights, reduction, return_z_loss)
@@ -132,9 +131,12 @@ def cross_entropy_reference(
     """
     loss_options = LossOptions(**options)
     check_targets(target, logits.shape[-1], loss_options.ignore_index)
+    row_reduction = reduction
     if class_weights is not None:
+        row_reduction = "none"
         class_weights = checked_class_weights("cross_entropy", class_weights, logits.shape[-1], logits)
-    weights = loss_weights(target, loss_options.ignore_index, reduction, token_weights, logits.dtype, class_weights)
+    row_weights = loss_weights(target, loss_options.ignore_index, row_reduction, token_weights, logits.dtype)
+    weights = term_weights(row_weights, target, class_weights, reduction)
     fused = has_one_weight(loss_options, class_weights, token_scaling)
     terms = LossTerms(loss_options, class_weights, token_scaling, fused)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
@@ -144,7 +146,7 @@ def cross_entropy_reference(
 
 
 def _reduced(
-    terms: LossTerms, rows: Rows, weights: LossWeights, reduction: Reduction, return_z_loss: bool
+    terms: LossTerms, rows: LogitRows, weights: LossWeights, reduction: Reduction, return_z_loss: bool
 ) -> Tensor | tuple[Tensor, ...]:
     losses, z_losses = terms.losses(rows, weights), terms.z_losses(rows, weights) if return_z_loss else None
     if reduction != "none":
@@ -157,8 +159,8 @@ def _cross_entropy_forward(
     logits: Tensor, target: Tensor, class_weights: Tensor | None, ignore_index: int, label_smoothing: float,
     z_loss: float, softcap: float | None, logit_scale: float, outputs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The packed statistics of `Rows`. A target out of range counts as ignored: targets have been checked."""
-    rows = Rows.empty(target.contiguous(), torch.float32, RowOutputs(*outputs))
+    """The packed statistics of `LogitRows`. A target out of range counts as ignored: targets have been checked."""
+    rows = LogitRows.empty(target.contiguous(), torch.float32, RowOutputs(*outputs))
     if not is_fake(logits):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         launch_rows(as_rows(logits), rows, options, class_weights)
@@ -176,7 +178,7 @@ def _cross_entropy_backward(
     gradient = logits.new_empty(logits.shape)
     if not is_fake(gradient):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        rows = Rows(target.contiguous(), maxima=maxima, totals=totals)
+        rows = LogitRows(target.contiguous(), maxima=maxima, totals=totals)
         gradients = RowGradients(dlosses, lses=dlses, means=dmeans).flat()
         V = logits.shape[-1]
         launch_gradient(as_rows(logits), as_rows(gradient), rows, gradients, options, class_weights, 0, V)
@@ -184,13 +186,13 @@ def _cross_entropy_backward(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The packed statistics of `Rows`, without entropies."""
+    """The packed statistics of `LogitRows`, without entropies."""
 
     @staticmethod
     def forward(ctx, logits, target, options, outputs, class_weights):
         requested = outputs._replace(lses=True)
         packed = _cross_entropy_forward(logits, target, class_weights, *options, requested)
-        rows = Rows.unpack(target, packed, requested)
+        rows = LogitRows.unpack(target, packed, requested)
         ctx.save_for_backward(logits, class_weights, *rows.for_gradients())
         ctx.options, ctx.outputs = options, outputs
         return pack_results(ctx, rows, outputs)
@@ -199,7 +201,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *by_fields):
         logits, class_weights, *fields = ctx.saved_tensors
-        rows = Rows(*fields)
+        rows = LogitRows(*fields)
         by = unpack_gradients(ctx.outputs, rows, by_fields)
         return (
             _cross_entropy_backward(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligermodels.ops.loss.row_statistics import effective
 from ligermodels.ops.loss.sampler import SamplerOptions, pack_bits
-from ligermodels.ops.loss.token_losses import LossOptions, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions
 
 if TYPE_CHECKING:
     from ligermodels.ops.runtime.class_shards import ClassShard
@@ -28,7 +28,7 @@ def bytes_for_cutoffs(dtype: torch.dtype) -> int:
 
 
 def fill_dropped(
-    logits: Tensor, rows: Rows, options: LossOptions, kept: SamplerOptions, shard: "ClassShard | None" = None
+    logits: Tensor, rows: LogitRows, options: LossOptions, kept: SamplerOptions, shard: "ClassShard | None" = None
 ) -> None:
     """Fills the dropped classes and the kept masses of rows of logits.
 

@@ -30,7 +30,7 @@ from ligermodels.ops.loss.chunks import (
 from ligermodels.ops.loss.cutoffs import fill_dropped
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import is_fake
 
@@ -128,7 +128,7 @@ def statistics_and_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None,
     options: LossOptions, outputs: RowOutputs, memory_budget: int, kept_rows: KeptRows,
     inverse_temperatures: Tensor | None, sampled: SamplerOptions | None, shard: "ClassShard | None" = None,
-) -> tuple[Rows, KeptLogits | None]:  # fmt: skip
+) -> tuple[LogitRows, KeptLogits | None]:  # fmt: skip
     """The statistics of each row of a head, and the logits of some rows. Not for compiled graphs.
 
     Args:
@@ -146,7 +146,7 @@ def statistics_and_logits(
         shard: the classes of `weight`, if those of a row are sharded over ranks.
     """
     num_classes = len(weight) if shard is None else shard.most  # chunks are equal on all ranks
-    rows = Rows.empty(target, torch.promote_types(hidden.dtype, torch.float32), outputs)
+    rows = LogitRows.empty(target, torch.promote_types(hidden.dtype, torch.float32), outputs)
     rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=sampled is not None)
     x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     kept = KeptLogits(
@@ -154,14 +154,14 @@ def statistics_and_logits(
         weight.new_empty(weight.shape if kept_rows.inside else 0), kept_rows.size,
     )  # fmt: skip
 
-    def fill(logits: Tensor, chunk: Rows) -> None:
+    def fill(logits: Tensor, chunk: LogitRows) -> None:
         if sampled is not None:
             fill_dropped(logits, chunk, options, sampled, shard)
         rows_in_place(logits, chunk, options, class_weights)
 
     with torch.cuda.device_of(hidden):
         if kept_rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
-            beside = bytes_beside(weight, options, rows) // len(weight) * num_classes
+            beside = bytes_beside(weight, options, filtered=sampled is not None) // len(weight) * num_classes
             bytes_per_row = beside + padded(num_classes) * x.element_size()
             size = rows_per_chunk(len(x) - kept_rows.apart, bytes_per_row, 0, memory_budget)
             head = ChunkedHead(x[kept_rows.apart :], weight, bias, size)

@@ -96,14 +96,13 @@ def linear_cross_entropy(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
         num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
     )  # fmt: skip
-    reduced, has_terms = reduction != "none", class_weights is not None or token_scaling or head.shard is not None
-    if has_terms or return_rank or return_z_loss or return_predicted:
+    returns_more = return_rank or return_z_loss or return_predicted
+    if returns_more or class_weights is not None or token_scaling or head.shard is not None:
         return linear_loss_terms(
-            head, options, reduced=reduced, token_scaling=token_scaling, return_rank=return_rank,
+            head, options, reduction=reduction, token_scaling=token_scaling, return_rank=return_rank,
             return_z_loss=return_z_loss, return_predicted=return_predicted,
         )  # fmt: skip
-    tensors = head.hidden, head.weight, head.bias, head.target, head.loss_weights.nll
-    loss: Tensor = LinearLoss.apply(*tensors, head.needs, options, memory_budget, reduced)
+    loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, memory_budget, reduction != "none")
     return head.restore(loss, 0)
 
 

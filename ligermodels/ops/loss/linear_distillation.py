@@ -130,7 +130,7 @@ def linear_distillation(
     _check_options(options, beta, reduction, memory_budget)
     if mask is None:
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-    weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype).nll
+    weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype)
     selection = select_rows(mask, num_tokens, "num_tokens")
     lses = None if teacher_lse is None else teacher_lse.detach().to(weights.dtype)
     if selection is not None:
@@ -209,7 +209,7 @@ def linear_distillation_reference(
         losses = l1 if divergence == "l1" else l1 / 2
     else:
         losses = kl(log_p, log_q) if divergence == "forward_kl" else kl(log_q, log_p)
-    losses = losses * loss_weights(mask, 0, reduction, token_weights, wide).nll
+    losses = losses * loss_weights(mask, 0, reduction, token_weights, wide)
     return with_extras(
         losses if reduction == "none" else losses.sum(),
         torch.where(mask, accepted, 0.0) if return_acceptance else None,

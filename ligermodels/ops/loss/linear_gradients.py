@@ -14,7 +14,7 @@ from ligermodels.ops.loss.chunks import empty_gradients, logits_into, rows_per_c
 from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.loss.kept_logits import KeptLogits
 from ligermodels.ops.loss.row_statistics import bytes_per_logit, gradient_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, RowGradients, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows
@@ -36,7 +36,7 @@ def linear_gradients(
         weight: (V, H).
         bias: (V,), or None.
         target: int64 (...), checked.
-        maxima: (...), as the following two see `Rows`.
+        maxima: (...), as the following two see `LogitRows`.
         totals: (...).
         entropies: (...), if these have a gradient.
         dlosses: (...), the gradient by -log p_y.
@@ -49,7 +49,7 @@ def linear_gradients(
         logit_scale: positive.
         memory_budget: bytes for a chunk.
         needs: whether the gradients of hidden, weight and bias are needed.
-        inverse_temperatures: (...), as the following see `Rows`.
+        inverse_temperatures: (...), as the following see `LogitRows`.
         dropped_bits: (..., bytes), or None.
 
     Returns:
@@ -58,7 +58,7 @@ def linear_gradients(
     gradients = empty_gradients(hidden, weight, bias, needs)
     if not is_fake(hidden):
         options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-        rows = Rows(
+        rows = LogitRows(
             target, entropies=entropies, maxima=maxima, totals=totals, inverse_temperatures=inverse_temperatures,
             dropped_bits=dropped_bits,
         )  # fmt: skip
@@ -70,7 +70,7 @@ def linear_gradients(
 
 
 def fill_gradients(
-    gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows,
+    gradients: Sequence[Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: LogitRows,
     row_gradients: RowGradients, class_weights: Tensor | None, options: LossOptions, kept: KeptLogits,
 ) -> None:  # fmt: skip
     """Fills the gradients of hidden, weight and bias by chunks of classes.
@@ -126,7 +126,7 @@ def _as_logits(workspace: Tensor, num_rows: int, num_classes: int, size: int) ->
 
 
 def gradients_from_kept(
-    kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, row_gradients: RowGradients,
+    kept: KeptLogits, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: LogitRows, row_gradients: RowGradients,
     class_weights: Tensor | None, options: LossOptions, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, weight and bias, from kept logits as far as there are any.

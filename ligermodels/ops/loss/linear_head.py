@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.loss_weights import LossWeights, check_reduction, checked_class_weights, checked_loss_weights
+from ligermodels.ops.loss.loss_weights import check_reduction, checked_class_weights, checked_loss_weights
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction
 from ligermodels.ops.runtime.library import is_dtensor, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
@@ -87,8 +87,8 @@ class LinearHead(NamedTuple):
     weight: Tensor  # (V, H); with a shard the classes of this rank
     bias: Tensor | None  # (V,)
     target: Tensor  # int64 (...) or (n,)
+    loss_weights: Tensor  # (...) or (n,); the registered ops take these five tensors
     needs: tuple[bool, ...]  # whether hidden, weight and bias need a gradient
-    loss_weights: LossWeights  # (...) or (n,)
     class_weights: Tensor | None  # of all classes
     memory_budget: int  # bytes
     selection: RowSelection | None
@@ -113,6 +113,8 @@ def checked_head(
     class_weights: Tensor | None = None,
 ) -> LinearHead:  # fmt: skip
     """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
+
+    With class weights the `loss_weights` are those of the reduction "none", see `term_weights`.
 
     Args:
         op: the op's name, for error messages.
@@ -142,17 +144,17 @@ def checked_head(
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
     if class_weights is not None:
-        class_weights = checked_class_weights(op, class_weights, num_classes, hidden)
+        class_weights, reduction = checked_class_weights(op, class_weights, num_classes, hidden), "none"
     target, loss_weights = checked_loss_weights(
-        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, class_weights
+        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype
     )
     selection = select_rows(target != options.ignore_index, num_targets, "num_targets")
     if selection is not None:
         hidden, target = selection.take(hidden), selection.take(target)
-        loss_weights = LossWeights(*map(selection.take, loss_weights))
+        loss_weights = selection.take(loss_weights)
     needs = needed_gradients(hidden, weight, bias)
     return LinearHead(
-        hidden, weight, bias, target, needs, loss_weights, class_weights, memory_budget, selection, shard
+        hidden, weight, bias, target, loss_weights, needs, class_weights, memory_budget, selection, shard
     )  # fmt: skip
 
 

@@ -124,9 +124,7 @@ def linear_log_probs(
         "linear_log_probs", hidden, weight, target, bias, options, memory_budget=memory_budget, num_targets=num_targets
     )
     outputs = RowOutputs(return_rank, return_predicted, return_entropy, return_lse)
-    temperatures = inverse_temperatures(
-        "linear_log_probs", temperature, target, ignore_index, head.loss_weights.nll.dtype
-    )
+    temperatures = inverse_temperatures("linear_log_probs", temperature, target, ignore_index, head.loss_weights.dtype)
     if temperatures is not None and head.selection is not None:
         temperatures = head.selection.take(temperatures)
     rows = linear_statistics(

@@ -20,8 +20,9 @@ from torch import Tensor
 from ligermodels.ops.loss.chunks import ChunkedHead, bytes_beside, chunk_rows, empty_gradients
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
 from ligermodels.ops.loss.row_statistics import rows_in_place
-from ligermodels.ops.loss.token_losses import LossOptions, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import empty_like
 
 
 @custom_op()
@@ -49,15 +50,15 @@ def linear_loss(
     Returns:
         The losses (...); and the three gradients, without elements where not needed.
     """
-    losses, gradients = torch.empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
+    losses, gradients = empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
     if is_fake(hidden):
         return [losses, *gradients]
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    rows = Rows(target, losses, weights=loss_weights if any(needs) else None)
+    rows = LogitRows(target, losses, weights=loss_weights if any(needs) else None)
     size = chunk_rows(target.numel(), weight, bytes_beside(weight, options), memory_budget, needs[1])
     head = ChunkedHead(hidden, weight, bias, size, gradients)
     for chunk, logits in head.chunks():
-        rows_in_place(logits, rows.chunk(chunk), options)
+        rows_in_place(logits, rows.chunk(chunk), options)  # the losses, and dlogits in place of the logits
         head.add_gradients(chunk, logits)
     head.close()
     return [losses, *gradients]

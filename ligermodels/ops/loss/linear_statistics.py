@@ -24,7 +24,7 @@ from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.row_statistics import pack_results, rows_in_place, unpack_gradients
 from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def linear_statistics(
     head: LinearHead, options: LossOptions, outputs: RowOutputs, *, class_weights: Tensor | None = None,
     keep: bool = True, inverse_temperatures: Tensor | None = None, sampled: SamplerOptions | None = None,
-) -> Rows:  # fmt: skip
+) -> LogitRows:  # fmt: skip
     """The statistics of the rows of a head; `losses` are -log p_y.
 
     Args:
@@ -58,7 +58,7 @@ def linear_statistics(
 def _sharded(
     head: LinearHead, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None,
     inverse_temperatures: Tensor | None, sampled: SamplerOptions | None,
-) -> Rows:  # fmt: skip
+) -> LogitRows:  # fmt: skip
     assert head.shard is not None
     without_ranks, weights = outputs._replace(ranks=False), local_weights(class_weights, head.shard)
     rows = _statistics(head, options, without_ranks, weights, inverse_temperatures, sampled, False)
@@ -68,13 +68,13 @@ def _sharded(
 def _statistics(
     head: LinearHead, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None,
     inverse_temperatures: Tensor | None, sampled: SamplerOptions | None, keep: bool,
-) -> Rows:  # fmt: skip
+) -> LogitRows:  # fmt: skip
     packed = _LinearStatistics.apply(
         head.hidden, head.weight, head.bias, head.target, class_weights, inverse_temperatures, options, outputs,
         sampled, head.memory_budget, head.needs, keep, head.shard,
     )  # fmt: skip
     statistics, log_masses = (packed, None) if sampled is None else (packed[:-1], packed[-1])
-    return Rows.unpack(head.target, statistics, outputs)._replace(log_masses=log_masses)
+    return LogitRows.unpack(head.target, statistics, outputs)._replace(log_masses=log_masses)
 
 
 @custom_op()
@@ -105,11 +105,11 @@ def linear_rows(
         sampled: the `SamplerOptions`; empty if all classes are kept.
 
     Returns:
-        The packed statistics of `Rows`; the three gradients, without elements where not needed; and if classes may be
-        dropped, the dropped bits and the log masses of `Rows`.
+        The packed statistics of `LogitRows`; the three gradients, without elements where not needed; and if classes may
+        be dropped, the dropped bits and the log masses of `LogitRows`.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    rows = Rows.empty(target, loss_weights.dtype, RowOutputs(*outputs))
+    rows = LogitRows.empty(target, loss_weights.dtype, RowOutputs(*outputs))
     if inverse_temperatures is not None or sampled:
         rows = empty_sampler(rows, inverse_temperatures, len(weight), filtered=bool(sampled))
     gradients = empty_gradients(hidden, weight, bias, needs)
@@ -118,7 +118,7 @@ def linear_rows(
         return results
     if any(needs):
         rows = rows._replace(weights=loss_weights)
-    beside = bytes_beside(weight, options, rows)
+    beside = bytes_beside(weight, options, ranks=rows.ranks is not None, filtered=bool(sampled))
     size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
     head = ChunkedHead(hidden, weight, bias, size, gradients)
     for chunk, logits in head.chunks():
@@ -133,7 +133,7 @@ def linear_rows(
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """The packed statistics of `Rows`, and with a sampler that drops classes the log masses, without a gradient."""
+    """The packed statistics of `LogitRows`; with a sampler that drops classes also the log masses, without gradient."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _LinearStatistics(torch.autograd.Function):
             )  # fmt: skip
             results, dropped = (results, (None, None)) if sampled is None else (results[:-2], results[-2:])
             *statistics, dx, _, _ = results
-            rows = Rows.unpack(target, statistics, requested)
+            rows = LogitRows.unpack(target, statistics, requested)
             rows = rows._replace(
                 inverse_temperatures=inverse_temperatures, dropped_bits=dropped[0], log_masses=dropped[1]
             )
@@ -178,7 +178,7 @@ class _LinearStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *by_fields):
         hidden, weight, bias, class_weights, inside, dx, *fields = ctx.saved_tensors
-        rows, options, needs = Rows(*fields), ctx.options, ctx.needs_input_grad[:3]
+        rows, options, needs = LogitRows(*fields), ctx.options, ctx.needs_input_grad[:3]
         gradients = unpack_gradients(ctx.outputs, rows, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
             return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)

@@ -12,13 +12,13 @@ from ligermodels.ops.loss.gradient_sum import keep_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.linear_loss import LinearLoss
 from ligermodels.ops.loss.linear_statistics import linear_rows, linear_statistics
-from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight
+from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, term_weights
 from ligermodels.ops.loss.loss_weights import with_extras
-from ligermodels.ops.loss.token_losses import LossOptions, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction
 
 
 def linear_loss_terms(
-    head: LinearHead, options: LossOptions, *, reduced: bool, token_scaling: bool, return_rank: bool,
+    head: LinearHead, options: LossOptions, *, reduction: Reduction, token_scaling: bool, return_rank: bool,
     return_z_loss: bool, return_predicted: bool,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The loss, or a tuple of the loss and the requested results: ranks, z-loss, predicted classes.
@@ -26,19 +26,21 @@ def linear_loss_terms(
     Args:
         head: the checked arguments of `linear_cross_entropy`.
         options: the options of the loss.
-        reduced: whether the loss and the z-loss are sums over the rows.
+        reduction: "mean", "sum" or "none".
         token_scaling: whether a row's loss is multiplied by the probability of its target.
         return_rank: whether the ranks are returned.
         return_z_loss: whether the z-loss is returned.
         return_predicted: whether the predicted classes are returned.
     """
-    weights, fused = head.loss_weights, has_one_weight(options, head.class_weights, token_scaling)
+    fused, reduced = has_one_weight(options, head.class_weights, token_scaling), reduction != "none"
+    weights = term_weights(head.loss_weights, head.target, head.class_weights, reduction)
     terms = LossTerms(options, head.class_weights, token_scaling, fused and head.shard is None)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
     if terms.fused:
-        tensors = head.hidden, head.weight, head.bias, head.target, weights.nll
-        packed = _LinearLossAndMore.apply(*tensors, head.needs, options, outputs, head.memory_budget, reduced)
-        rows = Rows.unpack(head.target, packed, outputs)
+        packed = _LinearLossAndMore.apply(
+            *head[:4], weights.nll, head.needs, options, outputs, head.memory_budget, reduced
+        )
+        rows = LogitRows.unpack(head.target, packed, outputs)
         loss = rows.losses
     else:
         rows = linear_statistics(

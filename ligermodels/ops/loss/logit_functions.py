@@ -68,7 +68,7 @@ def next_above(x):
 
 @triton.jit
 def dropped(bits, classes, mask):
-    """Whether a sampler drops classes, by the bits of their row (`Rows`). Classes outside of the mask count as
+    """Whether a sampler drops classes, by the bits of their row (`LogitRows`). Classes outside of the mask count as
     dropped; None is a full mask."""
     other = None if mask is None else 255
     byte = tl.load(bits + classes // 8, mask=mask, other=other)

@@ -20,8 +20,37 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.loss_weights import LossWeights
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, Rows
+from ligermodels.ops.loss.loss_weights import normalised
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
+
+
+class LossWeights(NamedTuple):
+    """The weight of each term of each row's loss; the reduced loss is the sum of weight * term over rows and terms.
+
+    float32 (float64 for float64 losses), the target's shape. Weights are 0 for ignored rows, and for all rows if the
+    divisor of the mean is 0.
+    """
+
+    nll: Tensor  # of -log p_y: token weight * class weight
+    smoothing: Tensor  # of the mean over classes: token weight, over the same divisor
+    z_loss: Tensor  # of the z-loss: token weight, over the sum of token weights
+
+
+def term_weights(weights: Tensor, target: Tensor, class_weights: Tensor | None, reduction: str) -> LossWeights:
+    """The weights of the terms of the loss.
+
+    Args:
+        weights: the `loss_weights` (...); with class weights those of the reduction "none".
+        target: int64 (...), checked.
+        class_weights: (V,), the dtype of the weights, or None for ones.
+        reduction: "mean", "sum" or "none".
+    """
+    if class_weights is None:
+        return LossWeights(weights, weights, weights)
+    products = weights * class_weights[target.clamp(0, len(class_weights) - 1)]  # ignored rows have no class
+    if reduction != "mean":
+        return LossWeights(products, weights, weights)
+    return LossWeights(normalised(products, products), normalised(weights, products), normalised(weights, weights))
 
 
 def has_one_weight(options: LossOptions, class_weights: Tensor | None, token_scaling: bool) -> bool:
@@ -72,7 +101,7 @@ class LossTerms(NamedTuple):
             return self.class_weights
         return torch.ones(num_classes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
-    def losses(self, rows: Rows, weights: LossWeights) -> Tensor:
+    def losses(self, rows: LogitRows, weights: LossWeights) -> Tensor:
         """The weighted loss of each row; the reduced loss is their sum."""
         smoothing = 0.0 if self.fused else self.options.label_smoothing
         losses = rows.losses * weights.nll * (1 - smoothing)
@@ -84,15 +113,15 @@ class LossTerms(NamedTuple):
             losses = losses + weighted_z_losses(rows, weights, self.options)
         return self._scaled(losses, rows)
 
-    def z_losses(self, rows: Rows, weights: LossWeights) -> Tensor:
+    def z_losses(self, rows: LogitRows, weights: LossWeights) -> Tensor:
         """The weighted z-loss of each row, without a gradient."""
         return self._scaled(weighted_z_losses(rows, weights, self.options).detach(), rows)
 
-    def _scaled(self, losses: Tensor, rows: Rows) -> Tensor:
+    def _scaled(self, losses: Tensor, rows: LogitRows) -> Tensor:
         return losses * torch.exp(-rows.losses.detach()) if self.token_scaling else losses
 
 
-def weighted_z_losses(rows: Rows, weights: LossWeights, options: LossOptions) -> Tensor:
+def weighted_z_losses(rows: LogitRows, weights: LossWeights, options: LossOptions) -> Tensor:
     """The z-loss of each row, weighted.
 
     Args:

@@ -1,7 +1,5 @@
 """The weights of the rows in the reduced loss, and the checks of what they depend on."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,55 +10,10 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, empty_like
 
 
-class LossWeights(NamedTuple):
-    """The weight of each term of each row's loss; the reduced loss is the sum of weight * term over rows and terms.
-
-    float32 (float64 for float64 losses), the target's shape. Weights are 0 for ignored rows, and for all rows if the
-    divisor of the mean is 0. Without class weights all three are the same tensor.
-    """
-
-    nll: Tensor  # of -log p_y: token weight * class weight
-    smoothing: Tensor  # of the mean over classes: token weight, over the same divisor
-    z_loss: Tensor  # of the z-loss: token weight, over the sum of token weights
-
-
-def loss_weights(
-    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype,
-    class_weights: Tensor | None = None,
-) -> LossWeights:  # fmt: skip
-    """Weights of the loss terms of each row, for targets that have been checked.
-
-    Args:
-        target: int64 (...).
-        ignore_index: the target of ignored rows.
-        reduction: "mean" divides the weights by their sum; with class weights the z-loss has a divisor of its own, the
-            sum of the token weights, as in Liger-Kernel. "sum" and "none" divide by nothing.
-        token_weights: floating (...), or None for ones.
-        dtype: the dtype of the logits or hidden states; the weights are at least float32.
-        class_weights: floating (V,), or None for ones.
-    """
-    dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
-    tokens = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    if class_weights is None:
-        weights = _normalised(tokens, tokens) if reduction == "mean" else tokens
-        return LossWeights(weights, weights, weights)
-    classes = target.clamp(0, len(class_weights) - 1)  # on CUDA the check has not stopped an invalid target yet
-    products = tokens * class_weights.detach().to(dtype)[classes]
-    if reduction != "mean":
-        return LossWeights(products, tokens, tokens.clone())
-    return LossWeights(_normalised(products, products), _normalised(tokens, products), _normalised(tokens, tokens))
-
-
-def _normalised(weights: Tensor, divisors: Tensor) -> Tensor:
-    """weights / sum of divisors; 0 if that sum is 0."""
-    total = divisors.sum()
-    return torch.where(total != 0, weights / total, 0.0)
-
-
 def checked_loss_weights(
     target: Tensor, num_classes: int, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
-    dtype: torch.dtype, class_weights: Tensor | None = None,
-) -> tuple[Tensor, LossWeights]:  # fmt: skip
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checks the targets (`check_targets`) and computes their `loss_weights`, in one op.
 
     A compiled graph that uses the returned targets therefore keeps the check.
@@ -72,30 +25,48 @@ def checked_loss_weights(
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
         dtype: the dtype of the logits or hidden states.
-        class_weights: floating (V,), or None.
 
     Returns:
         A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
-    tokens, classes = (None if weights is None else weights.detach() for weights in (token_weights, class_weights))
-    checked, *weights = _loss_weights(
-        target, tokens, classes, num_classes, ignore_index, reduction, dtype == torch.float64
-    )
-    return checked, LossWeights(*weights if classes is not None else weights * 3)
+    tokens = None if token_weights is None else token_weights.detach()
+    checked, weights = _loss_weights(target, tokens, num_classes, ignore_index, reduction, dtype == torch.float64)
+    return checked, weights
 
 
 @custom_op()
 def _loss_weights(
-    target: Tensor, token_weights: Tensor | None, class_weights: Tensor | None, num_classes: int, ignore_index: int,
-    reduction: str, double: bool,
-) -> list[Tensor]:  # fmt: skip
-    """A copy of the targets, and the three weights, or without class weights one."""
-    dtype, count = torch.float64 if double else torch.float32, 1 if class_weights is None else 3
+    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str, double: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if double else torch.float32
     if is_fake(target):
-        return [empty_like(target), *(target.new_empty(target.shape, dtype=dtype) for _ in range(count))]
+        return empty_like(target), target.new_empty(target.shape, dtype=dtype)
     check_targets(target, num_classes, ignore_index)
-    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype, class_weights)
-    return [target.clone(memory_format=torch.contiguous_format), *(w.contiguous() for w in weights[:count])]
+    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype)
+    return target.clone(memory_format=torch.contiguous_format), weights.contiguous()
+
+
+def loss_weights(
+    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The weight of each row in the reduced loss, for targets that have been checked; 0 for ignored rows.
+
+    Args:
+        target: int64 (...).
+        ignore_index: the target of ignored rows.
+        reduction: "mean" divides the weights by their sum; "sum" and "none" divide by nothing.
+        token_weights: floating (...), or None for ones.
+        dtype: the dtype of the logits or hidden states; the weights are at least float32.
+    """
+    dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
+    weights = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
+    return normalised(weights, weights) if reduction == "mean" else weights
+
+
+def normalised(weights: Tensor, divisors: Tensor) -> Tensor:
+    """weights (...) / sum of divisors (...); 0 if that sum is 0."""
+    total = divisors.sum()
+    return torch.where(total != 0, weights / total, 0.0)
 
 
 def check_reduction(op: str, reduction: str) -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.sampler import dropped_classes
-from ligermodels.ops.loss.token_losses import UNUSED, LossOptions, RowGradients, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import UNUSED, LogitRows, LossOptions, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 
 VANISHED = -1000.0  # exp of it is 0, in float64 too
 
 
-def rows_in_place(logits: Tensor, rows: Rows, options: LossOptions, class_weights: Tensor | None = None) -> None:
+def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None = None) -> None:
     """Fills the statistics of rows of logits, and replaces the logits by the gradient of the weighted loss.
 
     In torch this needs `bytes_per_logit` beside each logit, and overwrites the logits in any case.
@@ -58,6 +58,8 @@ def rows_in_place(logits: Tensor, rows: Rows, options: LossOptions, class_weight
     log_totals = totals.log()
     lses = maxima + log_totals
     losses = log_totals - (1 - smoothing) * at_y - smoothing * mean + z_loss * lses.square()
+    if rows.dropped_bits is not None:
+        losses.masked_fill_(at_y.isneginf(), torch.inf)  # NaN where all classes are dropped
     rows.losses.copy_(losses.masked_fill_(~valid, 0.0))
     if rows.entropies is not None:
         rows.entropies.copy_((log_totals - exps.mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
@@ -65,7 +67,6 @@ def rows_in_place(logits: Tensor, rows: Rows, options: LossOptions, class_weight
         rows.maxima.copy_(maxima.masked_fill(~valid, 0.0))
         rows.totals.copy_(totals.masked_fill(~valid, 1.0))
     if rows.weights is not None:
-        del exps  # its memory is free for the gradient
         w = rows.weights
         gradients = RowGradients(
             (1 - smoothing) * w, lses=(smoothing + 2 * z_loss * lses) * w, means=-smoothing * w if smoothing else None
@@ -74,8 +75,8 @@ def rows_in_place(logits: Tensor, rows: Rows, options: LossOptions, class_weight
 
 
 def gradient_in_place(
-    logits: Tensor, rows: Rows, gradients: RowGradients, options: LossOptions, *, class_weights: Tensor | None = None,
-    first: int = 0, num_classes: int, kept: Tensor | None = None,
+    logits: Tensor, rows: LogitRows, gradients: RowGradients, options: LossOptions, *,
+    class_weights: Tensor | None = None, first: int = 0, num_classes: int, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Replaces the logits of some classes by the gradient of the statistics of their rows; by 0 in ignored rows.
 
@@ -105,7 +106,7 @@ def gradient_in_place(
 
 
 def _write_gradient(
-    logits: Tensor, below: Tensor, slope: Tensor | None, rows: Rows, gradients: RowGradients, options: LossOptions,
+    logits: Tensor, below: Tensor, slope: Tensor | None, rows: LogitRows, gradients: RowGradients, options: LossOptions,
     class_weights: Tensor | None, first: int, num_classes: int,
 ) -> None:  # fmt: skip
     """Replaces logits (M, n) by their gradient, from below = x - maximum, which is overwritten.
@@ -133,7 +134,7 @@ def _write_gradient(
     logits.copy_(g.mul_(options.logit_scale).masked_fill_(ignored, 0.0))
 
 
-def pack_results(ctx: Any, rows: Rows, outputs: RowOutputs) -> tuple[Tensor, ...]:
+def pack_results(ctx: Any, rows: LogitRows, outputs: RowOutputs) -> tuple[Tensor, ...]:
     """The results of an autograd.Function: the packed statistics, without maxima and totals, and the log masses if any.
 
     Args:
@@ -148,7 +149,7 @@ def pack_results(ctx: Any, rows: Rows, outputs: RowOutputs) -> tuple[Tensor, ...
     return tuple(results if rows.log_masses is None else [*results, rows.log_masses])
 
 
-def unpack_gradients(outputs: RowOutputs, rows: Rows, gradients: Sequence[Tensor | None]) -> RowGradients:
+def unpack_gradients(outputs: RowOutputs, rows: LogitRows, gradients: Sequence[Tensor | None]) -> RowGradients:
     """The gradients that the backward pass after `pack_results` receives, (...).
 
     Args:
@@ -156,7 +157,7 @@ def unpack_gradients(outputs: RowOutputs, rows: Rows, gradients: Sequence[Tensor
         rows: the rows that were packed.
         gradients: by the packed results; None for 0.
     """
-    by = Rows.unpack(rows.target, gradients[: 1 + sum(outputs)], outputs)
+    by = LogitRows.unpack(rows.target, gradients[: 1 + sum(outputs)], outputs)
     losses = torch.zeros_like(rows.maxima) if by.losses is None else by.losses
     return RowGradients(losses, by.entropies, by.lses, by.means)
 
@@ -198,7 +199,7 @@ def effective(x: Tensor, options: LossOptions, inverse_temperatures: Tensor | No
 
 def row_statistics_reference(
     logits: Tensor, target: Tensor, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None = None
-) -> Rows:
+) -> LogitRows:
     """The requested statistics in plain torch, differentiable.
 
     Args:
@@ -217,7 +218,7 @@ def row_statistics_reference(
         losses = losses - options.label_smoothing * log_p.mean(-1)
     if options.z_loss:
         losses = losses + options.z_loss * torch.logsumexp(x, dim=-1).square()
-    return Rows(
+    return LogitRows(
         target,
         torch.where(valid, losses, 0.0),
         ranks_reference(logits, y, valid) if outputs.ranks else None,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.token_losses import Rows
+from ligermodels.ops.loss.token_losses import LogitRows
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -35,7 +35,7 @@ def dropped_classes(bits: Tensor, first: int, num_classes: int) -> Tensor:
     """Whether each class from `first` on is dropped, bool (M, num_classes).
 
     Args:
-        bits: uint8 (M, bytes), see `Rows`.
+        bits: uint8 (M, bytes), see `LogitRows`.
         first: the first class, a multiple of 8.
         num_classes: the number of classes.
     """
@@ -49,7 +49,7 @@ def num_bytes(num_classes: int) -> int:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """bool (M, V) -> uint8 (M, num_bytes(V)); see `Rows`."""
+    """bool (M, V) -> uint8 (M, num_bytes(V)); see `LogitRows`."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).view(len(mask), -1, 8)
     return (padded.to(torch.uint8) << _places(mask.device)).sum(-1, dtype=torch.uint8)
 
@@ -58,7 +58,9 @@ def _places(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def empty_sampler(rows: Rows, inverse_temperatures: Tensor | None, num_classes: int, *, filtered: bool) -> Rows:
+def empty_sampler(
+    rows: LogitRows, inverse_temperatures: Tensor | None, num_classes: int, *, filtered: bool
+) -> LogitRows:
     """The rows with temperatures, and with memory for the dropped classes if there may be some.
 
     Args:

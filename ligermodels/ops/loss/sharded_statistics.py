@@ -22,7 +22,7 @@ from torch import Tensor
 from ligermodels.ops.loss.chunks import rows_per_chunk
 from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.row_statistics import gradient_in_place, pack_results, rows_in_place, unpack_gradients
-from ligermodels.ops.loss.token_losses import LossOptions, RowGradients, RowOutputs, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients, RowOutputs
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows
@@ -37,7 +37,7 @@ IGNORED = -1  # the target of ignored rows among the classes of a rank, see `Cla
 def sharded_statistics(
     logits: Tensor, target: Tensor, options: LossOptions, outputs: RowOutputs, class_weights: Tensor | None,
     shard: "ClassShard",
-) -> Rows:  # fmt: skip
+) -> LogitRows:  # fmt: skip
     """The statistics of rows of logits with sharded classes.
 
     Args:
@@ -50,7 +50,7 @@ def sharded_statistics(
     """
     without_ranks, weights = outputs._replace(ranks=False), local_weights(class_weights, shard)
     packed = _ShardedStatistics.apply(logits, target, weights, shard, options, without_ranks)
-    rows = Rows.unpack(target, packed, without_ranks)
+    rows = LogitRows.unpack(target, packed, without_ranks)
     if not outputs.ranks:
         return rows
     local = as_rows(logits.detach())
@@ -62,7 +62,7 @@ def local_weights(class_weights: Tensor | None, shard: "ClassShard") -> Tensor |
     return None if class_weights is None else class_weights[shard.first : shard.first + shard.size].contiguous()
 
 
-def merge(local: Rows, inside: Tensor, shard: "ClassShard") -> Rows:
+def merge(local: LogitRows, inside: Tensor, shard: "ClassShard") -> LogitRows:
     """The statistics of whole rows from the statistics of each rank's classes.
 
     Args:
@@ -118,7 +118,7 @@ class _ShardedStatistics(torch.autograd.Function):
     def forward(ctx, logits, target, class_weights, shard, options, outputs):
         local_target, _, inside = shard.targets(target, options.ignore_index)
         options, requested = options._replace(ignore_index=IGNORED), outputs._replace(lses=True)
-        rows = Rows.empty(local_target, torch.promote_types(logits.dtype, torch.float32), requested)
+        rows = LogitRows.empty(local_target, torch.promote_types(logits.dtype, torch.float32), requested)
         local = as_rows(logits)
         local = local if use_kernels(local) else local.clone()  # in torch they are overwritten
         rows_in_place(local, rows.chunk(slice(None)), options, class_weights)
@@ -131,7 +131,7 @@ class _ShardedStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *by_fields):
         logits, class_weights, inside, *fields = ctx.saved_tensors
-        rows = Rows(*fields)
+        rows = LogitRows(*fields)
         gradients = local_gradients(unpack_gradients(ctx.outputs, rows, by_fields), inside, ctx.shard)
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
         gradient_in_place(

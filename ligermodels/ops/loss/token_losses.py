@@ -48,7 +48,7 @@ class LossOptions(NamedTuple):
 
 
 class RowOutputs(NamedTuple):
-    """The statistics that are requested beside the losses, in the order of `Rows`."""
+    """The statistics that are requested beside the losses, in the order of `LogitRows`."""
 
     ranks: bool = False
     predicted: bool = False
@@ -60,7 +60,7 @@ class RowOutputs(NamedTuple):
 UNUSED: Any = None  # the default of fields that code reads only where they are given
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """Numbers of each row of logits, (...) as the target, or flat; None for numbers that are not requested or used.
 
     The statistics, from losses to totals, are in the order in which registered ops return them. Ignored rows have ranks
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
     log_masses: Tensor | None = None  # the log-probability of the kept classes together
 
     @classmethod
-    def empty(cls, target: Tensor, dtype: torch.dtype, outputs: RowOutputs) -> "Rows":
+    def empty(cls, target: Tensor, dtype: torch.dtype, outputs: RowOutputs) -> "LogitRows":
         """Uninitialised statistics for targets (...).
 
         Args:
@@ -111,18 +111,18 @@ class Rows(NamedTuple):
         return [x for x in (self.dropped_bits, self.log_masses) if x is not None]
 
     @classmethod
-    def unpack(cls, target: Tensor, statistics: Iterable[Tensor | None], outputs: RowOutputs) -> "Rows":
-        """Rows with packed statistics of targets (...); with maxima and totals if these are among the statistics."""
+    def unpack(cls, target: Tensor, statistics: Iterable[Tensor | None], outputs: RowOutputs) -> "LogitRows":
+        """Rows of targets (...) with packed statistics; with maxima and totals if these are among the statistics."""
         remaining = iter(statistics)
         fields: Any = [next(remaining) if requested else None for requested in (True, *outputs)]
         return cls(target, *fields, *remaining)
 
-    def chunk(self, rows: slice) -> "Rows":
+    def chunk(self, rows: slice) -> "LogitRows":
         """Views of some rows, flat."""
         fields: Any = [None if x is None else x.reshape(-1, *x.shape[self.target.dim() :])[rows] for x in self]
-        return Rows(*fields)
+        return LogitRows(*fields)
 
-    def for_gradients(self) -> "Rows":
+    def for_gradients(self) -> "LogitRows":
         """The fields that the gradients depend on."""
         return self._replace(losses=UNUSED, ranks=None, predicted=None, lses=None, means=None, log_masses=None)
 

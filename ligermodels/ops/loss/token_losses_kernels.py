@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.ops.loss.logit_functions import below, dropped, effective, exp, next_above, tempered
-from ligermodels.ops.loss.token_losses import LossOptions, RowGradients, Rows
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -262,7 +262,7 @@ def _numbers(options: LossOptions) -> tuple[float, ...]:
     return options.logit_scale / softcap, softcap, options.logit_scale, options.label_smoothing, options.z_loss
 
 
-def _flags(options: LossOptions, rows: Rows) -> dict[str, bool]:
+def _flags(options: LossOptions, rows: LogitRows) -> dict[str, bool]:
     """The parts of the formula that the kernels need."""
     return {
         "SCALED": options.logit_scale != 1 or rows.inverse_temperatures is not None,
@@ -271,13 +271,13 @@ def _flags(options: LossOptions, rows: Rows) -> dict[str, bool]:
     }
 
 
-def _sampler(rows: Rows) -> tuple[Any, ...]:
+def _sampler(rows: LogitRows) -> tuple[Any, ...]:
     """The sampler as the kernels take it: inverse temperatures, bits, and the stride of the bits' rows."""
     bits = rows.dropped_bits
     return rows.inverse_temperatures, bits, 0 if bits is None else bits.shape[-1]
 
 
-def launch_rows(logits: Tensor, rows: Rows, options: LossOptions, class_weights: Tensor | None = None) -> None:
+def launch_rows(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None = None) -> None:
     """Fills the statistics of rows of logits, and replaces the logits by the gradient of weights * losses.
 
     Args:
@@ -299,7 +299,7 @@ def launch_rows(logits: Tensor, rows: Rows, options: LossOptions, class_weights:
 
 
 def launch_gradient(
-    logits: Tensor, gradient: Tensor, rows: Rows, gradients: RowGradients, options: LossOptions,
+    logits: Tensor, gradient: Tensor, rows: LogitRows, gradients: RowGradients, options: LossOptions,
     class_weights: Tensor | None, first: int, num_classes: int,
 ) -> None:  # fmt: skip
     """Fills the gradient by logits (M, n) from the gradients by the statistics of their rows.
