@@ -15,6 +15,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "ligermodels.archs",
     "ligermodels.cli",
     "ligermodels.parallel",
     "ligermodels.speculative.joint",

@@ -61,9 +61,9 @@ def run(
 
 
 def assert_right(given: dict[str, Tensor], bounds: Tensor | None = None) -> None:
-    """The kernels against float64, with the reference's error as the measure; and equal bits in a second run."""
+    """The kernels against float64, with the reference's error as the measure; on a GPU, equal bits in a second run."""
     found = run(given, "triton", bounds=bounds)
-    again = run(given, "triton", bounds=bounds)
+    again = run(given, "triton", bounds=bounds) if given["q"].is_cuda else found  # the interpreter has no races
     reference = run(given, "reference", bounds=bounds)
     truth = run(given, "reference", torch.float64, bounds)
     for name, true in truth.items():

@@ -64,13 +64,13 @@ def eager(given: dict[str, Tensor], state: Tensor, ancestors: Tensor, node: Tens
 @torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees(where: Where, shape: tuple[int, ...]) -> None:
-    """Outputs, updates and the state after a node, against fp64; equal bits in a second run."""
+    """Outputs, updates and the state after a node, against fp64; on a GPU, equal bits in a second run."""
     given, state = operands(where, shape), a_state(where, shape)
     _, _, ancestors = tree(shape[1], where.device)
     node = torch.randint(shape[1], (shape[0],), device=where.device)
     before = state.clone()
     runs = []
-    for _ in range(2):
+    for _ in range(2 if state.is_cuda else 1):
         o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
         assert torch.equal(state, before)
         after = state.clone()
@@ -79,7 +79,7 @@ def test_trees(where: Where, shape: tuple[int, ...]) -> None:
     truth = eager(double(given), state.double(), ancestors, node)
     plain = eager(dict(zip(given, copies(list(given.values())), strict=True)), state, ancestors, node)
     assert runs[0][0].dtype == where.dtype and runs[0][1].dtype == torch.float64
-    for i, (ours, again, other, true) in enumerate(zip(*runs, plain, truth, strict=True)):
+    for i, (ours, again, other, true) in enumerate(zip(runs[0], runs[-1], plain, truth, strict=True)):
         assert torch.equal(ours, again)
         assert_as_good(f"result {i}", ours, other, true)
 
