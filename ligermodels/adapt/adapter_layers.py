@@ -84,14 +84,14 @@ def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> di
     """
     check_config(config)
     paths = adapted_paths(headers)
-    stacked = {leaf(name): name for name in config.get("target_parameters") or ()}
+    parameters = {container(name): leaf(name) for name in config.get("target_parameters") or ()}
     named: dict[str, str] = {}
     for path in sorted(paths):
-        whole = f"{path}.base_layer" in paths
+        alone = next((name for owner, name in parameters.items() if owner and path.endswith(owner)), "")
         if leaf(path) == "base_layer":
             named[f"{container(path)}.gate_up_proj"] = path
-        elif whole or (len(stacked) == 1 and stacked and leaf(path) == leaf(container(next(iter(stacked.values()))))):
-            named[f"{path}.{'down_proj' if whole else next(iter(stacked))}"] = path
+        elif name := "down_proj" if f"{path}.base_layer" in paths else alone:
+            named[f"{path}.{name}"] = path
         else:
             named[path] = path
     ranks, alphas = (values_by_path(pattern, config, list(named)) for pattern in PATTERNS)

@@ -1,11 +1,11 @@
 """The LoRA of experts in files: three formats, and conversions between them.
 
-"target_parameters": PEFT's for stacked parameters. With E experts, A is (E * r, in), expert after expert, and B is
-(out, r * E), where column i * E + e belongs to expert e. `...experts.base_layer.lora_A.weight` is that of
-`gate_up_proj` and `...experts.lora_A.weight` that of `down_proj`; the latter name stands for either of them alone.
-"per_expert": a linear layer for each expert, `...experts.3.gate_proj.lora_A.weight`, as for older transformers.
-"shared_outer": tensors (E, r, in) and (E, out, r), `...experts.w1.lora_A.weight`; w1 is gate, w3 up, w2 down. A tensor
-with a single row belongs to all experts.
+"target_parameters": PEFT's format for stacked parameters. With E experts, A is (E * r, in), expert after expert, and B
+is (out, r * E), where column i * E + e belongs to expert e. `...experts.base_layer.lora_A.weight` adapts
+`gate_up_proj`, and `...experts.lora_A.weight` adapts `down_proj`, or the only adapted parameter.
+"per_expert": a linear layer for each expert, `...experts.3.gate_proj.lora_A.weight`, with the names of checkpoints.
+"shared_outer": tensors (E, r, in) and (E, out, r), `...experts.w1.lora_A.weight`; w1 is gate, w3 up, w2 down. All
+experts share a tensor with a single row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _rows_of_expert(tensor: Tensor, expert: int, start: int, length: int) -> Ten
 
 
 def _stacked_name(path: str, projection: Projection, projections: Collection[Projection]) -> str:
-    """The name of the wrapped module in PEFT: the wrapper of `down_proj` contains that of `gate_up_proj`."""
+    """The name of the module that PEFT wraps: once for `gate_up_proj`, and the wrapper again for `down_proj`."""
     inner = projection == "gate_up" and "down" in projections
     return f"{container(path)}.base_layer" if inner else container(path)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.lora import without_lora
-from ligermodels.convert.dequantize import names_in_4_bits, stored_4_bits
+from ligermodels.convert.dequantize import names_in_4_bits, names_in_mxfp4, stored_4_bits
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
@@ -129,6 +129,7 @@ def _ways(
     """Divide the mappings of quantised layers by the way to read them. Warns of weights that are rounded twice."""
     stored = stored_4_bits(reader, NF4_LEVELS, BLOCK)
     if stored is None:
+        _warn_of_mxfp4([m for m in mappings if names_in_mxfp4(reader) >= {v.source for v in m.views}], layers)
         return [(rounded, [*mappings])]
     exact = _Reading((_Part(stored.codes, torch.uint8), _Part(stored.scales, torch.float32, BLOCK)), _fill_nf4)
     nf4 = [m for m in mappings if layers[m.target].kind == "nf4"]
@@ -152,6 +153,17 @@ def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[
         f"{len(mappings)} weights, such as {first}, are stored in 4 bits, dequantised and rounded to {kind}: {advice}"
     )
     warnings.warn(message, CheckpointWarning, stacklevel=5)
+
+
+def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> None:
+    if mappings:
+        first = mappings[0].target
+        message = (
+            f"{len(mappings)} weights, such as {first}, are stored in MXFP4, dequantised and rounded to "
+            f"{layers[first].kind}, which is less exact; exclude them (quantize_exclude, --quantize-exclude) to keep "
+            "their values in the model's dtype"
+        )
+        warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:

@@ -35,8 +35,15 @@ def chosen_targets(
 ) -> dict[str, Target]:
     """Path in transformers -> target, for all targets that the arguments of `add_lora` name.
 
-    Raises InputError for a name that matches nothing, for some experts of a mixture without the others, and for parts
-    that overlap. Warns if experts, or dense layers with the names of experts, are left out.
+    Warns if experts, or dense layers with the names of experts, are left out.
+
+    Args:
+        model: the model.
+        target_modules: see `add_lora`.
+        target_parameters: see `add_lora`.
+
+    Raises:
+        InputError: a name matches nothing, or some experts of a mixture without the others; or two parts overlap.
     """
     names = _Names(model)
     paths = [*names.of_modules(target_modules), *names.of_parameters(target_parameters)]
@@ -51,7 +58,7 @@ def chosen_targets(
 
 
 class _Names:
-    """The names in transformers of what LoRA can adapt in a model."""
+    """The names in transformers of the targets of LoRA in a model."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model, self.layout, self.layouts = model, transformers_layout(model), layouts_of(model)

@@ -1,4 +1,4 @@
-"""What LoRA can adapt in a model, by the names in transformers: linear layers, and the experts of mixtures."""
+"""The targets of LoRA in a model, by their names in transformers: linear layers, and the experts of mixtures."""
 
 from __future__ import annotations
 
@@ -141,8 +141,13 @@ def names_of_experts(model: CausalLM, layouts: Sequence[WeightMap]) -> set[str]:
 def expert_targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[WeightMap]) -> dict[str, Target]:
     """Path -> part of the experts of a mixture that LoRA can adapt.
 
-    Paths of `gate_up` and `down` are those of the parameters in transformers 5 ("...mlp.experts.gate_up_proj").
-    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`. Arguments are as for `targets`.
+    `gate_up` and `down` have the paths of the parameters in transformers 5 ("...mlp.experts.gate_up_proj").
+    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`.
+
+    Args:
+        model: the model.
+        weight_map: the layout with the names.
+        layouts: all layouts of the family, from `layouts_of`.
     """
     found: dict[str, Target] = {}
     by_target, *others = ({mapping.target: mapping for mapping in each.mappings} for each in (weight_map, *layouts))

@@ -112,7 +112,7 @@ class ExpertLoRA(ExpertUpdate):
         return dict(self.named_parameters(recurse=False))
 
     def matrix_rows(self, name: str) -> list[int]:
-        """Rows of each matrix in the parameter of this name; A has those of all parts of its projection."""
+        """Rows of each matrix in the parameter of this name; A has the matrices of all parts of its projection."""
         for projection in self.projections:
             if name == f"lora_A_{projection}":
                 return [part.r for part in self.parts_of(projection)]
@@ -161,7 +161,7 @@ class ExpertLoRA(ExpertUpdate):
 
 
 def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The grouped product; a single weight is that of all experts."""
+    """The grouped product; all experts share a single weight."""
     return F.linear(rows, weights[0]) if len(weights) == 1 else ops.grouped_mm(rows, weights, offsets)
 
 

@@ -1,4 +1,4 @@
-"""The optional parts of the experts of a mixture: how their weights are kept, and what is added to their products."""
+"""The optional parts of the experts of a mixture: how weights are kept and multiplied, and updates of the products."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExpertCompute(Part):
 
 
 class ExpertUpdate(Part):
-    """What is added to the products of experts, such as low-rank updates."""
+    """Summands of the products of experts, such as low-rank updates."""
 
     projections: tuple[Projection, ...] = ()
     """The projections with an update."""
@@ -89,7 +89,7 @@ class ComposedExperts(nn.Module):
 
     @property
     def update(self) -> ExpertUpdate | None:
-        """What is added to the products; None for nothing."""
+        """The summands of the products; None for none."""
         return cast("ExpertUpdate | None", self._modules.get("update"))
 
     @update.setter

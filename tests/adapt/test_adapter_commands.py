@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from zoo import CONFIGS, EACH_FAMILY, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.adapt.targets import targets, transformers_layout
+from ligermodels.adapt.targets import layouts_of, targets, transformers_layout
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.speculative.profiles import PROFILES
@@ -98,7 +98,7 @@ def test_adapters_of_every_family_are_exact_both_ways(name: str, tmp_path: Path)
 
     # A file as PEFT writes it, with ranks and scalings that differ.
     shapes = {name: tensor.shape for name, tensor in model.hf_state_dict().items()}
-    paths = list(targets(model, transformers_layout(model)))
+    paths = list(targets(model, transformers_layout(model), layouts_of(model)))
     leaves = sorted({path.rpartition(".")[2] for path in paths})
     ranks = {path: 5 if path == paths[1] else 2 if path.endswith(leaves[0]) else 4 for path in paths}
     stored = {}

@@ -15,7 +15,7 @@ from zoo import BASE, GPT_OSS, make_checkpoint, plain, relative_error
 
 import ligermodels as lm
 from ligermodels.convert.rope_settings import rope_parameters
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.layers import YarnScaling
 
 IDS = torch.arange(2 * 41).view(2, 41) * 7 % BASE["vocab_size"]
@@ -214,3 +214,16 @@ def test_rope_that_a_config_leaves_out(fields: dict[str, Any], tmp_path: Path) -
     written = json.loads((tmp_path / "config.json").read_text())
     assert rope_parameters(written)["rope_theta"] == theirs["rope_theta"]
     assert lm.from_pretrained(tmp_path).config == model.config
+
+
+def test_mxfp4_experts_under_lora(tmp_path: Path) -> None:
+    """Stored experts are rounded to int4 as they are read, as those of the loaded model are."""
+    make_mxfp4(tmp_path / "model")
+    with pytest.warns(CheckpointWarning, match=r"such as decoder.blocks.0.mlp.gate_up, are stored in MXFP4.*to int4"):
+        model = lm.from_pretrained(tmp_path / "model", quantize="int4")
+    wanted = lm.quantize(lm.from_pretrained(tmp_path / "model"), "int4")
+    state = wanted.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    lm.add_lora(model, 3, target_modules=["experts"])
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
