@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ligermodels.convert import hub
-from ligermodels.convert.reading import reading
+from ligermodels.convert.journal import reading
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, require_type

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ligermodels.convert import hub
-from ligermodels.convert.reading import reading
+from ligermodels.convert.journal import reading
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import EAGLE_TYPE, require_type

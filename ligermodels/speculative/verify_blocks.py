@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.convert.journal import reading
 from ligermodels.convert.json_values import object_field
-from ligermodels.convert.reading import reading
 from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import DSPARK_TYPE, draft_type

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.convert.reading import reading
+from ligermodels.convert.journal import reading
 from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import StateDict
