@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tensors
-from ligermodels.convert.encoded import Encoded, matrix_of
-from ligermodels.convert.fp8 import fp8_tensors
+from ligermodels.convert.encoded import Encoded, fp8_tensors, matrix_of, mxfp4_tensors
 from ligermodels.convert.loading import Reader, Spec
-from ligermodels.convert.mxfp4 import mxfp4_tensors
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 

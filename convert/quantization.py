@@ -93,10 +93,6 @@ def _compressed_tensors(fields: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("fp8", blocks.pop())
 
 
-def _mxfp4(fields: Mapping[str, Any], where: str) -> Quantization:
-    return Quantization("mxfp4")
-
-
 def _bitsandbytes(fields: Mapping[str, Any], where: str) -> Quantization:
     """`quant_method` "bitsandbytes", transformers' BitsAndBytesConfig, in 4 bits; the files hold types and blocks."""
     if fields.get("load_in_4bit") is not True or fields.get("load_in_8bit"):
@@ -115,7 +111,7 @@ METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any], str], Quantization], st
         """format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio sparsity_config
         transform_config version""",
     ),
-    "mxfp4": (_mxfp4, "modules_to_not_convert dequantize"),
+    "mxfp4": (lambda fields, where: Quantization("mxfp4"), "modules_to_not_convert dequantize"),
     "bitsandbytes": (
         _bitsandbytes,
         """load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage

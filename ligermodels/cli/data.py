@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -122,15 +123,31 @@ def _show(document: Shown) -> None:
         style="bold",
         soft_wrap=True,
     )
-    text = Text()
-    for span in document.spans:
-        words = "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in span.text)
-        if screen.is_terminal:
+    screen.print(marked(document.spans, screen.is_terminal), soft_wrap=True)
+    screen.print(f"... and {document.cut:,} more tokens\n" if document.cut else "")
+
+
+def marked(spans: Sequence[Span], in_colour: bool, most: int = sys.maxsize) -> Text:
+    """The text of a document, with the tokens that are trained on in colour, or between marks.
+
+    Args:
+        spans: the document.
+        in_colour: whether the text goes to a terminal.
+        most: characters that are shown at most.
+    """
+    text, room = Text(), most
+    for span in spans:
+        shown = span.text[:room]
+        words = "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in shown)
+        if in_colour:
             text.append(words, "green" if span.is_trained else "dim")
         else:
             text.append(f"{OPEN}{words}{CLOSE}" if span.is_trained else words)
-    screen.print(text, soft_wrap=True)
-    screen.print(f"... and {document.cut:,} more tokens\n" if document.cut else "")
+        room -= len(shown)
+        if not room:
+            text.append(f" ... ({sum(len(span.text) for span in spans):,} characters)")
+            break
+    return text
 
 
 def _as_json(document: Shown) -> dict[str, Any]:

@@ -15,29 +15,6 @@ if TYPE_CHECKING:
     from ligermodels.speculative.multi_head import MultiHeadModel
     from ligermodels.speculative.tree import DynamicTree
 
-Sample = Annotated[
-    bool | None, typer.Option("--sample/--greedy", help="Sample, or greedy decoding.  [default: as in the checkpoint]")
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        help="Sampling temperature. With heads and --greedy: temperature of typical acceptance, which accepts tokens "
-        "other than the greedy tokens."
-    ),
-]
-TopK = Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")]
-TopP = Annotated[float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")]
-Seed = Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed of sampling.")]
-
-Heads = Annotated[
-    str | None,
-    typer.Option(
-        "--heads",
-        "--medusa",
-        help="Draft heads (Medusa, MTP, EAGLE-3, DFlash or DSpark), a folder or a hub id (PATH, if it holds them): the "
-        "same tokens, or with --sample samples of the same distribution, in fewer steps.",
-    ),
-]
 DraftTree = Annotated[
     str | None,
     typer.Option(
@@ -81,14 +58,35 @@ class Decoding:
     Raises typer.BadParameter for options that contradict one another.
     """
 
-    heads: Heads = None
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            "--heads",
+            "--medusa",
+            help="Draft heads (Medusa, MTP, EAGLE-3, DFlash or DSpark), a folder or a hub id (PATH, if it holds them): "
+            "the same tokens, or with --sample samples of the same distribution, in fewer steps.",
+        ),
+    ] = None
     draft_tree: DraftTree = None
     confidence_threshold: ConfidenceThreshold = None
-    sample: Sample = None
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    seed: Seed = None
+    sample: Annotated[
+        bool | None,
+        typer.Option("--sample/--greedy", help="Sample, or greedy decoding.  [default: as in the checkpoint]"),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Sampling temperature. With heads and --greedy: temperature of typical acceptance, which accepts "
+            "tokens other than the greedy tokens."
+        ),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="With --sample: only the K most probable tokens.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="With --sample: the smallest set of tokens of total probability P.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="With --sample: seed of sampling.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         flags = {"--draft-tree": self.draft_tree, "--confidence-threshold": self.confidence_threshold}

@@ -13,8 +13,7 @@ from ligermodels.cli import evaluation, options, runs
 from ligermodels.cli.options import Base, Heads, MaxShardSize, Out
 from ligermodels.cli.self_distillation import self_distillation_data
 from ligermodels.console import progress, say
-from ligermodels.training.dspark_recipe import DFlashRecipe, DSparkRecipe
-from ligermodels.training.eagle_recipe import EagleRecipe
+from ligermodels.training.draft_recipe import DFlashRecipe, DSparkRecipe, EagleRecipe
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.mtp_recipe import MTPRecipe
 from ligermodels.training.recipe import TrainingRecipe

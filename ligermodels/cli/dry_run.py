@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
+from ligermodels.cli.data import CLOSE, OPEN, marked
 from ligermodels.console import console as screen_of
 from ligermodels.console import is_first_rank, readable_bytes, show_table
+from ligermodels.training.optimizer_settings import OptimizerSettings
 from ligermodels.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    from ligermodels.data.survey import Span
     from ligermodels.parallel.memory import StepMemory
     from ligermodels.training.preview import DryRun
 
-TRAINED = ("⟦", "⟧")
-"""Around trained text where there are no colours."""
 MOST_DOCUMENTS, MOST_CHARACTERS, MOST_SOURCES = 8, 4000, 200
 """Documents of the first batch to show; characters of each document, and of the names of files and lines."""
 
@@ -43,12 +40,12 @@ def show_dry_run(recipe: TrainingRecipe, out: Path | None, *, gpus: int, **optio
     show_table(("", ""), list(_facts(run)))
     screen = screen_of()
     on_terminal = screen.is_terminal
-    marks = "in green" if on_terminal else "in " + " ".join(TRAINED)
+    marks = "in green" if on_terminal else f"in {OPEN} {CLOSE}"
     sources = run.sources if len(run.sources) <= MOST_SOURCES else f"{run.sources[:MOST_SOURCES]}..."
     print(f"\nfirst batch: {sources}; trained tokens are {marks}")
     for number, document in enumerate(run.first_batch[:MOST_DOCUMENTS], start=1):
         print(f"--- {number} of {len(run.first_batch)} documents")
-        screen.print(_marked(document, on_terminal), soft_wrap=True)
+        screen.print(marked(document, on_terminal, MOST_CHARACTERS), soft_wrap=True)
 
 
 def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
@@ -77,13 +74,13 @@ def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer_settings(run: DryRun) -> Iterator[str]:
-    """The settings of the recipe from `optimizer` to `steps` that have an effect."""
+    """The settings of the optimizer that have an effect."""
     recipe = run.plan.recipe
-    values, names = recipe.settings() | {"warmup_steps": run.plan.warmup_steps}, list(recipe.defaults())
+    values = recipe.settings() | {"warmup_steps": run.plan.warmup_steps}
     idle = {name for names, has_effect, _ in recipe.conditions if not has_effect(values) for name in names}
     yield recipe.optimizer
-    for name in names[names.index("optimizer") + 1 : names.index("steps")]:
-        if name not in idle and values[name] not in (None, {}, []):
+    for name in OptimizerSettings.model_fields:
+        if name not in {"optimizer", *idle} and values[name] not in (None, {}, []):
             yield f"{name} {values[name]}"
 
 
@@ -98,16 +95,3 @@ def _memory(memory: StepMemory) -> str:
     }
     each = ", ".join(f"{name} {readable_bytes(size)}" for name, size in parts.items() if size)
     return f"{readable_bytes(memory.total)} ({each})"
-
-
-def _marked(document: list[Span], in_colour: bool) -> Text:
-    text, room = Text(), MOST_CHARACTERS
-    for content, is_trained in document:
-        shown = content[:room]
-        before, after = ("", "") if in_colour or not is_trained else TRAINED
-        text.append(f"{before}{shown}{after}", style="green" if in_colour and is_trained else "")
-        room -= len(shown)
-        if not room:
-            text.append(f" ... ({sum(len(span.text) for span in document):,} characters)")
-            break
-    return text

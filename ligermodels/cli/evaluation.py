@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,14 +13,12 @@ import typer
 from ligermodels.cli import decoding, options
 from ligermodels.cli.flags import with_groups
 from ligermodels.cli.options import DATA, Base, ChatTemplate, Date, Heads
-from ligermodels.console import ProgressUpdate, print_json, progress, say, show_table
+from ligermodels.console import print_json, progress, say, show_table
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
-    from ligermodels.data.batches import Batch
     from ligermodels.data.documents import Documents
     from ligermodels.data.orders import Indices
-    from ligermodels.data.packing import PackedBatches
     from ligermodels.speculative.benchmark import TreeFit
     from ligermodels.speculative.evaluation import HeadScores
     from ligermodels.speculative.multi_head import MultiHeadModel
@@ -115,14 +113,14 @@ def _scored(
     model: MultiHeadModel, documents: Documents, indices: Indices, recipe: MedusaRecipe, seq_len: int, batch_size: int
 ) -> HeadScores:
     """The scores of the heads on one pass over the documents of `indices`."""
-    from ligermodels.data.packing import PackedBatches
+    from ligermodels.data.packing import PackedBatches, counted
     from ligermodels.speculative.evaluation import evaluate_heads
 
     sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "epochs": 1}
     with progress("scoring") as update:
         strategy = recipe.excess_length_strategy
         batches = PackedBatches(documents, indices, **sizes, excess_length_strategy=strategy)
-        return evaluate_heads(model, _counted(batches, update))
+        return evaluate_heads(model, counted(batches, update))
 
 
 def _results(scores: HeadScores, fit: TreeFit | None, benchmarks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
@@ -271,10 +269,3 @@ def _documents(
     if not len(indices):
         raise InputError(f"{run}: has no validation split (validation_fraction is 0); give other data")
     return documents, indices, recipe
-
-
-def _counted(batches: PackedBatches, update: ProgressUpdate) -> Iterator[Batch]:
-    """The batches of one epoch; the progress bar counts documents."""
-    for batch in batches:
-        update(batches.documents_read, batches.num_documents or 0)
-        yield batch

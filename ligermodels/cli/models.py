@@ -76,7 +76,7 @@ class Source:
 def export_with_tokenizer(model: CausalLM, adapter: Path) -> CausalLM:
     """Add the tokenizer, chat template and generation config beside the adapter to the exports of `model`; returns
     `model`."""
-    from ligermodels.convert.companions import Companions
+    from ligermodels.convert.files import Companions
 
     own, spec = Companions.of(adapter), model.require_export_spec()
     generation = spec.generation_config if own.generation_config is None else own.generation_config

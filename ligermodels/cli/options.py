@@ -29,20 +29,6 @@ DtypeOption = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Device to run on.  [default: cuda if there is a GPU, else cpu]")]
 Attention = Annotated[str, typer.Option(help="Attention backend.")]
-Quantize = Annotated[
-    QuantizedFormat | None,
-    typer.Option("--quantize", help="Round the weights of the blocks' linear layers while they are loaded."),
-]
-QuantizeExclude = Annotated[
-    list[str] | None,
-    typer.Option(help="Patterns of layers that are not rounded, such as mlp.experts. May be repeated."),
-]
-QuantizeHead = Annotated[
-    QuantizedFormat | None,
-    typer.Option(
-        help="With --quantize: round the LM head too. A head that is tied to the embedding gets a weight of its own."
-    ),
-]
 Base = Annotated[str, typer.Argument(metavar="BASE", help="The model: a checkpoint folder, or a Hugging Face hub id.")]
 Heads = Annotated[
     str, typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; an MTP head also in a checkpoint.")
@@ -94,9 +80,21 @@ class Loading:
     dtype: DtypeOption = None
     device: Device = None
     attention: Attention = "auto"
-    quantize: Quantize = None
-    quantize_exclude: QuantizeExclude = None
-    quantize_head: QuantizeHead = None
+    quantize: Annotated[
+        QuantizedFormat | None,
+        typer.Option("--quantize", help="Round the weights of the blocks' linear layers while they are loaded."),
+    ] = None
+    quantize_exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Patterns of layers that are not rounded, such as mlp.experts. May be repeated."),
+    ] = None
+    quantize_head: Annotated[
+        QuantizedFormat | None,
+        typer.Option(
+            help="With --quantize: round the LM head too. A head that is tied to the embedding gets a weight of its "
+            "own."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, value in (("--quantize-exclude", self.quantize_exclude), ("--quantize-head", self.quantize_head)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -10,13 +9,12 @@ import typer
 from ligermodels.arguments import OptimizerName, QuantizedFormat
 from ligermodels.cli.options import AsJson
 from ligermodels.console import print_json, readable_bytes, say, show_table
-from ligermodels.errors import arguments_named
+from ligermodels.errors import InputError, arguments_named
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
 DEGREES = ("replicate", "shard", "context", "tensor", "expert")
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def plan(
@@ -116,10 +114,12 @@ def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_
 
 def memory_size(text: str) -> int:
     """Bytes of "80GB", "141 GB" or "79.6GiB"; typer.BadParameter for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    if match is None or not float(match[1]):
-        raise typer.BadParameter(f"must be a size such as 80GB, got {text!r}", param_hint="--memory")
-    return int(float(match[1]) * UNITS[match[2] or ""])
+    from ligermodels.convert.safetensors_writer import parse_size
+
+    try:
+        return parse_size(text)
+    except InputError:
+        raise typer.BadParameter(f"must be a size such as 80GB, got {text!r}", param_hint="--memory") from None
 
 
 def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.training.curves import write_figure
+from ligermodels.training.metrics import write_figure
 
 RATES = {
     "expected_tokens_per_step": "if heads err\nindependently",

@@ -16,12 +16,10 @@ from ligermodels.arguments import check_flag, is_sequence
 from ligermodels.convert.input_files import as_path
 from ligermodels.convert.journal import settle
 from ligermodels.data import rendering
-from ligermodels.data.calls import CallForm
 from ligermodels.data.frames import Frame
-from ligermodels.data.parts import PROBE, as_templates_expect
+from ligermodels.data.parts import PROBE, CallForm, as_templates_expect
 from ligermodels.data.rendering import END, START
-from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_templates, read_tokens
-from ligermodels.data.template_tokens import require_tokens
+from ligermodels.data.template_files import DEFAULT, TOOL_USE, Source, read_templates, read_tokens, require_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.data.turns import Turns
 from ligermodels.data.versions import Versions

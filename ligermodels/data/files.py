@@ -16,8 +16,7 @@ from ligermodels.convert.input_files import as_path, open_file, shown
 from ligermodels.data import hub_dataset
 from ligermodels.data.compression import COMPRESSIONS, damage_named, decompressed
 from ligermodels.data.converted import converted
-from ligermodels.data.json_files import BOM, items_of
-from ligermodels.data.tables import csv_lines, parquet_lines
+from ligermodels.data.json_files import BOM, csv_lines, items_of, parquet_lines
 from ligermodels.errors import InputError
 
 JSON = (".jsonl", ".ndjson", ".json")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ligermodels.convert.companions import chat_templates
+from ligermodels.convert.files import chat_templates
 from ligermodels.convert.input_files import is_present, open_file
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError, LigerModelsError

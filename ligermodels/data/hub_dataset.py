@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from ligermodels.convert.hub import explained
 from ligermodels.data.compression import optional
 from ligermodels.data.converted import cached, newest, write_parts
-from ligermodels.data.tables import as_line
+from ligermodels.data.json_files import as_line
 from ligermodels.errors import HubError, InputError
 
 PREFIX = "hf:"

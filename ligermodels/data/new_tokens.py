@@ -9,9 +9,8 @@ from typing import Any
 
 import tokenizers
 
-from ligermodels.convert.companions import tokenizer_files
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import PROCESSORS
+from ligermodels.convert.files import PROCESSORS, tokenizer_files
 from ligermodels.convert.input_files import is_present
 from ligermodels.convert.more_rows import config_for, write_more_rows, zero_rows
 from ligermodels.data import fingerprint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -236,6 +236,13 @@ class PackedBatches:
             waiting = waiting[count:]
         for index, start in state["pool"]:
             self._pool.add(pieces[index, start] if (index, start) in pieces else pieces[index, 0].cut(start)[1])
+
+
+def counted(batches: PackedBatches, update: Callable[[int, int], object]) -> Iterator[Batch]:
+    """The batches. `update`, which moves a progress bar, is called with the documents read, and all documents."""
+    for batch in batches:
+        update(batches.documents_read, batches.num_documents or 0)
+        yield batch
 
 
 class RankBatches:

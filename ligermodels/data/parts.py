@@ -1,10 +1,13 @@
-"""The parts of a message that a template writes, and messages with other values in a part."""
+"""The parts of a message that a template writes, messages with other values in a part, and forms of tool calls."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ligermodels.convert.input_files import parse_json
 
 PROBE = "\ufdd2"
 """A value that no text has: a Unicode noncharacter, like `rendering.START` and `rendering.END`."""
@@ -60,7 +63,8 @@ def probed(message: Mapping[str, Any], part: str) -> tuple[Mapping[str, Any], in
     Names and ids of tool calls stay, because templates repeat them in the results.
     """
     if part == "calls":
-        return with_arguments(message, _other_arguments), len(message["tool_calls"])
+        other = with_arguments(message, lambda arguments: AS_TEXT if isinstance(arguments, str) else AS_DICT)
+        return other, len(message["tool_calls"])
     keys = [key for key in FIELDS[part] if key in message] or ["content"]
     changed = {key: _other(message.get(key)) for key in keys}
     return {**message, **changed}, max(map(_count, changed.values()))
@@ -98,10 +102,6 @@ def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) ->
     return {**message, "tool_calls": calls}
 
 
-def _other_arguments(arguments: Any) -> Any:
-    return json.dumps({"x": PROBE}, ensure_ascii=False) if isinstance(arguments, str) else {"x": PROBE}
-
-
 def _other(value: Any) -> Any:
     """`value` with PROBE for its texts; if it has no text, followed or replaced by PROBE."""
     changed = _other_texts(value)
@@ -120,3 +120,57 @@ def _other_texts(value: Any) -> Any:
 
 def _count(value: Any) -> int:
     return json.dumps(value, ensure_ascii=False, default=str).count(PROBE)
+
+
+AS_DICT, AS_TEXT = {"x": PROBE}, f'{{"x": "{PROBE}"}}'
+"""Arguments of a call in the two forms."""
+
+CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+"""Forms of a turn without content, the first that a template takes is used."""
+
+
+class CallForm(NamedTuple):
+    """How a template takes turns with tool calls.
+
+    content: the key and the value of a content that is not given.
+    takes_text: arguments as JSON in a string are written as they are.
+    takes_dict: arguments in a dict are written.
+    """
+
+    content: Mapping[str, Any]
+    takes_text: bool
+    takes_dict: bool
+
+    @classmethod
+    def of(cls, render: Callable[[list[Mapping[str, Any]]], str]) -> CallForm:
+        """The forms that a template takes.
+
+        Args:
+            render: renders a chat by the template, "" if the template refuses it.
+        """
+        texts = {
+            (as_text, i): render(_chat(AS_TEXT if as_text else AS_DICT, content))
+            for as_text in (True, False)
+            for i, content in enumerate(CONTENTS)
+        }
+        taken = {key for key, text in texts.items() if (AS_TEXT if key[0] else PROBE) in text}
+        content = min((i for _, i in taken), default=0)
+        return cls(CONTENTS[content], any(as_text for as_text, _ in taken), any(not as_text for as_text, _ in taken))
+
+    def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with tool calls, in a form that the template takes; as it is, if the template takes none."""
+        return with_arguments({**self.content, **message}, self._convert)
+
+    def _convert(self, arguments: Any) -> Any:
+        if isinstance(arguments, str) and self.takes_dict and not self.takes_text:
+            with suppress(ValueError):
+                decoded = parse_json(arguments or "{}")
+                return decoded if isinstance(decoded, dict) else arguments
+        if isinstance(arguments, Mapping) and self.takes_text and not self.takes_dict:
+            return json.dumps(arguments, ensure_ascii=False)
+        return arguments
+
+
+def _chat(arguments: Any, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", **content, "tool_calls": [call]}]

@@ -1,4 +1,4 @@
-"""The chat templates and the special tokens in the files of a checkpoint."""
+"""The chat templates and the special tokens in the files of a checkpoint, and those that a tokenizer lacks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ligermodels.convert.companions import chat_templates
+from ligermodels.convert.files import chat_templates
 from ligermodels.convert.input_files import as_path, is_present, read_json_object, read_text, shown
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.data.built_in_templates import template_file
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError, short
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,3 +91,25 @@ def token_text(value: Any) -> str | None:
     """The text of a special token, in the form of a text or of an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def missing_tokens(tokenizer: Path, template: str | None) -> list[str]:
+    """The special tokens of a chat template that the tokenizer in a folder does not have.
+
+    Args:
+        tokenizer: the folder.
+        template: name of a built-in template; any other text, and None, has no tokens.
+    """
+    if not (tokens := BUILT_IN.get(template or "")):
+        return []
+    backend = Tokenizer(tokenizer).backend
+    return [token for token in tokens if backend.token_to_id(token) is None]
+
+
+def require_tokens(tokenizer: Path, template: str) -> None:
+    """Raise CheckpointError if the tokenizer in a folder lacks special tokens of a built-in chat template."""
+    if is_present(tokenizer / "tokenizer.json", CheckpointError) and (missing := missing_tokens(tokenizer, template)):
+        raise CheckpointError(
+            f"{tokenizer}: the tokenizer lacks {', '.join(missing)} of the chat template {template}; "
+            "`ligermodels train --chat-template` adds them"
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.console import say, show_table
-from ligermodels.demo.chats import ASKED
+from ligermodels.demo.corpus import ASKED
 from ligermodels.demo.settings import DemoSettings
 
 DATA = "sources.jsonl"

@@ -20,7 +20,7 @@ from ligermodels.console import progress, say
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
 from ligermodels.demo import corpus, drafts
-from ligermodels.demo.chats import descriptions, right_answers, write_chats
+from ligermodels.demo.corpus import descriptions, right_answers, write_chats
 from ligermodels.demo.decoding import decoding_speeds
 from ligermodels.demo.report import DATA, RESULTS, checks_of, show
 from ligermodels.demo.settings import DemoSettings, llama_config

@@ -21,13 +21,15 @@ from ligermodels.integrations.conditions import (
 )
 from ligermodels.integrations.decoder import AddedFeatures, split_positions
 from ligermodels.integrations.inputs import (
+    Inputs,
+    Padding,
     check_document_bounds,
     check_embeddings,
     check_inputs,
     check_positions,
     check_within_vocabulary,
+    shape_of,
 )
-from ligermodels.integrations.padding import Inputs, Padding, shape_of
 from ligermodels.layers import MoEConfig, Targets
 from ligermodels.layers.packing import bounds_of
 

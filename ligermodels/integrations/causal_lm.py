@@ -14,9 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from ligermodels.integrations.backbone import check_tokens, has_router_logits
 from ligermodels.integrations.conditions import layers_run_natively, no_cache, runs_natively, text_config
-from ligermodels.integrations.inputs import check_logits_to_keep, check_loss_inputs
+from ligermodels.integrations.inputs import Inputs, Padding, check_logits_to_keep, check_loss_inputs, shape_of
 from ligermodels.integrations.modules import has_hooks, is_ours, part
-from ligermodels.integrations.padding import Inputs, Padding, shape_of
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.lm_head import loss_or_log_probs

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ligermodels.archs.unread import DROPOUT
 from ligermodels.errors import InputError
+from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.integrations.modules import has_hooks, is_ours, layer_forward, mixer_forward, part
-from ligermodels.integrations.padding import Inputs, Padding
 
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments, or fields of the config, that request results that the native pass does not keep."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligermodels.integrations.conditions import NO_CACHE
-from ligermodels.integrations.padding import Inputs, Padding
+from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.layers import Targets
 
 TEXT_INPUTS = frozenset({

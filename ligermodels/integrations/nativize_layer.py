@@ -11,7 +11,6 @@ from torch import nn
 from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
-from ligermodels.integrations.block import HFBlock
 from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
 from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
 from ligermodels.integrations.modules import (
@@ -22,7 +21,7 @@ from ligermodels.integrations.modules import (
     set_forward,
     within_adapter,
 )
-from ligermodels.integrations.norm import native_norms, norm_forward
+from ligermodels.integrations.norm import HFBlock, native_norms, norm_forward
 from ligermodels.layers import (
     AttentionConfig,
     BlockConfig,

@@ -22,8 +22,8 @@ from ligermodels.errors import InputError
 from ligermodels.integrations.causal_lm import head_forward
 from ligermodels.integrations.conditions import text_config
 from ligermodels.integrations.in_place import base_model, nativize
+from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.integrations.modules import part, within_adapter
-from ligermodels.integrations.padding import Inputs, Padding
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.targets import per_item

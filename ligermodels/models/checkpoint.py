@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.companions import Companions
 from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
 from ligermodels.convert.dequantize import dequantized, names_in_4_bits
 from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.convert.files import Companions
 from ligermodels.convert.loading import FileReader, Reader, Spec
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint

@@ -16,7 +16,7 @@ from ligermodels.layers import Compute
 from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
-from ligermodels.parallel.optimizer_states import state_bytes
+from ligermodels.ops.optimizer.blockwise import num_blocks
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 
@@ -212,3 +212,33 @@ def _gathered(model: CausalLM, shares: Shares) -> int:
     largest = max(sum(share.nbytes for share in shares.of(unit)) for unit in units)
     trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)
     return GATHERED_UNITS * largest + trained
+
+
+def state_bytes(
+    parameter: nn.Parameter, columns: int, kept: int, optimizer: OptimizerName, *, orthogonalized: bool
+) -> int:
+    """Bytes of the states of a parameter on a rank.
+
+    AdamW has two moments, and Muon one for the matrices that it orthogonalises: in the dtype of the parameter, or of
+    matrices in 8 bits with a float32 scale for every 256 columns. Adafactor has a row and a column per matrix.
+
+    Args:
+        parameter: the whole parameter.
+        columns: size of the last dimension of its shard.
+        kept: bytes of its shard.
+        optimizer: name of the optimizer.
+        orthogonalized: whether Muon orthogonalises it, see `hidden_matrices`.
+
+    Raises:
+        ConfigError: Adafactor on a sharded parameter.
+    """
+    if optimizer == "adafactor":
+        if kept < parameter.nbytes:
+            raise ConfigError("optimizer: adafactor does not work on sharded parameters; use adamw")
+        rows = parameter.numel() if parameter.ndim < 2 else sum(parameter.shape[-2:]) * parameter.shape[:-2].numel()
+        return rows * parameter.itemsize
+    moments = 1 if orthogonalized and optimizer.startswith("muon") else 2
+    if not optimizer.endswith("8bit") or parameter.ndim < 2:
+        return moments * kept
+    elements = kept // parameter.itemsize
+    return moments * (elements + 4 * (elements // max(1, columns)) * num_blocks(columns))

@@ -20,7 +20,7 @@ from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.shares import Shares
-from ligermodels.parallel.tensor_part import tensor_part
+from ligermodels.parallel.tensor import tensor_part
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 

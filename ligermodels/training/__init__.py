@@ -7,13 +7,11 @@ from ligermodels.lazy import lazy_names
 if TYPE_CHECKING:
     from ligermodels.models.hidden_matrices import hidden_matrices
     from ligermodels.training.callback import Callback, Event
-    from ligermodels.training.clipping import clip_gradients
     from ligermodels.training.console import Console, Outcome
     from ligermodels.training.cuda_graph import GraphStep, graph_step
+    from ligermodels.training.draft_recipe import DFlashRecipe, DSparkRecipe, EagleRecipe
     from ligermodels.training.dspark import train_dflash, train_dspark
-    from ligermodels.training.dspark_recipe import DFlashRecipe, DSparkRecipe
     from ligermodels.training.eagle import train_eagle
-    from ligermodels.training.eagle_recipe import EagleRecipe
     from ligermodels.training.early_stopping import EarlyStopping
     from ligermodels.training.fine_tuning import fine_tune
     from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -33,18 +31,17 @@ if TYPE_CHECKING:
     from ligermodels.training.router_bias import update_router_bias
     from ligermodels.training.run import run_job
     from ligermodels.training.schedule import lr_schedule, schedule_factor, warmup_cosine
+    from ligermodels.training.step import clip_gradients
 
 # Reading a recipe, and `--help`, must not import torch.
 _get, __dir__ = lazy_names(
     __name__,
     {
         "callback": ("Callback", "Event"),
-        "clipping": ("clip_gradients",),
         "console": ("Console", "Outcome"),
         "dspark": ("train_dflash", "train_dspark"),
-        "dspark_recipe": ("DFlashRecipe", "DSparkRecipe"),
+        "draft_recipe": ("DFlashRecipe", "DSparkRecipe", "EagleRecipe"),
         "eagle": ("train_eagle",),
-        "eagle_recipe": ("EagleRecipe",),
         "early_stopping": ("EarlyStopping",),
         "fine_tuning": ("fine_tune",),
         "fine_tuning_recipe": ("FineTuningRecipe",),
@@ -64,6 +61,7 @@ _get, __dir__ = lazy_names(
         "reports": ("OutputMetrics", "StepMetrics"),
         "router_bias": ("update_router_bias",),
         "run": ("run_job",),
+        "step": ("clip_gradients",),
         "schedule": ("lr_schedule", "schedule_factor", "warmup_cosine"),
     },
 )

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligermodels.convert import hub
-from ligermodels.convert.companions import chat_templates, tokenizer_files
 from ligermodels.convert.config_json import read_json
+from ligermodels.convert.files import chat_templates, tokenizer_files
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.new_tokens import untrained_tokens, with_tokens
-from ligermodels.data.template_tokens import missing_tokens
+from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointWarning, ConfigError
 from ligermodels.models.extra_heads import require_model

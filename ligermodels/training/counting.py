@@ -1,16 +1,19 @@
-"""The number of steps of a run."""
+"""The number of steps of a run, and messages about its data and its parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from torch import nn
 
 from ligermodels.data.documents import Documents
 from ligermodels.data.orders import DocumentOrder, Indices
+from ligermodels.data.packing import counted
 from ligermodels.errors import InputError
+from ligermodels.layers.quantized import quantized_weights
 from ligermodels.training.console import Console
 from ligermodels.training.inputs import packed
 from ligermodels.training.recipe import TrainingRecipe
@@ -71,7 +74,40 @@ def _count(
 ) -> Count:
     """Number of documents, sequences and tokens in an epoch."""
     batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
-    for sequences, batch in enumerate(batches, start=1):  # noqa: B007 - the number of the last one
+    for sequences, batch in enumerate(counted(batches, update), start=1):  # noqa: B007 - the number of the last one
         tokens += batch["labels"].numel()
-        update(batches.documents_read, batches.num_documents or 0)
     return Count(batches.documents_read, sequences, tokens)
+
+
+def data_messages(
+    recipe: TrainingRecipe, steps: int, num_training: int | None, num_validation: int, counts: Mapping[str, Count]
+) -> Iterator[str]:
+    """Lines about the training and the validation split.
+
+    Args:
+        recipe: the settings.
+        steps: number of optimizer steps.
+        num_training: documents of the training split; None if they are not counted.
+        num_validation: documents of the validation split.
+        counts: "training" and "validation" -> counts of the splits that have been tokenised.
+    """
+    sizes = {"training": num_training, "validation": num_validation}
+    sequences = f"sequences of {recipe.row_tokens:,} tokens"
+    for split, documents in sizes.items():
+        count = counts.get(split)
+        packed = "" if count is None else f", {count.tokens:,} tokens in {count.sequences:,} {sequences}"
+        taken = f"; {steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
+        ending = {"training": taken if count else f"{taken} of {recipe.row_tokens:,} tokens", "validation": ""}[split]
+        documents = documents if count is None else count.documents  # an epoch of a mixture has a part of them
+        yield f"{split}: {'streamed' if documents is None else f'{documents:,}'} documents{packed}{ending}"
+
+
+def trained_parameters(model: nn.Module) -> str:
+    """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)". A weight that is
+    quantised counts the elements that it had before."""
+    quantized = quantized_weights(model).values()
+    codes = {id(parameter) for layer in quantized for parameter in layer.parameters()}
+    total = sum(layer.in_features * layer.out_features for layer in quantized)
+    total += sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in codes)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"training {trained:,} of {total:,} parameters ({trained / max(1, total):.2%})"

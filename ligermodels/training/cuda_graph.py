@@ -20,6 +20,7 @@ from ligermodels.errors import GraphWarning, InputError
 from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
+from ligermodels.layers.modules import modules_of
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.ops.runtime.devices import as_recorded
 from ligermodels.training.example_padding import ExamplePadding
@@ -82,7 +83,7 @@ class GraphStep:
     def __init__(self, step: EagerStep) -> None:
         self._step = step
         sequences = getattr(step.model, "sequences_per_item", None)
-        self._pad = _RowPadding(step.model) if sequences is None else ExamplePadding(sequences)
+        self._pad = _RowPadding(step.module) if sequences is None else ExamplePadding(sequences)
         self._graphs: dict[Any, _RecordedStep] = {}
         self._state: Any = None
         self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
@@ -111,7 +112,7 @@ class GraphStep:
         recorded = self._graphs.get(inputs.key)
         if recorded is None:
             reason = refusal(self._step, parts)
-            if isinstance(self._pad, ExamplePadding):
+            if self._pad.grows:
                 self._graphs.clear()  # its sizes only grow
             if not reason and len(self._graphs) == MAX_GRAPHS:
                 reason = f"the batches have more than {MAX_GRAPHS} sets of shapes"
@@ -132,7 +133,7 @@ def _state_of(step: EagerStep) -> Any:
         [x.data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
         [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
         [len(group["params"]) for group in groups],
-        [module.training for module in step.model.modules()] if isinstance(step.model, nn.Module) else [],
+        [module.training for module in step.module.modules()],
     )
 
 
@@ -212,7 +213,7 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
     are set back."""
     optimizer: Any = step.optimizer
-    buffers = [(buffer, buffer.clone()) for buffer in getattr(step.model, "buffers", tuple)()]
+    buffers = [(buffer, buffer.clone()) for buffer in step.module.buffers()]
     devices = [step.device] if step.device.type == "cuda" else []
     try:
         if step.in_backward:
@@ -232,10 +233,11 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
 class _RowPadding:
     """Pads packed rows."""
 
-    def __init__(self, model: Trainable) -> None:
-        modules = model.modules() if isinstance(model, nn.Module) else ()
+    grows = False
+
+    def __init__(self, module: nn.Module) -> None:
         # A mixture's load-balancing loss would count padding.
-        self._pads_tokens = not any(isinstance(module, Router) for module in modules)
+        self._pads_tokens = not modules_of(module, Router)
 
     def __call__(self, parts: Parts) -> list[dict[str, Tensor]]:
         return [_padded(part, self._pads_tokens) for part in parts]
@@ -280,26 +282,22 @@ def refusal(step: EagerStep, parts: Parts) -> str:
     for name in ("attention_mask", "position_ids"):
         if any(name in part for part in parts):
             return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"
-    return step.optimizer.recording_refusal() or _refusal_of_model(step.model)
-
-
-def _refusal_of_model(model: Trainable) -> str:
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    reasons = list(unrecordable_reasons(model)) if isinstance(model, nn.Module) else []
+    if reason := step.optimizer.recording_refusal() or next(unrecordable_reasons(step.module), ""):
+        return reason
+    modules = list(step.module.modules())
     checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
-    if checkpoints and any(drops(module) for module in modules):
-        reasons.append("dropout with activation checkpointing draws its random numbers twice")
-    return reasons[0] if reasons else ""
+    if checkpoints and any(map(drops, modules)):
+        return "dropout with activation checkpointing draws its random numbers twice"
+    return ""
 
 
-def pays(model: Trainable, parts: Sequence[Batch]) -> bool:
+def pays(step: EagerStep, parts: Sequence[Batch]) -> bool:
     """Whether a step launches so little work at a time that a graph of it is faster; see FLOPS_PER_BLOCK."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    blocks = [module for module in modules if isinstance(module, Block)]
+    blocks = modules_of(step.module, Block)
     if not blocks:
         return False
     tokens = max(part["labels"].numel() for part in parts)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(parameter.numel() for parameter in step.model.parameters())
     return 6 * weights * tokens / len(blocks) < FLOPS_PER_BLOCK
 
 
@@ -317,5 +315,5 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
     if is_on and step.device.type != "cuda":
         warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)
     if cuda_graph == "auto":
-        is_on = pays(step.model, parts) and not refusal(step, parts)
+        is_on = pays(step, parts) and not refusal(step, parts)
     return GraphStep(step) if is_on and step.device.type == "cuda" else lambda parts, **options: step(parts, options)

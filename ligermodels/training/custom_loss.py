@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.targets import shift_labels
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.import_path import imported
-from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores
 from ligermodels.training.preference import CUSTOM
 
@@ -26,7 +26,7 @@ TOKEN_FIELDS = ("log_probs", "mask", "input_ids", "labels", "cu_seqlens")
 trained on, and the batch."""
 
 
-class TokenLossModel(nn.Module):
+class TokenLossModel(ObjectiveModel):
     """A model whose forward computes a user's loss of texts and chats.
 
     Args:
@@ -37,8 +37,8 @@ class TokenLossModel(nn.Module):
     unrecordable: ClassVar[str] = CUSTOM
 
     def __init__(self, model: CausalLM, path: str) -> None:
-        super().__init__()
-        self.model, self.path, self._loss = model, path, load_loss(path, TOKEN_FIELDS)
+        super().__init__(model)
+        self.path, self._loss = path, load_loss(path, TOKEN_FIELDS)
 
     def forward(
         self,
@@ -65,23 +65,6 @@ class TokenLossModel(nn.Module):
         means = {name: (torch.where(mask, value, 0.0).sum(), count.float()) for name, value in values.items()}
         loss = torch.where(mask, losses, 0.0).sum() / num_items
         return ObjectiveOutput.of(self.model, loss, count / num_items, out, means)
-
-    def num_targets(
-        self,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Number of targets of a batch.
-
-        Args:
-            labels: (B, T), -100 where ignored.
-            position_ids: (B, T). Positions that restart mark packed documents.
-            cu_seqlens: bounds of packed documents.
-            attention_mask: (B, T), 1 on tokens and 0 on padding.
-        """
-        return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
 
 
 def with_loss(objective: PreferenceObjective, path: str, settings: Collection[str]) -> PreferenceObjective:

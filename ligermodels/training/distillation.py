@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
@@ -20,11 +20,11 @@ from ligermodels.models.inputs import ModelInputs
 from ligermodels.models.passes import Decoded, decode
 from ligermodels.models.routing import RouterResults
 from ligermodels.pretrained import from_config, from_pretrained
-from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
 from ligermodels.training.recording import unrecordable_reasons
 
 
-class DistillationModel(nn.Module):
+class DistillationModel(ObjectiveModel):
     """A model whose forward computes `generalized_jsd_loss` from a teacher's predictions, without logits in memory.
 
     Args:
@@ -37,11 +37,11 @@ class DistillationModel(nn.Module):
     """
 
     def __init__(self, model: CausalLM, teacher: CausalLM, **options: Any) -> None:
-        super().__init__()
+        super().__init__(model)
         for name, each in (("student", model), ("teacher", teacher)):
             if type(each.head).forward is not LMHead.forward or each.head.weight is None:
                 raise InputError(f"distill: the {name}'s head is a {each.head}, and must be an LMHead with a weight")
-        self.model, self.options = model, options
+        self.options = options
         self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple: not registered as a submodule
         self._vocab_size = min(model.config.vocab_size, teacher.config.vocab_size)
 
@@ -100,23 +100,6 @@ class DistillationModel(nn.Module):
             softcap=head.config.softcap, logit_scale=head.config.logit_scale, teacher_softcap=other.config.softcap,
             teacher_logit_scale=other.config.logit_scale, **self.options,
         )  # fmt: skip
-
-    def num_targets(
-        self,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Number of targets of a batch.
-
-        Args:
-            labels: (B, T), -100 where ignored.
-            position_ids: (B, T). Positions that restart mark packed documents.
-            cu_seqlens: bounds of packed documents.
-            attention_mask: (B, T), 1 on tokens and 0 on padding.
-        """
-        return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
 
 
 def load_teacher(name: str, tokenizer: Path, model: CausalLM) -> CausalLM:

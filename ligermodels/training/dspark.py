@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.training.console import Outcome
-from ligermodels.training.dspark_recipe import DFLASH, DSPARK, TRAINING, BlockRecipe, DFlashRecipe, DSparkRecipe
+from ligermodels.training.draft_recipe import DFLASH, DSPARK, TRAINING, BlockRecipe, DFlashRecipe, DSparkRecipe
 from ligermodels.training.heads import draft_metrics, frozen_base_job, initialized_by
-from ligermodels.training.job import Job, RunOptions
-from ligermodels.training.preparation import quantize_base
+from ligermodels.training.job import Job, RunOptions, quantize_base
 from ligermodels.training.run import run_job
 
 if TYPE_CHECKING:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from ligermodels.data.orders import DocumentOrder, First
+from ligermodels.data.packing import counted
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_counts
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.eagle3_formats import read_config
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.eagle_recipe import FLAGS, EagleRecipe
+from ligermodels.training.draft_recipe import FLAGS, EagleRecipe
 from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.inputs import packed
-from ligermodels.training.job import Job, RunOptions
-from ligermodels.training.preparation import quantize_base
+from ligermodels.training.job import Job, RunOptions, quantize_base
 from ligermodels.training.run import run_job
 from ligermodels.training.run_plan import RunPlan
 
@@ -103,13 +102,7 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
         documents = First(cast(DocumentOrder, documents), recipe.shuffle_buffer_size)
     batches = packed(recipe, plan.documents, documents, batch_size=1, seed=recipe.seed, epochs=1)
     with console.progress("counting tokens") as update:
-
-        def labels() -> Iterator[Tensor]:
-            for batch in batches:
-                update(batches.documents_read, batches.num_documents or 0)
-                yield batch["labels"]
-
-        counts = token_counts(labels(), before.vocab_size)
+        counts = token_counts((batch["labels"] for batch in counted(batches, update)), before.vocab_size)
     vocabulary = DraftVocabulary.of_counts(counts, len(before))
     share = counts[vocabulary.tokens].sum() / counts.sum().clamp(min=1)
     console.say(

@@ -23,6 +23,8 @@ class ExamplePadding:
         sequences: sequences of an item: 2 of pairs, 1 of single sequences.
     """
 
+    grows = True  # the sizes that batches are padded to
+
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
         self._sizes: dict[str, int] = {}

@@ -20,9 +20,8 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.job import Job, RunOptions
+from ligermodels.training.job import Job, RunOptions, quantize_base
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
-from ligermodels.training.preparation import quantize_base
 from ligermodels.training.reference import add_reference
 from ligermodels.training.router_bias import balance_routers
 from ligermodels.training.run import run_job

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
-from ligermodels.training import lm_eval_settings as harness
 from ligermodels.training.objective_recipe import ObjectiveRecipe
-from ligermodels.training.recipe import Condition
+from ligermodels.training.settings import QUANTIZED, Condition, Names
 
+LM_EVAL = ("lm_eval_every", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_batch_size", "lm_eval_include_path")
+"""Options of lm-eval. After `lm_eval_` come names of lm-eval's command line."""
 LORA_LEARNING_RATE = 2e-4
 """Peak learning rate of LoRA if none is given."""
 PREFERENCE_LEARNING_RATE = 1e-6
 """Peak learning rate on preference data if none is given, as TRL's; for LoRA ten times as much."""
 
 
-class FineTuningRecipe(ObjectiveRecipe):
+class FineTuningRecipe(ObjectiveRecipe, init=False):
     """Settings of a run that trains a whole language model, or LoRA on it, by an objective.
 
     Examples:
@@ -37,21 +38,16 @@ class FineTuningRecipe(ObjectiveRecipe):
             "freezes the weights, which only LoRA then trains; give lora_rank too",
         ),
         (
-            ("quantize_exclude",),
-            lambda settings: settings["quantize"] is not None,
-            "is for quantised weights; give quantize too",
-        ),
-        (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
-        (
             ("router_bias_update_rate",),
             lambda settings: settings["lora_rank"] is None,
             "changes the routers of the model, and LoRA trains an adapter, which has none",
         ),
-        *harness.CONDITIONS,
+        *QUANTIZED,
+        (LM_EVAL, lambda settings: bool(settings["lm_eval"]), "is for tasks of lm-eval; give lm_eval too"),
         *ObjectiveRecipe.conditions,
     )
 
-    may_change: ClassVar[frozenset[str]] = ObjectiveRecipe.may_change | harness.MAY_CHANGE
+    may_change: ClassVar[frozenset[str]] = ObjectiveRecipe.may_change | {"lm_eval", *LM_EVAL}
 
     learning_rate: float = Field(
         2e-5,
@@ -65,7 +61,7 @@ class FineTuningRecipe(ObjectiveRecipe):
         None, gt=0, description="LoRA: the update is scaled by alpha / rank.  [default: 2 rank]"
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="LoRA: dropout of the inputs of A.")
-    lora_targets: tuple[str, ...] = Field(
+    lora_targets: Names = Field(
         (),
         description="LoRA: names of linear layers in transformers, such as q_proj; experts; all-linear.  [default: "
         "all-linear, the linear layers of the blocks without experts]",
@@ -74,7 +70,7 @@ class FineTuningRecipe(ObjectiveRecipe):
     quantize: QuantizedFormat | None = Field(
         None, description="LoRA: keep the frozen weights of the blocks in 4 or 8 bits (QLoRA).  [default: in `dtype`]"
     )
-    quantize_exclude: tuple[str, ...] = Field(
+    quantize_exclude: Names = Field(
         (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
     )
 
@@ -88,16 +84,20 @@ class FineTuningRecipe(ObjectiveRecipe):
         "towards an even load, such as 0.001.",
     )
 
-    lm_eval: harness.Tasks = ()
-    lm_eval_every: harness.Every = None
-    lm_eval_limit: harness.Limit = None
-    lm_eval_num_fewshot: harness.NumFewshot = None
-    lm_eval_batch_size: harness.BatchSize = 1
-    lm_eval_include_path: harness.IncludePath = None
-
-    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
-
-        def __init__(self, **settings: Any) -> None: ...
+    lm_eval: Names = Field(
+        (), description="Tasks of lm-evaluation-harness, also as a,b: evaluated on the model while it is trained."
+    )
+    lm_eval_every: int | None = Field(
+        None, ge=1, description="Steps between evaluations of these tasks.  [default: on the result only]"
+    )
+    lm_eval_limit: float | None = Field(
+        None, gt=0, description="lm-eval: examples per task, or below 1 a fraction of them.  [default: all]"
+    )
+    lm_eval_num_fewshot: int | None = Field(
+        None, ge=0, description="lm-eval: examples in the prompt.  [default: the task's]"
+    )
+    lm_eval_batch_size: int = Field(1, ge=1, description="lm-eval: sequences per batch.")
+    lm_eval_include_path: str | None = Field(None, description="lm-eval: a folder with further tasks.")
 
     @model_validator(mode="after")
     def _default_learning_rate(self) -> FineTuningRecipe:

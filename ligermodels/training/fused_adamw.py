@@ -18,8 +18,7 @@ from ligermodels.ops import adamw_step
 from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
 from ligermodels.ops.optimizer.rounding import Shard
 from ligermodels.training.blockwise_state import CODES, SCALES, average_of, local_tensor, new_blockwise
-from ligermodels.training.graph_numbers import GraphNumbers
-from ligermodels.training.recording import Recording
+from ligermodels.training.recording import GraphNumbers, Recording
 
 
 class FusedAdamW(torch.optim.AdamW):

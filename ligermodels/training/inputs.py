@@ -5,20 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.documents import Documents
+from ligermodels.data.examples import ExampleBatches, Examples
 from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
-from ligermodels.data.mixture import Mixture
-from ligermodels.data.orders import DocumentOrder, Indices
+from ligermodels.data.orders import DocumentOrder, Indices, Mixture
 from ligermodels.data.packing import PackedBatches
+from ligermodels.data.source import EncodedSource, cache_key
 from ligermodels.data.streaming import StreamedCorpus, Windowed
+from ligermodels.data.token_cache import TokenCache
+from ligermodels.data.workers import default_count
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
-from ligermodels.training.data_source import data_source
+from ligermodels.training.console import Console
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 
@@ -30,6 +33,33 @@ LENGTH = {"steps", "epochs"}
 
 Content = dict[str, list[Fingerprint]]
 """Setting in BY_CONTENT -> fingerprints of its files."""
+
+
+class DataSource(NamedTuple):
+    """Classes that read and batch the data, and their options.
+
+    documents, options: class of the documents, and options beside those of `Documents`.
+    batches, batch_options: class of the batches, and options beside those of `PackedBatches`.
+    """
+
+    documents: type[Documents] = Documents
+    options: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    batches: type[PackedBatches] = PackedBatches
+    batch_options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def data_source(recipe: TrainingRecipe) -> DataSource:
+    """How the records of `recipe` are read and batched."""
+    form = recipe.data_form
+    if form.name == "documents":
+        return DataSource()
+    options = {
+        "form": form.name,
+        "seq_len": recipe.seq_len,
+        "excess_length_strategy": recipe.excess_length_strategy,
+        "mismatched": form.mismatched,
+    }
+    return DataSource(Examples, options, ExampleBatches, {"prompt_targets": form.prompt_targets})
 
 
 def documents_of(
@@ -174,3 +204,39 @@ def _differences(now: list[Fingerprint], before: list[Fingerprint], *, in_order:
 
 def _name(now: Fingerprint, before: Fingerprint) -> str:
     return now["name"] if now["name"] == before["name"] else f"{now['name']} (was {before['name']})"
+
+
+SMALL = 1 << 20
+"""Bytes of data that one process tokenises in about a second: they need no other processes, and no cache."""
+
+
+def start_tokenising(recipe: TrainingRecipe, documents: Documents, console: Console) -> None:
+    """Let processes tokenise the documents, and keep their tokens in a cache, as the recipe says.
+
+    Call it after the split, which may divide a text, and before the first document is read.
+
+    Args:
+        recipe: the settings.
+        documents: the documents; `Documents.close` ends the processes.
+        console: where messages go.
+    """
+    if documents.fingerprint["bytes"] < SMALL or recipe.data_form.name != "documents":
+        return  # preference data is read in this process
+    cache = _open_cache(documents, console) if recipe.token_cache and not recipe.streaming else None
+    count = default_count() if recipe.dataset_num_proc is None else recipe.dataset_num_proc
+    documents.source = EncodedSource(documents.content, documents.encoder, num_workers=count, cache=cache)
+
+
+def _open_cache(documents: Documents, console: Console) -> TokenCache | None:
+    """The cache of the documents; None, with a message, if it cannot be used."""
+    try:
+        cache = TokenCache(cache_key(documents.corpus, documents.encoder), len(documents), console.say)
+    except OSError as error:
+        console.say(
+            f"token cache: {error.filename}: {error.strerror}, so tokens are not kept; set LIGERMODELS_CACHE to "
+            "another folder, or give --no-token-cache"
+        )
+        return None
+    if found := cache.num_documents:
+        console.say(f"token cache: {found:,} of {len(documents):,} documents are in {cache.folder}")
+    return cache

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
+import torch
 from torch import nn
 
+from ligermodels.adapt.float8 import float8
+from ligermodels.adapt.quantize import quantize
 from ligermodels.data.batches import Batch
+from ligermodels.errors import arguments_named
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops import Float8Recipe
 from ligermodels.training.callback import Callback
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.reports import OutputMetrics, Value
@@ -86,14 +91,26 @@ class JobFactory(Protocol[R]):
     def __call__(self, recipe: R, model: CausalLM, *, resuming: bool) -> Job: ...
 
 
-class BeforeTraining(Protocol):
-    """Is called with the job's model when it is loaded and sharded, before a checkpoint is: with the base's
-    parameters."""
+BeforeTraining: TypeAlias = "Callable[[RunPlan, Any, Console], object]"
+"""Called with the plan, the job's model and the console, before a checkpoint is loaded. The model is sharded, and has
+the parameters of the base."""
 
-    def __call__(self, plan: RunPlan, model: Any, console: Console) -> object: ...
+Prepare: TypeAlias = Callable[[R, CausalLM], object]
+"""Changes the modules of the base model while it is on the meta device, before it is sharded and loaded."""
 
 
-class Prepare(Protocol[R]):
-    """Changes the modules of the base model while it is on the meta device, before it is sharded and loaded."""
+def prepare_model(recipe: TrainingRecipe, prepare_base: Prepare[Any] | None, model: CausalLM) -> None:
+    """Change the modules of the base model by `prepare_base`, if given, and to float8 if the recipe says so."""
+    if prepare_base is not None:
+        prepare_base(recipe, model)
+    if recipe.float8:
+        gradients = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}[recipe.float8_gradients]
+        with arguments_named(exclude="float8_exclude"):
+            float8(model, Float8Recipe(gradient_dtype=gradients), exclude=recipe.float8_exclude)
 
-    def __call__(self, recipe: R, model: CausalLM) -> object: ...
+
+def quantize_base(recipe: Any, model: CausalLM) -> None:
+    """Quantise the weights of the base model by the settings `quantize` and `quantize_exclude` of a recipe."""
+    if recipe.quantize is not None:
+        with arguments_named(exclude="quantize_exclude"):
+            quantize(model, recipe.quantize, exclude=recipe.quantize_exclude)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ligermodels.errors import ConfigError
-from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
 from ligermodels.training.renamed import current_settings
+from ligermodels.training.settings import Condition, PathName
 
 
-class MedusaRecipe(TrainingRecipe):
+class MedusaRecipe(TrainingRecipe, init=False):
     """Settings of a run that trains Medusa heads.
 
     Examples:
@@ -57,7 +57,7 @@ class MedusaRecipe(TrainingRecipe):
     lm_head: Literal["own", "shared"] = Field(
         "own", description="own: an lm_head for each head; shared: the model's lm_head."
     )
-    start_from: str | None = Field(None, description="Heads to start from: a folder or a hub id.  [default: new heads]")
+    start_from: PathName = Field(None, description="Heads to start from: a folder or a hub id.  [default: new heads]")
     stage: int = Field(1, ge=1, le=2, description="1: train the heads on the frozen model; 2: train both.")
 
     decay: float = Field(0.8, ge=0, description="Loss weight of head i: decay ** i.")
@@ -79,21 +79,13 @@ class MedusaRecipe(TrainingRecipe):
     learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate; in stage 2 of the model.")
     head_lr_multiplier: float = Field(4.0, ge=0, description="Stage 2: learning rate of the heads / the model.")
 
-    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
-
-        def __init__(self, **settings: Any) -> None: ...
-
     @classmethod
     def current_names(cls, settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
         return current_settings(settings, source)
 
-    def check(self) -> None:
-        if self.seq_len < self.num_heads + 2:
-            raise ConfigError(
-                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {self.num_heads} heads; "
-                f"it must be at least {self.num_heads + 2}"
-            )
-        super().check()
+    @property
+    def shortest_sequence(self) -> tuple[int, str]:
+        return self.num_heads + 2, f"of {self.num_heads} heads"
 
     def heads_loss_weight_at(self, step: int, steps: int) -> float:
         """Weight of the heads' loss in `step`, counted from 1, of `steps`."""

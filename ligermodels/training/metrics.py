@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, and trackers."""
+"""Metrics of a run: metrics.jsonl, trackers, and curves as a PNG by matplotlib (optional)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ligermodels.training.folder import METRICS, write_atomically
-from ligermodels.training.reports import StepMetrics, Value
+from ligermodels.training.folder import CURVES, METRICS, write_atomically
+from ligermodels.training.reports import StepMetrics, Value, listed
 
 if TYPE_CHECKING:
     from ligermodels.training.trackers import Tracker
@@ -119,7 +120,7 @@ def progress_note(state: StepMetrics) -> str:
         if (mean := state.means.get(name)) is not None:
             parts.append(f"{name.replace('_', ' ')} {mean:.3f}")
     for name, value in state.ratios.items():
-        parts.append(f"{name.replace('_', ' ')} {' '.join(shown_share(share) for share in _listed(value))}")
+        parts.append(f"{name.replace('_', ' ')} {' '.join(shown_share(share) for share in listed(value))}")
     if state.peak_memory is not None:
         parts.append(f"peak memory {state.peak_memory / 2**30:.1f} GiB")
     return ", ".join(parts)
@@ -127,9 +128,7 @@ def progress_note(state: StepMetrics) -> str:
 
 def evaluation_note(step: int, values: Mapping[str, Value]) -> str:
     """The line about metrics of the validation split: "step 100: validation loss 2.0794, perplexity 8.0000"."""
-    parts = (
-        f"{name.replace('_', ' ')} {' '.join(map(shown_number, _listed(value)))}" for name, value in values.items()
-    )
+    parts = (f"{name.replace('_', ' ')} {' '.join(map(shown_number, listed(value)))}" for name, value in values.items())
     return f"step {step:,}: validation {', '.join(parts)}"
 
 
@@ -146,5 +145,57 @@ def shown_share(value: float, decimals: int = 0) -> str:
     return "-" if math.isnan(value) else f"{value:.{decimals}%}"
 
 
-def _listed(value: Value) -> list[float]:
-    return value if isinstance(value, list) else [value]
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "loss": ("loss", f"{VALIDATION}loss"),
+    "learning rate": ("learning_rate",),
+    "gradient norm": ("grad_norm",),
+    "tokens/s": ("tokens_per_second",),
+}
+"""Title of a panel -> metrics in it."""
+
+
+def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Metric of PANELS -> its points (step, value) in a metrics.jsonl."""
+    names = [name for panel in PANELS.values() for name in panel]
+    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for line in path.read_bytes().splitlines():
+        entry = json.loads(line)
+        for name in names & entry.keys():
+            curves[name].append((entry["step"], entry[name]))
+    return curves
+
+
+def draw_curves(folder: Path) -> str:
+    """Draw curves.png from the metrics.jsonl in the folder of a run. Returns a message if it could not be drawn, and
+    otherwise an empty string."""
+    if find_spec("matplotlib") is None:
+        return f"{CURVES}: not drawn, needs matplotlib: pip install 'ligermodels[plot]'"
+    from matplotlib.figure import Figure  # pyplot would look for a display
+
+    curves = read_curves(folder / METRICS)
+    figure = Figure(figsize=(10, 6))
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=0.94, hspace=0.35, wspace=0.2)
+    for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+        for name in names:
+            if points := curves[name]:
+                marker = "." if name.startswith(VALIDATION) else ""
+                axes.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if len([name for name in names if curves[name]]) > 1:
+            axes.legend(fontsize="small")
+    try:
+        write_figure(figure, folder / CURVES)
+    except OSError as error:
+        return f"{folder / CURVES}: cannot be written: {error}"
+    return ""
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib as a PNG, completely or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

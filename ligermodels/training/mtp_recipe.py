@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from ligermodels.arguments import MTP_STEPS
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.settings import PathName
 
 NEW = "new"
 """Value of `start_from` for a new head."""
 
 
-class MTPRecipe(TrainingRecipe):
+class MTPRecipe(TrainingRecipe, init=False):
     """Settings of a run that trains a head of multi-token prediction.
 
     Examples:
@@ -36,7 +37,7 @@ class MTPRecipe(TrainingRecipe):
         None, ge=1, description="Layers of the head.  [default: as in the head to start from; 1 for a new head]"
     )
     decay: float = Field(0.6, ge=0, description="Loss weight of step j: decay ** j, divided by the sum of all.")
-    start_from: str | None = Field(
+    start_from: PathName = Field(
         None, description="Head to start from: a folder, a hub id, or new.  [default: the model's own, else a new head]"
     )
     write: Literal["head", "checkpoint"] = Field(
@@ -45,17 +46,18 @@ class MTPRecipe(TrainingRecipe):
 
     learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate.")
 
-    if TYPE_CHECKING:  # the constructor that type checkers derive would ask for every setting
+    @property
+    def all_steps(self) -> int:
+        """How often the head is applied, if it has `num_layers` layers."""
+        return self.num_steps or max(MTP_STEPS, self.num_layers or 1)
 
-        def __init__(self, **settings: Any) -> None: ...
+    @property
+    def shortest_sequence(self) -> tuple[int, str]:
+        return self.all_steps + 2, f"of {self.all_steps} steps"
 
     def check(self) -> None:
-        steps = self.num_steps or max(MTP_STEPS, self.num_layers or 1)
-        if self.seq_len < steps + 2:
+        if self.all_steps < (self.num_layers or 1):
             raise ConfigError(
-                f"seq_len: sequences of {self.seq_len} tokens have no target for the last of {steps} steps; it must be "
-                f"at least {steps + 2}"
+                f"num_steps: {self.all_steps} steps do not reach all of {self.num_layers} layers (num_layers)"
             )
-        if steps < (self.num_layers or 1):
-            raise ConfigError(f"num_steps: {steps} steps do not reach all of {self.num_layers} layers (num_layers)")
         super().check()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.data.batches import Batch, CountsTargets, count_targets, on_device
+from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.evaluation import NO_BATCH
 from ligermodels.generation.generate import evaluating
@@ -54,14 +54,16 @@ class ObjectiveOutput:
         return cls(loss, metrics or {}, routers)
 
 
-class ObjectiveModel(CountsTargets, Protocol):
-    """A model with an objective, which returns an `ObjectiveOutput`."""
+class ObjectiveModel(nn.Module):
+    """A model with an objective; its forward returns an `ObjectiveOutput`. Its items are the targets of the model."""
 
-    model: CausalLM
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ObjectiveOutput: ...
-
-    def parameters(self) -> Iterable[nn.Parameter]: ...
+    def num_targets(self, labels: Tensor, *bounds: Any, **named_bounds: Any) -> Tensor:
+        """Number of targets of a batch: see `CausalLM.num_targets`."""
+        return self.model.num_targets(labels, *bounds, **named_bounds)
 
 
 @dataclass(frozen=True)

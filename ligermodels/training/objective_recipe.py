@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ligermodels.errors import ConfigError
-from ligermodels.training.data_form import DataForm
-from ligermodels.training.recipe import CONDITIONS, Condition, TrainingRecipe
+from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
+from ligermodels.training.settings import Condition, DataForm, Names, Numbers, PathName
 
 
 class ObjectiveSettings(NamedTuple):
@@ -49,7 +49,7 @@ def _condition(setting: str) -> Condition:
     return (setting,), lambda settings: setting in OBJECTIVES[settings["objective"]].settings, reason
 
 
-class ObjectiveRecipe(TrainingRecipe):
+class ObjectiveRecipe(TrainingRecipe, init=False):
     """Settings of a run with an objective."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -80,10 +80,10 @@ class ObjectiveRecipe(TrainingRecipe):
         description="Strength of the preference term; distill: 0 forward KL, 1 reverse KL, between them JSD.  "
         "[default: 0.1, simpo 2, distill 0.5]",
     )
-    loss_type: tuple[str, ...] = Field(
+    loss_type: Names = Field(
         (), description="Variants of the loss by TRL's names, such as robust.  [default: sigmoid, kto for kto]"
     )
-    loss_weights: tuple[float, ...] = Field((), description="dpo: weight of each loss_type.  [default: 1]")
+    loss_weights: Numbers = Field((), description="dpo: weight of each loss_type.  [default: 1]")
     label_smoothing: float | None = Field(
         None, ge=0, lt=0.5, description="Probability that the sides of a pair are swapped.  [default: 0]"
     )
@@ -94,13 +94,8 @@ class ObjectiveRecipe(TrainingRecipe):
     cpo_alpha: float | None = Field(None, description="cpo: weight of the chosen's likelihood.  [default: 1]")
     desirable_weight: float | None = Field(None, gt=0, description="kto: weight of desirable losses.  [default: 1]")
     undesirable_weight: float | None = Field(None, gt=0, description="kto: weight of the other losses.  [default: 1]")
-    teacher: str | None = Field(None, description="distill: the teacher, a checkpoint folder or a hub id.")
+    teacher: PathName = Field(None, description="distill: the teacher, a checkpoint folder or a hub id.")
     temperature: float | None = Field(None, gt=0, description="distill: divides the logits of both.  [default: 1]")
-
-    @field_validator("loss_type", "loss_weights", mode="before")
-    @classmethod
-    def _one_or_several_values(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | float | int) else tuple(value) if isinstance(value, list) else value
 
     @property
     def data_form(self) -> DataForm:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from ligermodels.arguments import OptimizerName, check_optimizer
 from ligermodels.errors import ConfigError, short
+from ligermodels.training.settings import Condition
 
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
@@ -111,7 +112,7 @@ class OptimizerSettings(BaseModel):
         return f"{self.optimizer}{in_backward}: {rate}, schedule {self.schedule}"
 
 
-OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+OPTIMIZER_CONDITIONS: tuple[Condition, ...] = (
     (
         ("beta1", "beta2", "rounding"),
         lambda settings: settings["optimizer"] != "adafactor",
@@ -130,7 +131,7 @@ OPTIMIZER_CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]],
         "is for the schedule cosine_with_restarts",
     ),
 )
-"""Conditions of `OptimizerSettings`; see `recipe.Condition`."""
+"""Conditions of `OptimizerSettings`."""
 
 DECAY = frozenset({"min_lr_ratio", "decay_steps", "decay_type"})
 """Settings that may change when a run resumes, if no step taken so far had another learning rate."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX, Router
 from ligermodels.layers.packing import document_of
@@ -14,7 +14,7 @@ from ligermodels.layers.targets import shift_labels
 from ligermodels.losses.sequences import sequence_log_probs
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
-from ligermodels.training.objective_evaluation import ObjectiveOutput
+from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores, metrics_of
 
 CUSTOM = "a loss of your own may do what a graph cannot record"
@@ -22,7 +22,7 @@ SORTED = frozenset({"aot", "aot_unpaired"})
 """Loss types that sort the pairs of a batch."""
 
 
-class PreferenceModel(nn.Module):
+class PreferenceModel(ObjectiveModel):
     """A model whose forward computes an objective on batches of `ExampleBatches`.
 
     An item is a pair, or a single sequence. The loss of an item does not depend on how a batch is divided over
@@ -39,8 +39,8 @@ class PreferenceModel(nn.Module):
     def __init__(
         self, model: CausalLM, objective: PreferenceObjective, settings: Mapping[str, Any], *, pairs: bool
     ) -> None:
-        super().__init__()
-        self.model, self.objective, self.settings = model, objective, dict(settings)
+        super().__init__(model)
+        self.objective, self.settings = objective, dict(settings)
         self.sequences_per_item = 2 if pairs else 1
 
     @property

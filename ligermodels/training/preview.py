@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.encoding import Tokens
+from ligermodels.data.packing import counted
 from ligermodels.data.survey import Span, spans
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.layers import IGNORE_INDEX
@@ -34,12 +35,11 @@ from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import packed
-from ligermodels.training.job import Job
+from ligermodels.training.job import Job, prepare_model, quantize_base
 from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
 from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
-from ligermodels.training.preparation import prepare_model, quantize_base
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run import named_callbacks
 from ligermodels.training.run_plan import RunPlan, plan_run
@@ -196,11 +196,10 @@ def _count_epoch(plan: RunPlan, console: Console) -> Epoch:
     recipe, sequences, tokens, targets = plan.recipe, 0, 0, 0
     batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
     with console.progress("counting tokens") as update:
-        for batch in batches:
+        for batch in counted(batches, update):
             sequences += 1
             tokens += batch["labels"].numel()
             targets += int(_trained(batch).sum())
-            update(batches.documents_read, batches.num_documents or 0)
     return Epoch(batches.documents_read, sequences, tokens, targets)
 
 
@@ -228,6 +227,7 @@ def _eager_reason(
         return f"the model is on {device}"
     if gpus > 1:
         return "the model is sharded over ranks"
-    if recipe.cuda_graph == "auto" and not pays(job.trainable, parts):
+    step = EagerStep(job.trainable, optimizer)
+    if recipe.cuda_graph == "auto" and not pays(step, parts):
         return "the GPU takes longer for a block than the CPU takes to launch it"
-    return refusal(EagerStep(job.trainable, optimizer), parts)
+    return refusal(step, parts)

@@ -5,26 +5,41 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.training import monitoring_settings as monitoring
-from ligermodels.training.data_form import DataForm
-from ligermodels.training.data_weights import check_weights, weights_of
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import recipe_settings
-from ligermodels.training.tokenising_settings import STREAMING, TOKENISING, TokenisingSettings
+from ligermodels.training.settings import (
+    MONITORING_CONDITIONS,
+    STREAMING,
+    TOKENISING,
+    Condition,
+    DataForm,
+    MonitoringSettings,
+    Names,
+    PathName,
+    TokenisingSettings,
+    check_weights,
+    weights_of,
+)
 
 R = TypeVar("R", bound="TrainingRecipe")
-
-Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
-"""Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
 
 CONDITIONS: tuple[Condition, ...] = (
     (
@@ -47,12 +62,12 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda settings: settings["checkpoint_every"] is not None,
         "has no effect where checkpoint_every is null",
     ),
-    *monitoring.CONDITIONS,
+    *MONITORING_CONDITIONS,
 )
 """Conditions of every recipe, checked in this order: a condition may depend on settings that were checked before."""
 
 
-class TrainingRecipe(OptimizerSettings, TokenisingSettings):
+class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     """Settings of a run. The same recipe and data give the same run.
 
     Raises ConfigError for a value of another type or out of range, and for settings that contradict one another; the
@@ -84,8 +99,8 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
             "parallel",
             "tokenizer",
             *TOKENISING,
+            *MonitoringSettings.model_fields,
         }
-        | monitoring.MAY_CHANGE
     )
     """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path
     of the tokenizer may change, its content may not."""
@@ -94,13 +109,13 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
 
-    base: str | None = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
+    base: PathName = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: tuple[str, ...] = Field(
         (),
         description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
         "also compressed; a folder, a glob, or hf:owner/name.",
     )
-    data_weights: tuple[float, ...] = Field(
+    data_weights: Annotated[tuple[float, ...], BeforeValidator(weights_of)] = Field(
         (),
         description="A weight for each value of `data`: its share of the documents of an epoch, such as 0.7,0.3.  "
         "[default: all documents of all]",
@@ -112,10 +127,10 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         None, ge=1, description="Tokens of the validation split to evaluate on.  [default: all]"
     )
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, with a message each.")
-    chat_template: str | None = Field(
+    chat_template: PathName = Field(
         None, description=f"File of a chat template, or one of {', '.join(BUILT_IN)}.  [default: the checkpoint's]"
     )
-    tokenizer: str | None = Field(
+    tokenizer: PathName = Field(
         None, description="Checkpoint folder or hub id of another tokenizer.  [default: the model's]"
     )
     date: str | None = Field(None, description="YYYY-MM-DD, for chat templates that write it.  [default: today]")
@@ -154,7 +169,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
     float8_gradients: Literal["e5m2", "e4m3"] = Field(
         "e5m2", description="Float8: format of gradients; e5m2 has more range, e4m3 more precision."
     )
-    float8_exclude: tuple[str, ...] = Field(
+    float8_exclude: Names = Field(
         (), description="Float8: patterns of layers that are not converted, such as 'mlp' or '*.blocks.0.*'."
     )
     parallel: ParallelPlan = Field(
@@ -168,13 +183,10 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
-    track: monitoring.Track = ()
-    project: monitoring.Project = None
-    run_name: monitoring.RunName = None
-    callback: monitoring.ImportPaths = ()
-    early_stopping_patience: monitoring.Patience = None
-    early_stopping_threshold: monitoring.Threshold = 0.0
-    load_best_model_at_end: monitoring.LoadBest = False
+
+    def __init_subclass__(cls, *, init: bool = True, **config: Any) -> None:
+        """`init=False` is for type checkers: the constructor that they would derive asks for every setting."""
+        super().__init_subclass__(**config)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -218,26 +230,11 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
         """`settings` under their current names; `source` is named in warnings."""
         return dict(settings)
 
-    @field_validator("base", "chat_template", "tokenizer", "start_from", "teacher", mode="before", check_fields=False)
-    @classmethod
-    def _path_as_text(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
     @field_validator("data", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
-
-    @field_validator("float8_exclude", "lora_targets", "quantize_exclude", mode="before", check_fields=False)
-    @classmethod
-    def _one_or_several_names(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-    @field_validator("data_weights", mode="before")
-    @classmethod
-    def _weights(cls, value: Any) -> Any:
-        return weights_of(value)
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -267,6 +264,12 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
 
     def check(self) -> None:
         """Raise ConfigError if settings contradict one another, or a setting has no effect with the others."""
+        least, last = self.shortest_sequence
+        if self.seq_len < least:
+            raise ConfigError(
+                f"seq_len: sequences of {self.seq_len} tokens have no target for the last {last}; it must be at least "
+                f"{least}"
+            )
         if self.trains_heads and self.parallel.tensor > 1:
             raise ConfigError("parallel.tensor: is for whole models; to train heads give shard and replicate")
         check_weights(self.data_weights, self.data, streaming=self.streaming)
@@ -288,6 +291,11 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings):
             )
         for name, reason in self._without_effect(dict(self)):
             raise ConfigError(f"{name}: {reason}; leave it out")
+
+    @property
+    def shortest_sequence(self) -> tuple[int, str]:
+        """Tokens of the shortest sequences with a target for each head, and the name of the last head for messages."""
+        return 2, "token"
 
     @property
     def trains_configs(self) -> bool:

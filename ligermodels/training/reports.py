@@ -165,9 +165,7 @@ class StepLog:
         seconds = time.perf_counter() - self._start_time
         totals = OutputMetrics.sum([step.outputs for step in pending])
         ratios = self._divided(totals.ratios)
-        chains = {
-            name: chain_length(_listed(ratios[share])) for name, share in totals.chains.items() if share in ratios
-        }
+        chains = {name: chain_length(listed(ratios[share])) for name, share in totals.chains.items() if share in ratios}
         return StepMetrics(
             steps[-1].step,
             self._steps,
@@ -230,12 +228,13 @@ def _sums(pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tup
     return {name: (_sum(p[name][0] for p in pairs), _sum(p[name][1] for p in pairs)) for name in pairs[0]}
 
 
-def _listed(value: Value) -> list[float]:
+def listed(value: Value) -> list[float]:
+    """The numbers of a value."""
     return value if isinstance(value, list) else [value]
 
 
 def _flat(values: Mapping[str, Value]) -> list[float]:
-    return [number for value in values.values() for number in _listed(value)]
+    return [number for value in values.values() for number in listed(value)]
 
 
 def _shaped_like(values: Mapping[str, Value], numbers: Iterable[float]) -> dict[str, Value]:

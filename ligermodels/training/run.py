@@ -14,21 +14,19 @@ from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, LigerModelsError, TrainingError
 from ligermodels.parallel.ranks import join
-from ligermodels.training.callback import Callback
+from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.curves import draw_curves
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
 from ligermodels.training.job import BeforeTraining, JobFactory, Prepare
 from ligermodels.training.loop import train
-from ligermodels.training.metrics import Metrics
+from ligermodels.training.metrics import Metrics, draw_curves
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.run_callbacks import RunCallbacks, SaveCheckpoint
 from ligermodels.training.run_plan import plan_run
 from ligermodels.training.run_state import RunState, build_state
 from ligermodels.training.trackers import Tracker, open_trackers, tracker_names
-from ligermodels.training.user_callbacks import callbacks_at, check_callbacks, lm_eval_callback
 
 
 def run_job(
@@ -107,9 +105,10 @@ def run_job(
                 before_training=before_training,
                 device=device,
                 attention=attention,
+                ranks=ranks,
                 console=console,
             )
-            outcome, is_ctrl_c = _train(state, folder, ranks, console, trackers, callbacks, lm_eval)
+            outcome, is_ctrl_c = _train(state, trackers, callbacks, lm_eval)
         ranks.gather(None)  # no rank leaves while another rank needs it
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
@@ -128,24 +127,18 @@ def named_callbacks(recipe: TrainingRecipe) -> tuple[list[Callback], Any]:
 
 
 def _train(
-    state: RunState,
-    folder: Path,
-    ranks: Ranks,
-    console: Console,
-    trackers: Sequence[Tracker],
-    user_callbacks: Sequence[Callback],
-    lm_eval: Any,
+    state: RunState, trackers: Sequence[Tracker], user_callbacks: Sequence[Callback], lm_eval: Any
 ) -> tuple[Outcome, bool]:
     """Train to the last step, to a signal, or until a callback stops, and export. Returns the outcome, and whether
     Ctrl-C stopped the run."""
-    plan, recipe = state.plan, state.plan.recipe
+    plan, recipe, folder, ranks = state.plan, state.plan.recipe, state.plan.folder, state.ranks
     ranks.from_first(str(folder), lambda: prepare(folder, recipe, plan.content, start_over=not plan.resumes))
     metrics = Metrics(folder, after=plan.start, writes=ranks.writes, trackers=trackers)
     try:
-        with console.progress("training") as update, stop_signals(console.say) as arrived:
+        with state.console.progress("training") as update, stop_signals(state.console.say) as arrived:
             stop = AgreedStop(arrived)
-            callbacks = RunCallbacks(state, metrics, console, update, stop, user_callbacks, lm_eval)
-            callbacks.resume(ranks)
+            callbacks = RunCallbacks(state, metrics, update, stop, user_callbacks, lm_eval)
+            callbacks.resume()
             step = plan.start
             if not callbacks.should_stop():
                 step = train(
@@ -166,13 +159,13 @@ def _train(
                     router_bias_update_rate=state.job.router_bias_update_rate,
                 )
             plan.documents.notes.say_totals()
-            _complete_checkpoint(step, callbacks.save, state, folder, ranks, console)
+            _complete_checkpoint(step, callbacks.save, state)
             is_stopped = stop.should_stop()
             if not is_stopped:
                 callbacks.evaluate_last(step)
         if is_stopped:
             return Outcome(step, plan.steps, stopped=True), arrived.is_ctrl_c
-        return _finish(step, callbacks, state, folder, ranks, console), False
+        return _finish(step, callbacks, state), False
     except BaseException:
         with suppress(CheckpointError):  # of the checkpoint in progress; the first error counts
             state.checkpoints.wait()
@@ -182,47 +175,43 @@ def _train(
         metrics.close()
 
 
-def _finish(
-    step: int, callbacks: RunCallbacks, state: RunState, folder: Path, ranks: Ranks, console: Console
-) -> Outcome:
+def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     """Write the result of a run that ended at `step`: its model, or the best one if the recipe says so."""
-    plan, is_early = state.plan, step < state.plan.steps
+    plan, folder, say, is_early = state.plan, state.plan.folder, state.console.say, step < state.plan.steps
     if is_early:
-        console.say(f"stopped early, after step {step:,} of {plan.steps:,}")
+        say(f"stopped early, after step {step:,} of {plan.steps:,}")
     best = callbacks.best.best.step if plan.recipe.load_best_model_at_end else None
-    if best is not None and best not in ranks.from_first(str(folder), state.checkpoints.steps):
-        console.say(f"the checkpoint of step {best:,}, which has the lowest validation loss, is missing")
+    if best is not None and best not in state.ranks.from_first(str(folder), state.checkpoints.steps):
+        say(f"the checkpoint of step {best:,}, which has the lowest validation loss, is missing")
         best = None
     if best is not None:
         since = f" of the evaluations since step {callbacks.best.since:,}" if callbacks.best.since else ""
-        console.say(f"the result is the model of step {best:,}, which has the lowest validation loss{since}")
+        say(f"the result is the model of step {best:,}, which has the lowest validation loss{since}")
         if best != step:
             state.checkpoints.load(best, state.job.model, state.optimizer)
     state.job.export(folder)
     if plan.recipe.checkpoint_every is None:
         state.checkpoints.remove()
     callbacks.evaluate_result(step if best is None else best)
-    if ranks.writes and (message := draw_curves(folder)):
-        console.say(message)
+    if state.ranks.writes and (message := draw_curves(folder)):
+        say(message)
     evaluation = None
     if plan.has_validation:  # a run that resumed after its last step has no evaluation yet
         evaluation = callbacks.validate.evaluations.get(step if best is None else best) or state.evaluate()
     return Outcome(step, plan.steps, evaluation, stopped_early=is_early, best_step=best)
 
 
-def _complete_checkpoint(
-    step: int, save: SaveCheckpoint, state: RunState, folder: Path, ranks: Ranks, console: Console
-) -> None:
+def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> None:
     """Wait for the checkpoint in progress, and write the checkpoint of `step` unless it exists."""
     try:
         save.complete()
-        if step not in ranks.from_first(str(folder), state.checkpoints.steps):
+        if step not in state.ranks.from_first(str(state.plan.folder), state.checkpoints.steps):
             save.on_step_end(step)
             save.complete()
     except CheckpointError as error:
         if step < state.plan.steps:
             raise
-        console.say(f"{error}; the result is written all the same")
+        state.console.say(f"{error}; the result is written all the same")
 
 
 @contextmanager

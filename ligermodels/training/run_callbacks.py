@@ -8,16 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ligermodels.convert.ranks import Ranks
-from ligermodels.training.callback import Callback, Event, is_due
-from ligermodels.training.console import Console
+from ligermodels.training.callback import Callback, Event, is_due, restore_states, states_of
 from ligermodels.training.early_stopping import BestCheckpoint, EarlyStopping
 from ligermodels.training.interruption import AgreedStop, Interrupted
 from ligermodels.training.job import Evaluation
 from ligermodels.training.metrics import Metrics, evaluation_note, progress_note
 from ligermodels.training.reports import StepMetrics, Value
 from ligermodels.training.run_state import RunState
-from ligermodels.training.user_callbacks import restore_states, states_of
 
 
 class Events:
@@ -127,7 +124,6 @@ class RunCallbacks:
     Args:
         state: the run, at the step that it starts or resumes from.
         metrics: metrics.jsonl and trackers.
-        console: where messages go.
         update: moves the progress bar.
         stop: ends the run after a signal.
         callbacks: the callbacks of the user.
@@ -138,18 +134,17 @@ class RunCallbacks:
         self,
         state: RunState,
         metrics: Metrics,
-        console: Console,
         update: Callable[..., None],
         stop: AgreedStop,
         callbacks: Sequence[Callback],
         lm_eval: Any = None,
     ) -> None:
-        plan, recipe = state.plan, state.plan.recipe
-        self.events, self._metrics, self._plan = Events(plan.steps, state.job.trainable), metrics, plan
+        plan, recipe, say = state.plan, state.plan.recipe, state.console.say
+        self.events, self._metrics, self._state = Events(plan.steps, state.job.trainable), metrics, state
         self.save = SaveCheckpoint(state, recipe.checkpoint_every or plan.steps, self.events)
         evaluate = partial(state.evaluate, stop.should_stop)
         every = recipe.evaluate_every or plan.steps
-        self.validate = Validate(metrics, every, evaluate, console.say, self.events)
+        self.validate = Validate(metrics, every, evaluate, say, self.events)
         self.best = BestCheckpoint(self.save.keep, since=plan.start)
         # A checkpoint has the states of the user's callbacks after its step. It comes before the evaluation, so that a
         # failed evaluation loses nothing. The best checkpoint comes last: it has the states after the evaluation.
@@ -158,7 +153,7 @@ class RunCallbacks:
             self.all.append(self.validate)
         self._lm_eval = lm_eval
         if lm_eval is not None:
-            parts = {"write": metrics.write, "say": console.say, "stop": stop.should_stop}
+            parts = {"write": metrics.write, "say": say, "stop": stop.should_stop}
             lm_eval.attach(state.job.model, plan.base.tokenizer, **parts)
             self.all.append(lm_eval)
         if recipe.early_stopping_patience is not None:
@@ -169,22 +164,23 @@ class RunCallbacks:
         self.events.callbacks = self.all
         gone, new = self.events.load_state_dict(plan.checkpoint)
         for name in gone:
-            console.say(f"callbacks: the checkpoint has a state of {name}, which the run does not have now")
+            say(f"callbacks: the checkpoint has a state of {name}, which the run does not have now")
         for name in new if plan.resumes else ():
-            console.say(
+            say(
                 f"callbacks: the checkpoint has no state of {name}, which begins at step {plan.start:,}: steps and "
                 "evaluations before it do not count"
             )
 
-    def resume(self, ranks: Ranks) -> None:
+    def resume(self) -> None:
         """Complete the evaluations of the step to resume from, where the run was stopped before they were."""
-        start, steps = self._plan.start, self._plan.steps
+        plan = self._state.plan
+        start, steps = plan.start, plan.steps
         if not start:
             return
-        values, names = ranks.from_first("metrics", lambda: (self._metrics.evaluation, self._metrics.names))
+        values, names = self._state.ranks.from_first("metrics", lambda: (self._metrics.evaluation, self._metrics.names))
         if values and self.events.evaluated < start:
             self.events.evaluation(start, values)
-        elif self._plan.has_validation and not values and is_due(start, self.validate.every, steps):
+        elif plan.has_validation and not values and is_due(start, self.validate.every, steps):
             self.validate.on_step_end(start)
         if self._lm_eval is not None:
             if any(name.startswith("lm_eval/") for name in names):
@@ -194,7 +190,7 @@ class RunCallbacks:
 
     def evaluate_last(self, step: int) -> None:
         """Evaluate after the last step, if a callback ended the run there and no evaluation was due."""
-        if self._plan.has_validation and self.events.evaluated != step:
+        if self._state.plan.has_validation and self.events.evaluated != step:
             self.validate.on_step_end(step)
 
     def evaluate_result(self, step: int) -> None:

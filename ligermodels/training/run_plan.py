@@ -17,18 +17,16 @@ from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.documents import Documents
-from ligermodels.data.mixture import Mixture
-from ligermodels.data.orders import DocumentOrder, Indices
+from ligermodels.data.orders import DocumentOrder, Indices, Mixture
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.extra_heads import require_command
 from ligermodels.parallel.ranks import data_share, is_sharded
 from ligermodels.speculative.hub import config_of_heads
-from ligermodels.training.announcement import data_messages
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
-from ligermodels.training.counting import Count, count_steps, num_documents
+from ligermodels.training.counting import Count, count_steps, data_messages, num_documents
 from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
@@ -41,10 +39,10 @@ from ligermodels.training.inputs import (
     require_same_content,
     same_recipe,
     split,
+    start_tokenising,
 )
 from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import TrainingRecipe
-from ligermodels.training.tokenising import start_tokenising
 
 B = TypeVar("B", bound=Iterator[Batch])
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.documents import Documents
@@ -21,16 +22,15 @@ from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.apply import parallelize
 from ligermodels.parallel.ranks import DATA, data_share, is_sharded
-from ligermodels.training.announcement import trained_parameters
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
+from ligermodels.training.counting import trained_parameters
 from ligermodels.training.extension import continue_schedule
 from ligermodels.training.interruption import until
-from ligermodels.training.job import BeforeTraining, Evaluation, Job, JobFactory, Prepare
+from ligermodels.training.job import BeforeTraining, Evaluation, Job, JobFactory, Prepare, prepare_model
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.optimizer_settings import schedule_options
 from ligermodels.training.parameter_groups import parameter_groups
-from ligermodels.training.preparation import prepare_model
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.schedule import lr_schedule
@@ -45,6 +45,8 @@ class RunState:
     optimizer, schedule: optimizer and learning-rate schedule of these parameters.
     batches: micro-batches of this rank.
     checkpoints: the checkpoints in the folder of the run.
+    ranks: the processes of the run.
+    console: where messages and progress go.
     """
 
     plan: RunPlan
@@ -53,6 +55,8 @@ class RunState:
     schedule: LambdaLR
     batches: Prefetcher
     checkpoints: Checkpoints
+    ranks: Ranks
+    console: Console
 
     def save(self, step: int, targets: int, values: Mapping[str, Any]) -> None:
         """Start to write a checkpoint.
@@ -76,7 +80,7 @@ class RunState:
         }
         self.checkpoints.save(step, self.job.model, self.optimizer, run)
 
-    def restore(self, say: Callable[[str], object]) -> None:
+    def restore(self) -> None:
         """Load the checkpoint that the plan resumes from."""
         plan = self.plan
         if plan.recipe.load_best_model_at_end:
@@ -89,10 +93,10 @@ class RunState:
             steps=plan.steps,
             steps_before=plan.checkpoint["steps"],
             is_same=plan.keeps_learning_rates,
-            say=say,
+            say=self.console.say,
         )
         self.batches.load_state_dict(plan.checkpoint["data"])
-        say(f"resuming after step {plan.start:,} of {plan.steps:,}")
+        self.console.say(f"resuming after step {plan.start:,} of {plan.steps:,}")
 
     def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate on the validation split. Raises Interrupted as soon as `stop` returns True."""
@@ -112,6 +116,7 @@ def build_state(
     before_training: BeforeTraining | None,
     device: str,
     attention: str,
+    ranks: Ranks,
     console: Console,
 ) -> RunState:
     """Load the base model and make the job, the optimizer, the schedule and the batches from it; load the checkpoint
@@ -125,6 +130,7 @@ def build_state(
         before_training: called with the model of the job before the checkpoint is loaded.
         device: device of the model.
         attention: attention backend, or "auto".
+        ranks: the processes of the run.
         console: where messages and progress go.
     """
     recipe = plan.recipe
@@ -160,9 +166,9 @@ def build_state(
     schedule = lr_schedule(
         optimizer, steps=plan.steps, warmup_steps=plan.warmup_steps, **schedule_options(recipe.settings())
     )
-    state = RunState(plan, job, optimizer, schedule, plan.training_batches(device), checkpoints)
+    state = RunState(plan, job, optimizer, schedule, plan.training_batches(device), checkpoints, ranks, console)
     if plan.resumes:
-        state.restore(console.say)
+        state.restore()
     return state
 
 

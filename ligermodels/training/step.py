@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ligermodels.data.batches import CountsTargets, on_device
 from ligermodels.errors import InputError
+from ligermodels.layers.sharding import gathered
 from ligermodels.parallel.ranks import DataRanks
-from ligermodels.training.clipping import clip_gradients, norm_of_norms
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.router_bias import update_router_bias
 
@@ -68,6 +69,8 @@ class EagerStep:
         router_bias_update_rate: float = 0.0,
     ) -> None:
         self.model, self.optimizer, self._router_bias_update_rate = model, optimizer, router_bias_update_rate
+        # For questions about its modules; a model that is none has no modules.
+        self.module = model if isinstance(model, nn.Module) else nn.Module()
         self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
         self.in_backward: bool = getattr(optimizer, "steps_in_backward", False)
         if self.in_backward and max_grad_norm is not None:
@@ -122,3 +125,38 @@ class EagerStep:
             return norm_of_norms(norms).to(self.device)
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         return clip_gradients(parameters, self._max_grad_norm)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients to a norm of at most `max_norm`; returns their norm before.
+
+    `torch.nn.utils.clip_grad_norm_` accepts only DTensors of one mesh, but under expert parallelism experts have a mesh
+    of their own. The norm is computed for each mesh, then the norm of these norms.
+    """
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    groups: Sequence[list[nn.Parameter]] = list(by_mesh.values())
+    if len(groups) < 2:
+        return gathered(nn.utils.clip_grad_norm_([p for group in groups for p in group], max_norm))
+    norms = [gathered(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]  # type: ignore[misc]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients, 0 without any.
+
+    Args:
+        norms: norm of each gradient, (). Norms of sharded gradients are DTensors, also of several meshes.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for norm in norms:
+        by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
+    totals = [gathered(torch.linalg.vector_norm(torch.stack(group))) for group in by_mesh.values()]
+    if len(totals) < 2:
+        return totals[0] if totals else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(totals))

@@ -19,8 +19,8 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert import dequantize, loading
 from ligermodels.convert.dequantize import Dequantized
+from ligermodels.convert.encoded import ScaledFP8
 from ligermodels.convert.files import SINGLE
-from ligermodels.convert.fp8 import ScaledFP8
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint

@@ -9,10 +9,10 @@ import pytest
 from chat_templates import tokenizer_of
 from tokenizers import decoders
 
-from ligermodels.data import chat, corpus, documents, files, mixture, packing, pairs, records, tokenizer
+from ligermodels.data import chat, corpus, documents, files, orders, packing, pairs, records, tokenizer
 from ligermodels.generation import text_stream
 
-MODULES = (chat, corpus, documents, files, mixture, packing, pairs, records, text_stream, tokenizer)
+MODULES = (chat, corpus, documents, files, orders, packing, pairs, records, text_stream, tokenizer)
 NAMES: dict[str, Any] = {"Path": Path} | {name: item for module in MODULES for name, item in vars(module).items()}
 EXAMPLES = [example for module in MODULES for example in doctest.DocTestFinder().find(module) if example.examples]
 TEMPLATE = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"

@@ -14,7 +14,7 @@ from chat_templates import tokenizer_of
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
-from ligermodels.data.mixture import Mixture
+from ligermodels.data.orders import Mixture
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import ConfigError
 from ligermodels.training import FineTuningRecipe

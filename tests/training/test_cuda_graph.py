@@ -308,7 +308,7 @@ def test_auto_records_small_models_and_short_batches() -> None:
                 device="meta",
             )
         batch = Batch({"labels": torch.empty(1, tokens, device="meta")})
-        found[name, tokens] = pays(model, [batch])
+        found[name, tokens] = pays(EagerStep(model, FusedAdamW(model.parameters())), [batch])
     assert found == {
         ("135M", 2048): True,
         ("135M", 16384): True,

@@ -289,6 +289,7 @@ def test_the_command_prints_it(base: Path, data: Path, tmp_path: Path, kind: typ
     assert rows["steps"].startswith("12 (") and "1 unusable lines are skipped" in result.stdout
     assert rows["step"] == "2 sequences of 128 tokens: 1 x 1 sequences on each of 2 GPUs"
     assert re.match(r"adamw, learning_rate 0\.005, .*warmup_steps 1, .*beta2 0\.95", rows["optimizer"])
+    assert "base" not in rows["optimizer"] and "data" not in rows["optimizer"]
     assert "⟦" in result.stdout and "data.jsonl:" in result.stdout and result.stdout.count("\n--- ") <= 8
     adafactor = [*command.split(), *changed, "--dry-run", "--device", "cpu", "--set=optimizer=adafactor"]
     shown = CliRunner().invoke(app, [*adafactor, "--set=batch_tokens=16384"]).stdout

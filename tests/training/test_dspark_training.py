@@ -28,7 +28,7 @@ from ligermodels.training import (
     train_dflash,
     train_dspark,
 )
-from ligermodels.training.dspark_recipe import BlockRecipe
+from ligermodels.training.draft_recipe import BlockRecipe
 from ligermodels.training.heads import draft_metrics
 from ligermodels.training.recipe_file import shipped_recipes
 from ligermodels.training.reports import OutputMetrics

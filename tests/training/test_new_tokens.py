@@ -18,7 +18,7 @@ import ligermodels as lm
 from ligermodels.convert.config_json import read_json
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import with_tokens
-from ligermodels.data.template_tokens import missing_tokens
+from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.training import Console, FineTuningRecipe, fine_tune

@@ -9,7 +9,7 @@ from runs import losses, recipe_for
 
 from ligermodels import console
 from ligermodels.errors import ConfigError
-from ligermodels.training import Console, MedusaRecipe, tokenising, train_heads
+from ligermodels.training import Console, MedusaRecipe, inputs, train_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Data of any size is tokenised by other processes and cached. Returns the folder of the cache."""
-    monkeypatch.setattr(tokenising, "SMALL", 0)
+    monkeypatch.setattr(inputs, "SMALL", 0)
     monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tokens"
 

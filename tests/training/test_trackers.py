@@ -15,8 +15,7 @@ from test_run_console import Output
 from ligermodels.errors import BackendError, ConfigError
 from ligermodels.training import fine_tune
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.curves import read_curves
-from ligermodels.training.metrics import Metrics
+from ligermodels.training.metrics import Metrics, read_curves
 from ligermodels.training.trackers import TensorBoard, TrackedRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -199,7 +198,7 @@ def test_curves_are_drawn_at_the_end(base: Path, data: Path, tmp_path: Path, mon
     assert curves["loss"] == [(line["step"], line["loss"]) for line in lines(out, "loss")]
     assert [step for step, _ in curves["validation_loss"]] == [4, 8, 12]
     assert all(curves.values())
-    monkeypatch.setattr("ligermodels.training.curves.find_spec", lambda name: None)
+    monkeypatch.setattr("ligermodels.training.metrics.find_spec", lambda name: None)
     fine_tune(recipe_of(base, data, steps=1), out, overwrite=True, console=output.console)
     assert "curves.png: not drawn, needs matplotlib: pip install 'ligermodels[plot]'" in output.said
     assert not (out / "curves.png").exists()

@@ -1,0 +1,163 @@
+"""Parts of recipes: types of settings, conditions on them, and settings of the data, trackers and evaluations."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from ligermodels.errors import ConfigError
+
+Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
+"""Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
+
+
+QUANTIZED: tuple[Condition, ...] = (
+    (
+        ("quantize_exclude",),
+        lambda settings: settings["quantize"] is not None,
+        "is for quantised weights; give quantize too",
+    ),
+    (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
+)
+"""Conditions of recipes with the setting `quantize`."""
+
+
+def one_or_several(value: Any) -> Any:
+    """A tuple of one value or of several."""
+    return (value,) if isinstance(value, str | float | int) else tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_several)]
+"""A name, or several."""
+Numbers = Annotated[tuple[float, ...], BeforeValidator(one_or_several)]
+Integers = Annotated[tuple[int, ...], BeforeValidator(one_or_several)]
+PathName = Annotated[
+    str | None, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
+]
+"""A path or a hub id, as text."""
+
+
+class DataForm(NamedTuple):
+    """The form of a run's records.
+
+    name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; or "unpaired" completions with a
+        label.
+    row_sequences: sequences that a row of a batch must hold.
+    mismatched: whether unpaired completions come with mismatched ones, for KTO's estimate of the KL divergence.
+    prompt_targets: whether the likelihood of chosen sequences counts their prompts.
+    """
+
+    name: Literal["documents", "pairs", "unpaired"] = "documents"
+    row_sequences: int = 1
+    mismatched: bool = False
+    prompt_targets: bool = False
+
+
+def weights_of(value: Any) -> Any:
+    """The weights in a number, in a text such as "0.7,0.3", or in a list of both; other values unchanged."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+    try:
+        return tuple(float(part) if isinstance(part, str | int) else part for part in parts)
+    except ValueError:
+        raise ConfigError(f"data_weights: must be numbers, got {value!r}") from None
+
+
+def check_weights(weights: Sequence[float], data: Sequence[str], *, streaming: bool) -> None:
+    """Raise ConfigError unless all weights are positive numbers, one for each value of `data`, if there are any.
+
+    Args:
+        weights: the weights.
+        data: the setting `data`; empty if it is not given yet.
+        streaming: whether the data is streamed, so that its documents are not counted.
+    """
+    if any(not 0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"data_weights: must be positive numbers, got {', '.join(map(str, weights))}")
+    if weights and data and len(weights) != len(data):
+        raise ConfigError(f"data_weights: must have a weight for each value of data, {len(data)}, got {len(weights)}")
+    if weights and streaming:
+        raise ConfigError("data_weights: counts documents, which streaming does not; leave one of the two out")
+
+
+TOKENISING = ("dataset_num_proc", "token_cache")
+"""Settings that may change when a run resumes."""
+
+STREAMING: tuple[Condition, ...] = (
+    (("shuffle_buffer_size",), lambda settings: settings["streaming"], "is for streaming, which is false"),
+    (("token_cache",), lambda settings: not settings["streaming"], "is for data with an index; streaming keeps none"),
+)
+"""Conditions of settings: see `recipe.CONDITIONS`."""
+
+
+class TokenisingSettings(BaseModel):
+    """Settings of tokenising and streaming."""
+
+    streaming: bool = Field(
+        False, description="Read the data from start to end, without an index, for data larger than memory."
+    )
+    shuffle_buffer_size: int = Field(
+        10_000, ge=1, le=2**31 - 1, description="Streaming: documents that are shuffled together."
+    )
+
+    dataset_num_proc: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="Processes that tokenise; 0: the training process.  [default: one per CPU, at most 16; of ranks on "
+        "one machine each gets its share]",
+    )
+    token_cache: bool = Field(
+        True, description="Keep tokens on disk for later runs: in LIGERMODELS_CACHE, or else in ~/.cache/ligermodels."
+    )
+
+
+class MonitoringSettings(BaseModel):
+    """Settings of trackers, callbacks and evaluations. They may change when a run resumes."""
+
+    track: Annotated[
+        tuple[Literal["tensorboard", "trackio", "wandb", "none"], ...], BeforeValidator(one_or_several)
+    ] = Field(
+        (), description="Trackers: tensorboard, trackio, wandb, or none.  [default: tensorboard, if it is installed]"
+    )
+    project: str | None = Field(
+        None, description="Trackers: project of the run.  [default: name of the output folder's parent folder]"
+    )
+    run_name: str | None = Field(None, description="Trackers: name of the run.  [default: name of the output folder]")
+    callback: Names = Field(
+        (), description="Import path of a subclass of training.Callback, as module:Class.  [default: none]"
+    )
+    early_stopping_patience: int | None = Field(
+        None,
+        ge=1,
+        description="End after this many evaluations in a row without a lower validation loss; needs evaluate_every.  "
+        "[default: never]",
+    )
+    early_stopping_threshold: float = Field(
+        0.0, ge=0, description="Early stopping: a loss that is lower by at most this is no improvement."
+    )
+    load_best_model_at_end: bool = Field(
+        False, description="Keep the checkpoint with the lowest validation loss, and write its model as the result."
+    )
+
+
+MONITORING_CONDITIONS: tuple[Condition, ...] = (
+    (
+        ("project", "run_name"),
+        lambda settings: bool({"trackio", "wandb"} & {*settings["track"]}),
+        "is for trackers; give track: trackio or wandb too",
+    ),
+    (
+        ("early_stopping_patience", "load_best_model_at_end"),
+        lambda settings: settings["validation_fraction"] != 0 and settings["evaluate_every"] is not None,
+        "compares evaluations; give evaluate_every, and a validation_fraction above 0",
+    ),
+    (
+        ("early_stopping_threshold",),
+        lambda settings: settings["early_stopping_patience"] is not None,
+        "is for early stopping; give early_stopping_patience too",
+    ),
+)
