@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.layers import Linear
+from ligermodels.layers import Block, Layer, Linear
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.layers.token_parts import divide_tokens
@@ -52,6 +52,8 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
             if module.compute is not None:
                 share.store(module.compute.of_sizes(share.out_features, share.in_features))
             share.update = copy.deepcopy(module.update)
+        elif isinstance(module, Block | Layer):
+            part.get_submodule(name).in_float8 = module.in_float8
     for shard, parameter in zip(part.parameters(), model.parameters(), strict=True):
         shard.requires_grad_(parameter.requires_grad)
     part.activation_checkpointing = model.activation_checkpointing
