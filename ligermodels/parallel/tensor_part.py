@@ -53,7 +53,8 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
                 share.store(module.compute.of_sizes(share.out_features, share.in_features))
             share.update = copy.deepcopy(module.update)
         elif isinstance(module, Block | Layer):
-            part.get_submodule(name).in_float8 = module.in_float8
+            layer: Any = part.get_submodule(name)
+            layer.in_float8 = module.in_float8
     for shard, parameter in zip(part.parameters(), model.parameters(), strict=True):
         shard.requires_grad_(parameter.requires_grad)
     part.activation_checkpointing = model.activation_checkpointing
