@@ -78,7 +78,7 @@ def count_targets(
 
 
 class TokensWithTarget(Tokens):
-    """The tokens that have a target of at least one of K losses, for decoders whose last blocks mix no tokens.
+    """The tokens that have a target of at least one of K losses, for a decoder that `narrows`.
 
     Their number is copied to the host while the first blocks run; `take` and `restore` wait for it.
 
@@ -125,7 +125,7 @@ class Targets:
 
     Attributes:
         values: long (K, rows, length), the targets of this rank's tokens in the layout.
-        tokens: the tokens whose states `loss` takes; None for all tokens.
+        tokens: `loss` takes the states of these tokens; None for all tokens.
 
     Raises:
         InputError: labels of another dtype, or outside of the vocabulary (on a GPU: a device assertion).
@@ -157,7 +157,7 @@ class Targets:
         return None if self._counts is None else self._counts.get()[index]
 
     def take(self, x: Tensor) -> Tensor:
-        """x (rows, length, ...) of the layout's tokens -> of the tokens whose states `loss` takes."""
+        """x (rows, length, ...) of the layout's tokens -> (1, n, ...) of `tokens`."""
         return x if self.tokens is None else self.tokens.take(x)
 
     def share(self, num_items_in_batch: Tensor | int | None) -> Tensor | float:

@@ -150,7 +150,7 @@ class Decoder(RefusesDropout):
         context = self._context(layout, x, position_ids, state, seq_lens, tree, per_layer_inputs, routing or {})
         blocks = range(len(self.blocks))
         if hidden_states is not None:
-            x, blocks = self._kept(hidden_states, blocks, x, context, state, router_outputs)
+            x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, state, router_outputs)
         if token_indices is not None:
             x, blocks, context = self._narrowed(token_indices, blocks, x, context, state, router_outputs)
         return self.norm(self._run(blocks, x, context, state, router_outputs))
@@ -192,7 +192,7 @@ class Decoder(RefusesDropout):
             tables, layout.cu_seqlens, positions, None, seq_lens, cache_seqlens, tree, per_layer_inputs=per_layer,
             routing=routing,
         )  # fmt: skip
-        # Scalings may depend on the highest position of a row, which another rank may hold: tables are divided last.
+        # Scalings may depend on a row's highest position, and another rank may hold it: tables are divided last.
         return context if layout.shard is None else context.of_shard(layout.shard)
 
     def _run(
@@ -267,7 +267,7 @@ class Decoder(RefusesDropout):
         # The `token_indices` number the tokens before context parallelism divides them.
         early = token_indices if layout.shard is None else None
         options |= {"state": state, "seq_lens": seq_lens, "tree": tree, "hidden_states": hidden_states}
-        # Not `self.forward`, which a subclass may have extended, and has called already.
+        # Not `self.forward`: a subclass may extend it, and its part is done.
         x = Decoder.forward(self, input_ids, inputs_embeds=inputs_embeds, token_indices=early, layout=layout, **options)
         if state is not None:
             state.after(shape[1], seq_lens, tree)
@@ -279,8 +279,14 @@ class Decoder(RefusesDropout):
             return layout.packing.restore(x)
         return x if early is not None else selected.take(x)
 
-    def _kept(self, hidden_states: dict[int, Tensor], blocks: range, x: Tensor, *args: Any) -> tuple[Tensor, range]:
-        """Run the blocks up to the last boundary of `hidden_states`, whose values are replaced; and the blocks left."""
+    def _fill_hidden_states(
+        self, hidden_states: dict[int, Tensor], blocks: range, x: Tensor, *args: Any
+    ) -> tuple[Tensor, range]:
+        """Run the blocks up to the last boundary of `hidden_states`, and fill it in.
+
+        Returns:
+            The residual stream after them, and the blocks left.
+        """
         for boundary in sorted(hidden_states):
             x, blocks = self._run(range(blocks.start, boundary), x, *args), range(boundary, blocks.stop)
             hidden_states[boundary] = x
@@ -289,7 +295,7 @@ class Decoder(RefusesDropout):
     def _narrowed(
         self, token_indices: Tensor | TokensWithTarget, blocks: range, x: Tensor, context: ForwardContext, *args: Any
     ) -> tuple[Tensor, range, ForwardContext]:
-        """Run the blocks up to the last that mixes tokens, then take the tokens whose states are needed.
+        """Run the blocks up to the last block that mixes tokens, then select the needed tokens.
 
         Returns:
             The states of these tokens, (1, n, H); the blocks left; and their context.

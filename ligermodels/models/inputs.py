@@ -140,7 +140,7 @@ def _check_tokens(
 
 
 def _without_padding(tokens: Tensor, mask: Tensor) -> Tensor:
-    """`tokens` (B, T) with 0 for padding, which may hold any id; embeddings as they are."""
+    """`tokens` (B, T) with 0 for padding, because padding may hold any id; embeddings as they are."""
     if mask.is_complex():
         raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
     return tokens.masked_fill(mask == 0, 0) if tokens.ndim == 2 else tokens

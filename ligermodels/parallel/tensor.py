@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import Linear
+from ligermodels.layers import Block, Layer, Linear
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.layers.modules import modules_of
@@ -235,6 +235,9 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
             if module.compute is not None:
                 share.store(module.compute.of_sizes(share.out_features, share.in_features))
             share.update = copy.deepcopy(module.update)
+        elif isinstance(module, Block | Layer):
+            layer: Any = part.get_submodule(name)
+            layer.in_float8 = module.in_float8
     for shard, parameter in zip(part.parameters(), model.parameters(), strict=True):
         shard.requires_grad_(parameter.requires_grad)
     part.activation_checkpointing = model.activation_checkpointing

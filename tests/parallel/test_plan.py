@@ -23,6 +23,8 @@ from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import check_tensor_parallel
+from ligermodels.parallel.tensor_part import tensor_part
+from ligermodels.parallel.trace import FirstRank
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
 
@@ -93,6 +95,14 @@ def test_float8_forms_of_frozen_weights_are_kept_by_one_process_alone() -> None:
     frozen = sum(p.numel() for p in model.decoder.blocks.parameters() if p.ndim == 2 and not p.requires_grad)
     one, two = (step_memory(model, 1, 64, shard=n) for n in (1, 2))
     assert 0.9 * frozen < one.activations - two.activations < 1.1 * frozen
+
+
+def test_a_planned_tensor_parallel_shard_writes_float8_as_the_model_does() -> None:
+    model = lm.float8(on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": 2}), exclude_first=1)
+    shard = tensor_part(model, FirstRank(2))
+    of_model, of_shard = ([(b.in_float8, b.mlp.in_float8) for b in m.decoder.blocks] for m in (model, shard))
+    assert of_model == of_shard
+    assert [b.mixer.input_form() is not None for b in shard.decoder.blocks] == [False, True]
 
 
 def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
