@@ -14,7 +14,7 @@ from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tens
 from ligermodels.convert.encoded import Encoded, matrix_of
 from ligermodels.convert.fp8 import fp8_tensors
 from ligermodels.convert.loading import Reader, Spec
-from ligermodels.convert.mxfp4 import mxfp4_tensors
+from ligermodels.convert.mxfp4 import MXFP4, mxfp4_tensors
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 
@@ -152,6 +152,12 @@ def stored_4_bits(reader: Reader, levels: Sequence[float], block: int) -> Stored
 def names_in_4_bits(reader: Reader) -> frozenset[str]:
     """Names of the tensors that bitsandbytes stored in 4 bits."""
     return frozenset(_bits4(reader))
+
+
+def names_in_mxfp4(reader: Reader) -> frozenset[str]:
+    """Names of the tensors that are stored in MXFP4."""
+    encoded = reader.encoded if isinstance(reader, Dequantized) else {}
+    return frozenset(name for name, tensor in encoded.items() if isinstance(tensor, MXFP4))
 
 
 def _bits4(reader: Reader) -> dict[str, Bits4]:
