@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tensors
-from ligermodels.convert.encoded import Encoded, fp8_tensors, matrix_of, mxfp4_tensors
+from ligermodels.convert.encoded import MXFP4, Encoded, fp8_tensors, matrix_of, mxfp4_tensors
 from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -150,6 +150,12 @@ def stored_4_bits(reader: Reader, levels: Sequence[float], block: int) -> Stored
 def names_in_4_bits(reader: Reader) -> frozenset[str]:
     """Names of the tensors that bitsandbytes stored in 4 bits."""
     return frozenset(_bits4(reader))
+
+
+def names_in_mxfp4(reader: Reader) -> frozenset[str]:
+    """Names of the tensors that are stored in MXFP4."""
+    encoded = reader.encoded if isinstance(reader, Dequantized) else {}
+    return frozenset(name for name, tensor in encoded.items() if isinstance(tensor, MXFP4))
 
 
 def _bits4(reader: Reader) -> dict[str, Bits4]:
