@@ -116,6 +116,7 @@ class BlockDraftModel(DraftHeadModel):
         mask_token_id: int | None = None,
         vocabulary: DraftVocabulary | None = None,
         layers: Mapping[str, Any] | None = None,
+        causal: bool | None = None,
         **options: Any,
     ) -> Model:
         """A new head on `base`, and freeze the base model's parameters.
@@ -129,8 +130,10 @@ class BlockDraftModel(DraftHeadModel):
                 layer of the head, spread over the model: see `default_layer_ids`.
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
             vocabulary: the tokens that the head can propose; None for all.
-            layers: Hugging Face config of a Qwen3 model with the head's layers. Default: the sizes of the base model's
-                layers.
+            layers: Hugging Face config of a Qwen3 model with the head's layers, which may have sliding windows
+                (`layer_types`, `sliding_window`, `use_sliding_window`). Default: the sizes of the base model's layers.
+            causal: whether slots see no later slot of their block, in all layers. Default: in layers with a sliding
+                window, as in published heads.
             options: fields of `BlockTraining`, such as num_anchors, gamma and ce_weight. DSpark: also `markov_rank`,
                 rank of the Markov head, by default 256, 0 for none; `markov_head_type`, "vanilla" (default), "gated" or
                 "rnn": see `MarkovHead`; `confidence`, whether there is a confidence head, by default True; and
@@ -166,6 +169,7 @@ class BlockDraftModel(DraftHeadModel):
             block_size=cls.block_size if block_size is None else block_size,
             mask_token_id=target.vocab_size - 1 if mask_token_id is None else mask_token_id,
             sample_from_anchor=cls.from_anchor,
+            causal=causal,
             **cls._network_fields(**network),
         )
         model = cls(base, config, vocabulary, **options)
@@ -231,8 +235,8 @@ class BlockDraftModel(DraftHeadModel):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bounds, starts = row.cu_seqlens, anchors[None]
-            out = block_context_attention(q[None], k[None], v[None], *contexts[layer], starts, cu_seqlens=bounds)
-            return out[0]
+            options: dict[str, Any] = {"cu_seqlens": bounds, **self.config.sees(layer)}
+            return block_context_attention(q[None], k[None], v[None], *contexts[layer], starts, **options)[0]
 
         return cast(Drafted, self.head.drafted(self.head(embeds, positions, attend), blocks.after(row.ids)))
 

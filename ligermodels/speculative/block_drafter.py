@@ -57,6 +57,9 @@ class BlockDrafter(Drafter):
         self._rows = torch.arange(batch_size, device=device)[:, None]
         self._slots = torch.arange(size, device=device)
         self._all = torch.ones(size, size, dtype=torch.bool, device=device)
+        for layer in (layer for layer, window in zip(self._caches, config.windows, strict=True) if window is not None):
+            layer.keys.zero_()  # `block_context_attention` may multiply keys that no slot sees by 0
+            layer.values.zero_()
         self._masks = torch.full((batch_size, size - 1), config.mask_token_id, device=device)
 
     def start(self, sequences: ops.Sequences, states: Tensor) -> None:
@@ -104,7 +107,13 @@ class BlockDrafter(Drafter):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._write(layer, positions, k, v)
-            return ops.decode_attention(q, keys, values, start, tree_mask=self._all)
+            options = self.head.config.sees(layer)
+            if options["causal"]:
+                return ops.decode_attention(q, keys, values, start, window=options["window"])
+            if options["window"] is None:
+                return ops.decode_attention(q, keys, values, start, tree_mask=self._all)
+            q, k, v = (x[:, None].to(keys.dtype) for x in (q, k, v))
+            return ops.block_context_attention(q, k, v, keys, values, start[:, None].long(), **options)[:, 0]
 
         tokens = torch.cat([sequences.root[:, None], self._masks], dim=1)
         return self.head(self.embed(tokens), positions, attend)

@@ -6,6 +6,7 @@ others by ids of layers (`models.capture`).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -31,20 +32,34 @@ from ligermodels.speculative.draft_files import (
     stored_tokens,
 )
 
+SLIDING = "sliding_attention"
 BOUNDARIES, LAYER_IDS, NESTED = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
 MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-_KNOWN = {"mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping"}
+_KNOWN = {
+    "mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping", "causal", "use_swa", "swa_window_size",
+}  # fmt: skip
 """Fields of `dflash_config` that are read, or change no greedy draft."""
 
 
 def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
     kind = DSPARK_TYPE if config.sample_from_anchor else DFLASH_TYPE
     further = {name: getattr(config, name) for name in MARKOV} if kind == DSPARK_TYPE else {}
+    layers = {**config.layers, **({} if config.causal is None else {"is_causal": config.causal})}
+    if any(config.windows):
+        further["sliding_window_non_causal"] = config.causal is False
+        if config.causal is None and None in config.windows:
+            warnings.warn(
+                "sliding_window_non_causal: is false for the layers with a sliding window, and vLLM 0.32 then takes "
+                "the other layers for causal too; for vLLM export "
+                f"profile={'deepspec' if kind == DSPARK_TYPE else 'z-lab'!r}, or make the head with causal=False",
+                ConfigWarning,
+                stacklevel=4,
+            )
     return {
         "architectures": ["DSparkDraftModel" if kind == DSPARK_TYPE else "DFlashDraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "transformer_layer_config": dict(config.layers),
+        "transformer_layer_config": layers,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "block_size": config.block_size,
@@ -61,13 +76,15 @@ def _flat(config: BlockDraftConfig, target: Target) -> dict[str, Any]:
         **config.layers,
         "block_size": config.block_size,
         "num_target_layers": target.num_layers,
-        "layer_types": ["full_attention"] * len(config.decoder.blocks),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
         "tie_word_embeddings": False,
     }
 
 
 def _z_lab(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
-    nested = {"mask_token_id": config.mask_token_id, LAYER_IDS: list(layer_ids_of(config.boundaries))}
+    nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, LAYER_IDS: list(layer_ids_of(config.boundaries))}
+    if config.causal is not None:
+        nested["causal"] = config.causal
     return {**_flat(config, target), "architectures": ["DFlashDraftModel"], NESTED: nested}
 
 
@@ -78,6 +95,7 @@ def _deepspec(config: BlockDraftConfig, target: Target, num_anchors: int) -> dic
         "mask_token_id": config.mask_token_id,
         LAYER_IDS: list(layer_ids_of(config.boundaries)),
         "num_anchors": num_anchors,
+        **({} if config.causal is None else {"is_causal": config.causal}),
         **{name: getattr(config, name) for name in MARKOV},
     }
 
@@ -164,6 +182,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
         block_size=fields["block_size"],
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
+        causal=_causal(stored, nested, layers),
         **(_markov_fields(stored) if kind == DSPARK_TYPE else {}),
     )
 
@@ -174,10 +193,42 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
         layers = dict(object_field(stored, "transformer_layer_config"))
     else:
         layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
-        if set(layers.get("layer_types") or ()) == {"full_attention"}:
-            del layers["layer_types"]  # the default
+    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    types = layers.get("layer_types")
+    if not types:  # as Qwen3's config has it
+        first = int(layers.get("max_window_layers", 28)) if layers.get("use_sliding_window") else math.inf
+        types = [SLIDING if i >= first else "full_attention" for i in range(int(layers.get("num_hidden_layers") or 0))]
+    if nested.get("use_swa") and SLIDING not in types:
+        types = [SLIDING] * len(types)
+    if SLIDING in types:
+        window = nested.get("swa_window_size") or layers.get("sliding_window")
+        layers |= {"layer_types": types, "sliding_window": window, "use_sliding_window": True}
+    elif set(types) == {"full_attention"}:
+        layers.pop("layer_types", None)  # the default
     layers.pop("architectures", None)
+    layers.pop("is_causal", None)
     return layers
+
+
+def _causal(stored: Mapping[str, Any], nested: Mapping[str, Any], layers: Mapping[str, Any]) -> bool | None:
+    """`BlockDraftConfig.causal`, as servers read it."""
+    windows = SLIDING in (layers.get("layer_types") or ())
+    if "speculators_model_type" in stored:
+        causal = object_field(stored, "transformer_layer_config").get("is_causal")
+        bidirectional = stored.get("sliding_window_non_causal")
+        if causal is not None or not windows:
+            return causal
+        if bidirectional is None:
+            warnings.warn(
+                "config.json: sliding_window_non_causal is missing; vLLM takes it for true, and so does this model",
+                ConfigWarning,
+                stacklevel=4,
+            )
+        return None if bidirectional is False else False
+    for value in (stored.get("is_causal"), nested.get("causal")):
+        if value is not None:
+            return bool(value)
+    return False if nested.get("use_swa") and SLIDING not in (stored.get("layer_types") or ()) else None
 
 
 def _markov_fields(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,13 +60,17 @@ def formulas(
     hidden = []
     for anchor, x in zip(anchors, embeds, strict=True):
         end = anchor + config.block_size
-        for layer in (f"layers.{i}" for i in range(len(config.decoder.blocks))):
+        queries, keys = torch.arange(anchor, end)[:, None], torch.arange(end)
+        for number in range(len(config.decoder.blocks)):
+            layer, sees = f"layers.{number}", config.sees(number)
+            allowed = (keys < anchor) | (keys <= queries) | (not sees["causal"])
+            allowed &= keys > queries - (end if sees["window"] is None else sees["window"])
             y = f.norm(x, f"{layer}.input_layernorm")
             source = torch.cat([context[:anchor], y])
             q = f.rotate(f.heads(y, layer, "q", mixer.head_dim), range(anchor, end))
             k = f.rotate(f.heads(source, layer, "k", mixer.head_dim), range(end))
             v = f.heads(source, layer, "v", mixer.head_dim)
-            x = x + f.linear(attention(q, k, v), f"{layer}.self_attn.o_proj")
+            x = x + f.linear(attention(q, k, v, allowed), f"{layer}.self_attn.o_proj")
             x = x + f.mlp(x, layer)
         hidden.append(f.norm(x, "norm")[config.block_size - config.num_drafts :])
     h = torch.stack(hidden)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -45,6 +45,7 @@ class BlockDraftConfig:
         markov_head_type: "vanilla", "gated" or "rnn": see `MarkovHead`.
         enable_confidence_head: whether there is a `ConfidenceHead`.
         confidence_head_with_markov: whether it reads the Markov head's embeddings.
+        causal: whether slots see no later slot of their block, in all layers. None: in layers with a sliding window.
 
     Raises:
         ConfigError: a field has a bad value.
@@ -61,14 +62,12 @@ class BlockDraftConfig:
     markov_head_type: MarkovHeadType = "vanilla"
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
+    causal: bool | None = None
 
     def __post_init__(self) -> None:
         if self.layers.get("model_type") != "qwen3":
             kind = short(self.layers.get("model_type"))
             raise ConfigError(f"transformer_layer_config: model_type must be 'qwen3', got {kind}")
-        for block in self.decoder.blocks:
-            if cast(AttentionConfig, block.mixer).window is not None:
-                raise ConfigError("sliding_window: layers with a sliding window are not implemented in these heads")
         check_ascending(self.boundaries)
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
         check_count("block_size", self.block_size, least=1 if self.sample_from_anchor else 2)
@@ -87,6 +86,16 @@ class BlockDraftConfig:
     def decoder(self) -> DecoderConfig:
         """The composed config of `layers`."""
         return family_of(self.layers).decoder_config(self.layers)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer: the positions that a slot sees up to its own; None for all."""
+        return tuple(cast(AttentionConfig, block.mixer).window for block in self.decoder.blocks)
+
+    def sees(self, layer: int) -> dict[str, Any]:
+        """What slots of a layer see, as options `causal` and `window` of `ops.block_context_attention`."""
+        window = self.windows[layer]
+        return {"causal": window is not None if self.causal is None else self.causal, "window": window}
 
     @property
     def num_drafts(self) -> int:
@@ -216,7 +225,8 @@ class BlockHead(nn.Module):
 
     The context c = hidden_norm(fc states) has one vector for each verified token. A block holds the last verified token
     at its position a, and mask tokens after it. In each layer, the slots attend to the keys of the context before a and
-    to all slots of the block; keys and values of both come from the same projection, c without the layer's norm.
+    to all slots of the block, or to fewer (`BlockDraftConfig.sees`). Keys and values of both come from the same
+    projection, c without the layer's norm.
 
     Args:
         config: the config of the head.
@@ -294,6 +304,7 @@ class BlockHead(nn.Module):
     def new_state(self, batch_size: int, max_length: int, device: torch.device) -> DecodingState:
         """Empty caches of the context's keys and values, on `device`, for `batch_size` sequences of up to `max_length`
         tokens."""
-        mixers = [block.mixer for block in self.config.decoder.blocks]
+        # Whole caches, also of layers with a sliding window: a block is written behind the text, and overwritten.
+        mixers = [replace(cast(AttentionConfig, block.mixer), window=None) for block in self.config.decoder.blocks]
         options: dict[str, Any] = {"hidden_size": self.config.decoder.hidden_size, "dtype": self.dtype}
         return DecodingState(mixers, batch_size, max_length, device=device, **options)

@@ -267,7 +267,7 @@ class TreeStep(Step):
     def __call__(self, sequences: ops.Sequences) -> None:
         """Take a step; changes `sequences` in place."""
         candidates = self.drafter.draft(sequences)
-        layout = cast(Layout, self.drafter.layout or self.layout)
+        layout = cast(Layout, self.drafter.layout) if self.layout is None else self.layout
         if self.drafter.cuts:
             layout = layout.first(self.drafter.num_nodes())
         tokens, positions = ops.tree_inputs(

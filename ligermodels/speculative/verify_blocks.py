@@ -135,7 +135,8 @@ class BlockFiles(DraftFiles[BlockDraftConfig]):
         contexts: list[KeysValues] = head.context(states[None], torch.arange(len(states))[None])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_context_attention(q[None], k[None], v[None], *contexts[layer], anchors[None])[0]
+            options = config.sees(layer)
+            return block_context_attention(q[None], k[None], v[None], *contexts[layer], anchors[None], **options)[0]
 
         hidden = head(embeds, anchors[:, None] + torch.arange(config.block_size), attend)
         drafted = head.drafted(hidden, previous)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ligermodels as lm
+from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import chain
 
@@ -94,11 +95,17 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
     ("speculators", {"vocabulary": 96}),
     ("speculators", {"boundaries": (0, 2, 3), "num_layers": 1}),
     ("z-lab", {}),
+    ("z-lab", {"window": 16}),
+    ("speculators", {"window": 16}),
+    ("speculators", {"window": 16, "causal": False}),
 ], ids=str)  # fmt: skip
 def test_dflash(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
-    base = lm.from_pretrained(target)
+    base, options = lm.from_pretrained(target), dict(options)
     if size := options.get("vocabulary"):
         options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
+    if window := options.pop("window", None):
+        options["layers"] = {**layer_like(base.config, "qwen3", 2), "layer_types": ["sliding_attention"] * 2}
+        options["layers"] |= {"sliding_window": window, "use_sliding_window": True}
     torch.manual_seed(1)
     model = lm.DFlashModel.from_base(base, DRAFTED + 1, **{"num_layers": 2, **options}, num_anchors=64)
     trained(model, model.head_parameters(), 25)

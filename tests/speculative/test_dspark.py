@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_training import default_layer_ids
 from ligermodels.speculative.decoding import TreeStep
+from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import Tree, chain
 
@@ -41,7 +43,17 @@ VARIANTS: dict[str, tuple[type[BlockDraftModel], dict[str, Any]]] = {
     "vanilla": (lm.DSparkModel, {"markov_rank": 5}),
     "gated": (lm.DSparkModel, {"markov_rank": 5, "markov_head_type": "gated", "confidence_with_markov": False}),
     "rnn": (lm.DSparkModel, {"markov_rank": 5, "markov_head_type": "rnn", "divergence": "forward_kl"}),
+    "windows": (lm.DFlashModel, {"windows": (True, True)}),
+    "mixed": (lm.DFlashModel, {"windows": (True, False)}),
+    "bidirectional": (lm.DSparkModel, {"windows": (True, True), "causal": False, "markov_rank": 5}),
+    "causal": (lm.DSparkModel, {"causal": True, "markov_rank": 0, "confidence": False}),
 }
+WINDOW = 3
+SEES: dict[str, list[tuple[int, bool]]] = {
+    "windows": [(WINDOW, True)] * 2, "mixed": [(WINDOW, True), (99, False)], "bidirectional": [(WINDOW, False)] * 2,
+    "causal": [(99, True)] * 2,
+}  # fmt: skip
+"""Of each layer the positions that a slot sees up to its own, and whether it sees no later slot."""
 
 
 def target(config: dict[str, Any] = TARGET, dtype: str = "float64") -> lm.CausalLM:
@@ -58,6 +70,11 @@ def stirred(kind: str, base: lm.CausalLM, **options: Any) -> Any:
     model_class, own = VARIANTS[kind]
     size = BLOCK + (model_class is lm.DFlashModel)
     boundaries = (0, 3) if len(base.config.blocks) == 4 else None
+    own = dict(own)
+    if (windows := own.pop("windows", None)) is not None:
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        own["layers"] = layer_like(base.config, "qwen3", 2)
+        own["layers"] |= {"layer_types": types, "sliding_window": WINDOW, "use_sliding_window": True}
     model = model_class.from_base(base, size, **{"num_layers": 2, "boundaries": boundaries, **own, **options})
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -89,12 +106,15 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
-def reference_hidden(w: dict[str, Tensor], states: Tensor, token: int, anchor: int, size: int, mask: int) -> Tensor:
+def reference_hidden(
+    w: dict[str, Tensor], states: Tensor, token: int, anchor: int, size: int, mask: int, kind: str = "dflash"
+) -> Tensor:
     """(size, H): the slots of one block after a document's states (T, n H), of which it sees those before the anchor.
-    Facts: arXiv 2602.06036."""
+    Facts: arXiv 2602.06036; sliding windows as in vLLM, whose window counts the slot itself."""
     c = norm(states[:anchor] @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = w["embed_tokens.weight"][[token] + [mask] * (size - 1)]
     where = torch.arange(anchor + size)
+    sees, before = iter(SEES.get(kind, [(99, False)] * 9)), where[anchor:, None] - where
     for layer in itertools.takewhile(lambda p: f"{p}.input_layernorm.weight" in w, (f"layers.{i}" for i in range(9))):
         h = norm(x, w[f"{layer}.input_layernorm.weight"])
         source = torch.cat([c, h])
@@ -105,7 +125,9 @@ def reference_hidden(w: dict[str, Tensor], states: Tensor, token: int, anchor: i
         q = rotate(norm(q, w[f"{layer}.self_attn.q_norm.weight"]), where[anchor:])
         k = rotate(norm(k, w[f"{layer}.self_attn.k_norm.weight"]), where)
         k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
-        weights = (torch.einsum("thd,shd->hts", q, k) * 6**-0.5).softmax(-1)
+        window, causal = next(sees)
+        hidden = (before >= window) | ((before < 0) & causal)
+        weights = (torch.einsum("thd,shd->hts", q, k) * 6**-0.5).masked_fill(hidden, -math.inf).softmax(-1)
         x = x + torch.einsum("hts,shd->thd", weights, v).flatten(1) @ w[f"{layer}.self_attn.o_proj.weight"].T
         y = norm(x, w[f"{layer}.post_attention_layernorm.weight"])
         gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
@@ -139,6 +161,7 @@ def reference(w: dict[str, Tensor], hidden: Tensor, before: Tensor | list[int]) 
 
 
 @pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.filterwarnings("ignore:sliding_window_non_causal")
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_blocks_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Path) -> None:
     """Logits, with and without neighbours in a packed row; and the loss, its gradients, acceptance and agreement."""
@@ -161,7 +184,7 @@ def test_blocks_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
         everything = base(text[None]).logits[0]  # acceptance is by the model's distribution over all its tokens
         truth, whole = everything[:, tokens].log_softmax(-1), everything.log_softmax(-1)
         for a in range(len(text)):
-            hidden = reference_hidden(w, states[0], int(text[a]), a, BLOCK + dflash, mask)[int(dflash) :]
+            hidden = reference_hidden(w, states[0], int(text[a]), a, BLOCK + dflash, mask, kind)[int(dflash) :]
             before = text[[min(a + k, len(text) - 1) for k in range(BLOCK)]]
             logits, confidence = reference(w, hidden, before)
             found.append(logits)
@@ -391,7 +414,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+@pytest.mark.filterwarnings("ignore:sliding_window_non_causal")
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn", *SEES])
 def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Every draft, from a cache of the true states before the last verified token."""
@@ -411,11 +435,11 @@ def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
     monkeypatch.setattr(drafter_class, "draft", recorded)
     model.generate([[3, 1, 4, 1, 5], [8, 2]], max_new_tokens=9, pad_token_id=0)
     assert len(drafted) > 6
-    tokens, first = EVERY_THIRD if reduced else torch.arange(61), int(kind == "dflash")
+    tokens, first = EVERY_THIRD if reduced else torch.arange(61), int(not model.from_anchor)
     for text, found in drafted:
         states, _ = lm.capture(base, text[None], model.config.boundaries)
         anchor = len(text) - 1
-        hidden = reference_hidden(w, states[0], int(text[-1]), anchor, BLOCK + first, 60)[first:]
+        hidden = reference_hidden(w, states[0], int(text[-1]), anchor, BLOCK + first, 60, kind)[first:]
         wanted = list[int]()
         for slot in range(BLOCK):
             before = [int(text[-1]), *wanted]
@@ -553,10 +577,13 @@ def test_config_json_of_all_forms(tmp_path: Path) -> None:
     assert w["confidence_head.proj.weight"].shape == (1, 24) and w["layers.0.self_attn.k_proj.weight"].shape == (12, 24)
 
 
-PROFILES = [("dflash", "speculators"), ("dflash", "z-lab"),
+PROFILES = [("dflash", "speculators"), ("dflash", "z-lab"), ("windows", "speculators"), ("windows", "z-lab"),
+            ("mixed", "z-lab"), ("mixed", "speculators"), ("bidirectional", "speculators"),
+            ("bidirectional", "deepspec"), ("causal", "deepspec"), ("causal", "speculators"),
             *itertools.product(["bare", "vanilla", "gated", "rnn"], ["speculators", "deepspec"])]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:sliding_window_non_causal")
 @pytest.mark.parametrize("kind, profile", PROFILES)
 def test_a_head_comes_back(kind: str, profile: Any, tmp_path: Path) -> None:
     base = target(SOFTCAPPED, "bfloat16")  # with scaled embeddings
@@ -621,11 +648,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         return model_class.from_pretrained(base, tmp_path / form)
 
     layers, nested = files["speculators"][0]["transformer_layer_config"], files["z-lab"][0]["dflash_config"]
-    sliding = {**layers, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    sliding = {**layers, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     for error, form, changes, message in (
         (ConfigError, "speculators", {"speculators_model_type": "eagle3"}, "holds an EAGLE-3 head, not a DSpark head"),
         (ConfigError, "speculators", {"transformer_layer_config": {**layers, "model_type": "gemma"}}, "be 'qwen3'"),
-        (ConfigError, "speculators", {"transformer_layer_config": sliding}, "sliding_window"),
         (ConfigError, "speculators", {"mask_token_id": ...}, "mask_token_id: config.json of the head does not"),
         (ConfigError, "speculators", {"aux_hidden_state_layer_ids": ...}, "aux_hidden_state_layer_ids"),
         (ConfigError, "speculators", {"aux_hidden_state_layer_ids": [3, 1]}, "ascending"),
@@ -635,15 +661,42 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (CheckpointError, "speculators", {"aux_hidden_state_layer_ids": [1, 9]}, "the model has 4 layers"),
         (CheckpointError, "speculators", {"target_hidden_size": 32}, "target_hidden_size: of the head is 32"),
         (CheckpointError, "speculators", {"markov_head_type": "rnn"}, "joint_proj"),
-        (ConfigError, "z-lab", {"dflash_config": nested | {"causal": True}}, "dflash_config.causal: True"),
-        (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "dflash_config.use_swa"),
+        (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "sliding_window is missing"),
         (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not implemented"),
         (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "holds a DSpark head, not a DFlash head"),
         (ConfigError, "z-lab", {"projector_type": "domino"}, "projector_type: 'domino'"),
-        (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window"),
+        (ConfigError, "z-lab", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is missing"),
     ):
         with pytest.raises(error, match=message):
             load(form, changes)
+    windows, types = {"sliding_window": 4}, ["sliding_attention", "full_attention"]
+    for changes, sees in (  # as vLLM reads them: of each layer, whether it is causal, and its window
+        ({"dflash_config": nested | {"causal": True}}, [(True, None)] * 2),
+        ({"is_causal": True, "dflash_config": nested | {"causal": False}}, [(True, None)] * 2),
+        ({"dflash_config": nested | {"use_swa": True}, **windows}, [(False, 4)] * 2),
+        ({"dflash_config": nested | {"use_swa": True, "swa_window_size": 6}, **windows}, [(False, 6)] * 2),
+        ({"layer_types": types, **windows}, [(True, 4), (False, None)]),
+        ({"layer_types": types, **windows, "dflash_config": nested | {"causal": False}}, [(False, 4), (False, None)]),
+        ({"layer_types": types, **windows, "dflash_config": nested | {"swa_window_size": 2}},
+         [(True, 2), (False, None)]),
+    ):  # fmt: skip
+        config = load("z-lab", changes).config
+        assert [tuple(config.sees(layer).values()) for layer in range(2)] == sees
+    layers = load("speculators").config.layers
+    for kinds, value, sees in (
+        (["sliding_attention"] * 2, False, [(True, 4)] * 2), (types, False, [(True, 4), (False, None)]),
+        (types, True, [(False, 4), (False, None)]), (types, ..., [(False, 4), (False, None)]),
+        (None, ..., [(False, None), (False, 4)]),
+    ):  # fmt: skip
+        changed = {**layers, "layer_types": kinds, "sliding_window": 4}
+        changed = sliding if kinds is None else changed
+        given = {"transformer_layer_config": changed, "sliding_window_non_causal": value}
+        with pytest.warns(ConfigWarning, match="sliding_window_non_causal") if value is ... else nullcontext():
+            config = load("speculators", given).config
+        assert [tuple(config.sees(layer).values()) for layer in range(2)] == sees
+    with pytest.warns(ConfigWarning, match=r"vLLM 0.32 then takes the other.*profile='z-lab'"):
+        stirred("mixed", base).export(tmp_path / "mixed", base_model="x")
+
     for replaced, message in (
         ({"norm.weight": None}, "norm.weight"),
         ({"fc.weight": torch.zeros(24, 24)}, "fc.weight"),

@@ -255,12 +255,12 @@ def test_a_missing_sample_from_anchor_is_said(tmp_path: Path) -> None:
 
 
 def causal(*args: Any, **options: Any) -> Tensor:
-    return ops.block_context_attention(*args, **options, causal=True)
+    return ops.block_context_attention(*args, **{**options, "causal": True})
 
 
-def one_later(*args: Any) -> Tensor:
+def one_later(*args: Any, **options: Any) -> Tensor:
     """A context up to the anchor, inclusive."""
-    return ops.block_context_attention(*args[:5], args[5] + 1)
+    return ops.block_context_attention(*args[:5], args[5] + 1, **options)
 
 
 def of_other_tokens(self: Any, embeds: Tensor, hidden: Tensor) -> Tensor:
