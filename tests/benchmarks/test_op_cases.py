@@ -10,7 +10,7 @@ import torch
 from benching import without_a_device
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cases import attention, chunked_log_probs, losses, ops
+from benchmarks.cases import attention, chunked_log_probs, experts, losses, ops
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from benchmarks.timing import op as ops_benchmark
@@ -31,6 +31,9 @@ TINY: dict[str, Callable[[], list[Case]]] = {
     "rope": lambda: [ops.rope(6, 4, 2, 16)],
     "qk_norm_rope": lambda: [ops.qk_norm_rope(6, 4, 2, 16)],
     "block_context_attention": lambda: [ops.block_context_attention(40, 6, 3, 4, 2, 16)],
+    "experts": lambda: [
+        experts.mix_experts(experts.Layer("tiny", 2, 4, 32, 16, bias), 9, ours="auto") for bias in (False, True)
+    ],
     "small": lambda: ops.small(3, 512),
     "cross_entropy": lambda: [losses.cross_entropy(9, 33)],
     "linear_cross_entropy": lambda: [

@@ -293,7 +293,7 @@ GATE_UP, DOWN = torch.ones(2, 10, 3), torch.ones(2, 3, 5)
         ((X, W, EXPERTS, GATE_UP.transpose(1, 2), DOWN), r"gate_up must be .* of shape \(E, M, 3\)"),
         ((X, W, EXPERTS, GATE_UP[:, :9], DOWN), "pairs of channels"),
         ((X, W, EXPERTS, GATE_UP[:, :8], DOWN), "gate_up has 8 rows for each expert, .* 5 columns of down are 10"),
-        ((X, W, EXPERTS, GATE_UP, DOWN.double()), "down must be of x's dtype"),
+        ((X, W, EXPERTS, GATE_UP, DOWN.double()), "must be of x's dtype"),
         ((X, W, EXPERTS, GATE_UP, DOWN, torch.ones(2, 5)), r"gate_up_bias must be .* \(2, 10\)"),
     ],
 )

@@ -6,7 +6,7 @@ named. "grouped_mm" is torch's grouped GEMM between gathers, and serves every ca
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ligermodels.ops.moe.fused import Rows, fused_experts
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, Setting, set_backend, use_kernels
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import under_autocast
+from ligermodels.ops.runtime.tensors import autocast_dtype, under_autocast
 
 Activation = GLUOptions | Callable[[Tensor], Tensor]
 """A gated activation of pairs of channels; or any function (R, M) -> (R, I), which "grouped_mm" alone takes."""
@@ -106,7 +106,7 @@ def _triton_refuses(operands: _Operands, activation: Activation) -> str | None:
         return "it computes in float32, not in float64"
     if set_backend.value == "reference" or not (HAS_TRITON and use_kernels(*operands)):
         return "its kernels need triton and CUDA tensors"
-    if x.dtype == torch.bfloat16 and gpu is not None and not gpu.has_bfloat16:
+    if autocast_dtype(x) == torch.bfloat16 and gpu is not None and not gpu.has_bfloat16:
         return f"{gpu.name} has no tensor cores for bfloat16"
     if len(operands.gate_up) > MAX_EXPERTS:
         return f"{len(operands.gate_up)} experts are more than {MAX_EXPERTS}"
@@ -114,17 +114,27 @@ def _triton_refuses(operands: _Operands, activation: Activation) -> str | None:
 
 
 def _mix_by_triton(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:
-    x, weights = operands[:2]
+    x, weights, *others = _cast(operands)
     assert weights is not None and isinstance(activation, GLUOptions)
     order, offsets = expert_order(experts, len(operands.gate_up))
     copies = experts.shape[1]
     rows = Rows(offsets, (order // copies).int(), order, copies)
-    return fused_experts(x, weights.float(), rows, activation, *operands[2:])
+    return fused_experts(x, weights.float(), rows, activation, *others)
 
 
 def _rows_by_triton(operands: _Operands, offsets: Tensor, activation: Activation) -> Tensor:
+    x, _, *others = _cast(operands)
     assert isinstance(activation, GLUOptions)
-    return fused_experts(operands.x, None, Rows(offsets), activation, *operands[2:])
+    return fused_experts(x, None, Rows(offsets), activation, *others)
+
+
+def _cast(operands: _Operands) -> list[Any]:
+    """The operands, without the routing weights in the dtype of autocast; InputError if their dtypes differ."""
+    x, *others = under_autocast(operands.x, *operands[2:])
+    for name, weight in zip(_Operands._fields[2:], others, strict=True):
+        if weight is not None and weight.dtype != x.dtype:
+            raise InputError(f"experts: {name} must be of x's dtype {x.dtype}, got {weight.dtype}")
+    return [x, operands.weights, *others]
 
 
 BACKENDS = {
@@ -256,11 +266,9 @@ def grouped_mlp(
     return _choose(backend, operands, activation).rows(operands, offsets, activation)
 
 
-def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None, *others: Tensor | None) -> _Operands:
-    x, gate_up, down, *biases = under_autocast(x, *others)
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        if weight.dtype != x.dtype:
-            raise InputError(f"{op}: {name} must be of x's dtype {x.dtype}, got {weight.dtype}")
+def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None, *others: Any) -> _Operands:
+    operands = _Operands(x, weights, *others)
+    gate_up, down = operands.gate_up, operands.down
     if isinstance(activation, GLUOptions):
         check_pairs(op, gate_up.shape[1])
         if gate_up.shape[1] != 2 * down.shape[2]:
@@ -268,4 +276,4 @@ def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None
                 f"{op}: gate_up has {gate_up.shape[1]} rows for each expert, twice the {down.shape[2]} columns of down "
                 f"are {2 * down.shape[2]}"
             )
-    return _Operands(x, weights, gate_up, down, *biases)
+    return operands
