@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.layers import Targets
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.prepared_batch import prepare_batch

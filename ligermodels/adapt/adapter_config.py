@@ -61,13 +61,6 @@ def adapter_config(
     parameters = [part.name for part in parts if isinstance(part, ExpertPart) and is_stacked]
     modules = [_module_name(part, expert_format) for part in parts if part.name not in parameters]
     first = next(iter(updates.values()))
-    if has_experts and first.dropout:
-        warnings.warn(
-            f"{ADAPTER_CONFIG}: lora_dropout is written as 0 instead of {first.dropout}: PEFT opens no adapter of "
-            "experts with dropout. Give it again to continue training",
-            AdapterWarning,
-            stacklevel=2,
-        )
     patterns = {_pattern(part, expert_format): part for part in parts}
     return {
         "peft_type": "LORA",
@@ -76,7 +69,7 @@ def adapter_config(
         "inference_mode": True,
         "r": r,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0 if has_experts else first.dropout,
+        "lora_dropout": _dropout_of_experts(first.dropout) if has_experts else first.dropout,
         "use_rslora": first.parts[0].use_rslora,
         "target_modules": _target_names(modules, adaptable, 1),
         **({"target_parameters": _target_names(parameters, adaptable, 2)} if parameters else {}),
@@ -88,6 +81,18 @@ def adapter_config(
         "modules_to_save": None,
         "use_dora": False,
     }
+
+
+def _dropout_of_experts(dropout: float) -> float:
+    """The `lora_dropout` of a file with LoRA of experts: 0, with a warning if that is a change."""
+    if dropout:
+        warnings.warn(
+            f"{ADAPTER_CONFIG}: lora_dropout is written as 0 instead of {dropout}: PEFT opens no adapter of experts "
+            "with dropout. Give it again to continue training",
+            AdapterWarning,
+            stacklevel=3,
+        )
+    return 0.0
 
 
 def _target_names(paths: Sequence[str], adaptable: Collection[str] | None, components: int) -> list[str]:

@@ -108,13 +108,18 @@ def _layers_to_quantize(model: CausalLM, exclude: Sequence[str], kept: Collectio
                 layers[f"{prefix}.{name}"] = module
     excluded.check_used()
     for name, layer in layers.items():
-        experts = isinstance(layer, MoE)
-        advice = _advice(f"{name}.experts" if experts else name)
-        if type(layer).forward is not (MoE.forward if experts else Linear.forward):
-            raise InputError(f"{name}: is a {type(layer).__name__}, which has no quantised form; {advice}")
-        for weight in (layer.gate_up, layer.down) if experts else (layer.weight,):
-            _check_finite(name, weight, advice)
+        _check_quantizable(name, layer)
     return layers
+
+
+def _check_quantizable(name: str, layer: Any) -> None:
+    """Raises InputError for a class of its own without a quantised form, and for weights that are not finite."""
+    experts = isinstance(layer, MoE)
+    advice = _advice(f"{name}.experts" if experts else name)
+    if type(layer).forward is not (MoE.forward if experts else Linear.forward):
+        raise InputError(f"{name}: is a {type(layer).__name__}, which has no quantised form; {advice}")
+    for weight in (layer.gate_up, layer.down) if experts else (layer.weight,):
+        _check_finite(name, weight, advice)
 
 
 def dequantize(model: Model) -> Model:

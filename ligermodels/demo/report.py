@@ -58,6 +58,23 @@ def checks_of(s: DemoSettings, results: dict[str, Any]) -> dict[str, bool]:
     }
 
 
+def _show_drafts(records: list[dict[str, Any]]) -> None:
+    """Print a table of decoding with heads of the same training time, if there is one."""
+    if not records:
+        return
+    show_table(
+        ["heads", "batch", "decoding", "drafts", "tokens per step", "seconds", "without heads", "speed-up"],
+        [
+            (
+                *(str(r[name]) for name in ("kind", "batch", "decoding", "tree")),
+                *(f"{r[name]:.2f}" for name in ("tokens_per_step", "seconds", "plain_seconds", "speed_up")),
+            )
+            for r in records
+        ],
+        numbers=(1, 4, 5, 6, 7),
+    )
+
+
 def show(folder: Path, results: dict[str, Any]) -> None:
     """Print a sample of text, tables of the results, and commands to try."""
     opening = "\n".join(results["sample"]["prompt"].splitlines()[-4:])
@@ -80,18 +97,7 @@ def show(folder: Path, results: dict[str, Any]) -> None:
         for r in results["decoding"]
     ]
     show_table(["heads", "tree", "tokens per step", "speed-up", "same tokens"], rows, numbers=range(1, 5))
-    if records := results.get("drafts"):
-        show_table(
-            ["heads", "batch", "decoding", "drafts", "tokens per step", "seconds", "without heads", "speed-up"],
-            [
-                (
-                    *(str(r[name]) for name in ("kind", "batch", "decoding", "tree")),
-                    *(f"{r[name]:.2f}" for name in ("tokens_per_step", "seconds", "plain_seconds", "speed_up")),
-                )
-                for r in records
-            ],
-            numbers=(1, 4, 5, 6, 7),
-        )
+    _show_drafts(results.get("drafts", []))
     joint, float32 = results["joint"], results.get("float32")
     lines = [
         ("validation loss", f"{results['loss']['model']:.3f}"),

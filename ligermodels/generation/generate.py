@@ -1,9 +1,7 @@
 """Plain autoregressive generation, greedy or sampled, over any model that follows the `DecodingModel` protocol."""
 
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
 from functools import partial
 from typing import Any, Literal, cast, overload
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from ligermodels.arguments import check_token_id, is_sequence
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import GenerationLimit
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.host import (
     LogitsProcessor,
@@ -28,14 +27,7 @@ from ligermodels.generation.sampling import check_sampling, check_values, greedy
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.packing import check_plain
-from ligermodels.layers.sharding import (
-    ModuleLike,
-    chosen_together,
-    end_of_decoding,
-    is_sharded,
-    require_same_on_ranks,
-    reshard,
-)
+from ligermodels.layers.sharding import chosen_together, end_of_decoding, is_sharded, require_same_on_ranks
 
 DEFAULT_NEW_TOKENS = 64
 
@@ -368,45 +360,6 @@ def resolve_max_new_tokens(max_new_tokens: int | None, max_length: int | None, p
     if max_length <= prompt_length:
         raise InputError(f"max_length {max_length} leaves nothing to generate after {prompt_length} prompt tokens")
     return int(max_length) - prompt_length
-
-
-@dataclass
-class _Evaluation:
-    """The number of `evaluating` contexts that are open for a model, and its modules that were in training mode."""
-
-    count: int = 0
-    training: list[Any] = field(default_factory=list)
-
-
-_LOCK = threading.Lock()
-_EVALUATIONS: dict[int, _Evaluation] = {}
-"""By the id of the model. A model lives as long as a context is open for it."""
-
-
-@contextmanager
-def evaluating(model: ModuleLike) -> Iterator[None]:
-    """Put a model in eval mode; afterwards restore the training flag of each module and reshard FSDP2's parameters.
-
-    If several threads do so at once, the first saves the flags and the last restores them.
-    """
-    with _LOCK:
-        evaluation = _EVALUATIONS.setdefault(id(model), _Evaluation())
-        if not evaluation.count:
-            reshard(model)
-            evaluation.training = [module for module in model.modules() if module.training]
-            if evaluation.training:
-                model.eval()
-        evaluation.count += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            evaluation.count -= 1
-            if not evaluation.count:
-                del _EVALUATIONS[id(model)]
-                reshard(model)
-                for module in evaluation.training:
-                    module.training = True
 
 
 def until_eos(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:

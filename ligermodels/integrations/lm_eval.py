@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.callback import Callback
 from ligermodels.training.interruption import Interrupted

@@ -13,7 +13,8 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import GenerationLimit
-from ligermodels.generation.generate import as_eos_ids, as_pad_id, evaluating, resolve_max_new_tokens
+from ligermodels.generation.eval_mode import evaluating
+from ligermodels.generation.generate import as_eos_ids, as_pad_id, resolve_max_new_tokens
 from ligermodels.generation.graph import Finished, Graphed
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_values

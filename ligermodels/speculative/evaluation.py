@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels import evaluation
 from ligermodels.data.batches import Batch, on_device
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.acceptance import chain_length
 from ligermodels.speculative.multi_head import MultiHeadModel

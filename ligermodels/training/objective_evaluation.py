@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.data.batches import Batch, count_targets, on_device
 from ligermodels.errors import InputError
 from ligermodels.evaluation import NO_BATCH
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.routing import RouterResults, router_loss
 from ligermodels.parallel.ranks import DataRanks

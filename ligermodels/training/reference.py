@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import on_device
 from ligermodels.data.examples import REFERENCES, Examples, reference_cells
-from ligermodels.generation.generate import evaluating
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.console import Console
 from ligermodels.training.folder import REFERENCE, write_atomically
