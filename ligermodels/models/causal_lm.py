@@ -21,7 +21,7 @@ from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
-from ligermodels.models.deprecated import DEPRECATED, deprecated_call
+from ligermodels.models.deprecated import DEPRECATED, deprecated_call, taken_from
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, requested_returns
@@ -192,12 +192,10 @@ class CausalLM(GenerationMixin, ExportMixin, RefusesDropout):
         inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
         if num_items_in_batch is not None:
             loss_options["num_items_in_batch"] = num_items_in_batch
-        if not DEPRECATED.isdisjoint(loss_options):
-            deprecated = {name: loss_options.pop(name, None) for name in DEPRECATED}
-            if any(value is not None and value is not False for value in deprecated.values()):
-                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-                states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
-                return deprecated_call(self, inputs, deprecated, returns, loss_options, **states)
+        if not DEPRECATED.isdisjoint(loss_options) and (deprecated := taken_from(loss_options)):
+            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+            return deprecated_call(self, inputs, deprecated, returns, loss_options, **states)
         if loss_options:
             check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:

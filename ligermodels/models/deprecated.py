@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 DEPRECATED = frozenset({"return_log_probs", "return_entropy", "last_hidden_state", "targets"})
 
 
+def taken_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the deprecated arguments out of `options`: all by name, or none if each of them is None or False."""
+    deprecated = {name: options.pop(name, None) for name in DEPRECATED}
+    given = any(value is not None and value is not False for value in deprecated.values())
+    return deprecated if given else {}
+
+
 def deprecated_call(
     model: CausalLM,
     inputs: ModelInputs,
