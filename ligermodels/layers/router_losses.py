@@ -132,10 +132,9 @@ def count_tokens_per_expert(
     """
     tokens = CountedTokens(mask, shard)
     weights = tokens.weights(router_outputs).long()
-    counts = []
+    added, counts = weights.expand(-1, router_outputs[0].top_k).flatten(), []
     for output in router_outputs:
         if output.experts is None:
             raise InputError("router_outputs: a layer does not return the experts of its tokens")
-        added = weights.expand_as(output.experts).flatten()
         counts.append(added.new_zeros(output.logits.shape[1]).scatter_add(0, output.experts.flatten(), added))
     return tokens.total(torch.stack(counts))

@@ -206,7 +206,7 @@ def test_the_form_of_servers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "gemma4_text-experts", "deepseek_v3"])
 def test_generate(name: str) -> None:
-    """Prompts of two lengths, of which one ends early: each token has the experts that decoding computed it with."""
+    """Prompts of two lengths, and one ends early: the experts of each token are those of a pass over all tokens."""
     model = build(name).eval()
     first = model.generate([[1, 2, 3, 4], [5, 6]], 5, pad_token_id=0, do_sample=False)
     eos = int(first[0, 5])
@@ -254,7 +254,7 @@ def with_lora(model: lm.CausalLM) -> None:
 @pytest.mark.parametrize("change", [checkpointed("full"), checkpointed("selective"), compile_blocks])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_same_results(name: str, change: Callable[[lm.CausalLM], object]) -> None:
-    """With activation checkpointing, which computes the routers twice, and compiled blocks."""
+    """Activation checkpointing computes the routers twice; and compiled blocks."""
     model = build(name)
     ids = ids_of(model)
     given = random_routing(model, ids)
@@ -332,7 +332,7 @@ def test_bad_input() -> None:
 
 
 def test_a_wrapped_model_refuses() -> None:
-    """Its routers are those of transformers."""
+    """It computes with transformers' routers."""
     from ligermodels.integrations import wrap
 
     model = build("mixtral")

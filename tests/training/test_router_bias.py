@@ -17,6 +17,8 @@ import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Router, RouterOutput, router_z_loss
 from ligermodels.training import FineTuningRecipe, OutputMetrics, fine_tune, train, update_router_bias
+from ligermodels.training.objective_losses import PREFERENCE
+from ligermodels.training.preference import PreferenceModel
 from ligermodels.training.router_load import load_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -210,3 +212,10 @@ def test_refused(base: Path, data: Path, tmp_path: Path, name: str, changes: dic
     folder = mixture(tmp_path / "base", base, name)
     with pytest.raises(ConfigError, match=message):
         fine_tune(recipe_for(folder, data, **changes), tmp_path / "out")
+
+
+def test_steps_of_mixtures_on_preference_data_are_not_recorded() -> None:
+    """A graph pads batches, and padding would count as load."""
+    trainable = PreferenceModel(build(), PREFERENCE["simpo"], {}, pairs=True)
+    assert "would count the padding" in trainable.unrecordable
+    assert not PreferenceModel(build("llama-3"), PREFERENCE["simpo"], {}, pairs=True).unrecordable
