@@ -129,13 +129,15 @@ def _ways(
     """Divide the mappings of quantised layers by the way to read them. Warns of weights that are rounded twice."""
     stored = stored_4_bits(reader, NF4_LEVELS, BLOCK)
     if stored is None:
-        _warn_of_mxfp4([m for m in mappings if names_in_mxfp4(reader) >= {v.source for v in m.views}], layers)
+        in_mxfp4 = names_in_mxfp4(reader)
+        _warn_of_mxfp4([m for m in mappings if in_mxfp4 >= {v.source for v in m.views}], layers)
         return [(rounded, [*mappings])]
     exact = _Reading((_Part(stored.codes, torch.uint8), _Part(stored.scales, torch.float32, BLOCK)), _fill_nf4)
     nf4 = [m for m in mappings if layers[m.target].kind == "nf4"]
     fitting = [m for m in nf4 if all(part.fits(m, layers[m.target]) for part in exact.parts)]
     others = [m for m in mappings if m not in fitting]
-    _warn_of_second_rounding([m for m in others if names_in_4_bits(reader) >= {v.source for v in m.views}], layers)
+    in_4_bits = names_in_4_bits(reader)
+    _warn_of_second_rounding([m for m in others if in_4_bits >= {v.source for v in m.views}], layers)
     return [(rounded, others), (exact, fitting)]
 
 

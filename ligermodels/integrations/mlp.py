@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.integrations.modules import OnModules, first_of, is_ours, native_of, part, part_named
 from ligermodels.layers import DenseMoEConfig, ForwardContext, MLPConfig
-from ligermodels.layers.activation import ACTIVATIONS
+from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.dense_moe import DenseMoE
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.moe import MoEConfig, mix_experts
@@ -58,10 +58,10 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     gate_up_bias, down_bias = (getattr(module, f"{name}_bias") if config.bias else None for name in names)
 
-    def activation(rows: Tensor) -> Tensor:
-        operands = (rows,) if pairs else rows.chunk(2, dim=-1)
-        return ACTIVATIONS[config.activation](*operands, **config.activation_options)
+    def of_halves(rows: Tensor) -> Tensor:
+        return ACTIVATIONS[config.activation](*rows.chunk(2, dim=-1), **config.activation_options)
 
+    activation = GatedActivation(config.activation, **config.activation_options) if pairs else of_halves
     return mix_experts(x, top_k_weights, top_k_index, gate_up, down, activation, (gate_up_bias, down_bias))
 
 
@@ -115,6 +115,11 @@ class HFDenseMoE(OnModules, DenseMoE):
     def __init__(self, source: nn.Module, config: DenseMoEConfig) -> None:
         super().__init__(source, config)
         self.dense = MLPCall(source)
+
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:  # type: ignore[override]
+        """x (..., H), the residual stream -> (..., H); `context` is not used."""
+        y = self.dense_post_norm(self.dense(self.dense_norm(x)))
+        return cast(Tensor, y + self.experts_post_norm(self.experts(self.experts_norm(x), routed_by=x)))
 
     def experts(self, x: Tensor, routed_by: Tensor) -> Tensor:  # type: ignore[override]
         """The mixture of experts.

@@ -309,6 +309,7 @@ def mix_experts(
             return ops.grouped_mlp(
                 rows, offsets, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
             )
+        ops.require_grouped_mm("experts with LoRA, or with weights in 4 or 8 bits,")
         rows = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
         return product("down", rows, offsets, down, biases[1])
 

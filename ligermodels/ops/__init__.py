@@ -45,7 +45,7 @@ from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, line
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
-from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, set_experts_backend
+from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -141,6 +141,7 @@ __all__ = [
     "quantized_grouped_mm_reference",
     "quantized_linear",
     "quantized_linear_reference",
+    "require_grouped_mm",
     "rms_norm",
     "rms_norm_reference",
     "rope",

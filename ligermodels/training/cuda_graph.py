@@ -22,6 +22,7 @@ from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.targets import IGNORE_INDEX
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.devices import as_recorded
 from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
@@ -125,7 +126,8 @@ class GraphStep:
 
 def _state_of(step: EagerStep) -> Any:
     """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
-    trained, settings of the optimizer, and whether modules are in training mode."""
+    trained, settings of the optimizer, whether modules are in training mode, addresses of buffers, and the weights of
+    routers' losses."""
     groups = step.optimizer.param_groups
     states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
     return (
@@ -134,6 +136,8 @@ def _state_of(step: EagerStep) -> Any:
         [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
         [len(group["params"]) for group in groups],
         [module.training for module in step.module.modules()],
+        [buffer.data_ptr() for buffer in step.module.buffers()],
+        [(m.router_z_loss_coef, m.config.router_aux_loss_coef) for m in modules_of(step.module, CausalLM)],
     )
 
 

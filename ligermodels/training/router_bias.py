@@ -12,9 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_number
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Router
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.packing import check_plain
+from ligermodels.models.decoder import Decoder
 from ligermodels.parallel.ranks import DataRanks
 
 NO_BIAS = (
@@ -29,7 +32,9 @@ def biased_routers(model: nn.Module) -> list[Router]:
     Raises:
         InputError: there are none, or one has no selection bias.
     """
-    routers = list(modules_of(model, Router))
+    # Routers of draft heads beside the decoder are not counted in `tokens_per_expert`.
+    decoders: list[nn.Module] = [*modules_of(model, Decoder)] or [model]
+    routers = [router for decoder in decoders for router in modules_of(decoder, Router)]
     if not routers or any(router.selection_bias is None for router in routers):
         raise InputError(f"update_router_bias: {NO_BIAS}")
     return routers
@@ -43,13 +48,14 @@ def update_router_bias(model: nn.Module, tokens_per_expert: Tensor, rate: float)
     with different data are summed.
 
     Args:
-        model: the model, or a module that contains it.
+        model: the model, or a module that contains one model.
         tokens_per_expert: long (layers with experts, experts), how many tokens each expert computed in the step:
             `tokens_per_expert` of the model's outputs, summed over micro-batches.
         rate: the change of a bias, above 0; the papers have 0.001.
 
     Raises:
-        InputError: the routers have no selection bias, or the counts are of another shape.
+        InputError: the routers have no selection bias, the counts are no tensor or of another shape, or the rate is
+            not above 0.
 
     Examples:
         >>> out = model(input_ids, labels=labels)
@@ -58,6 +64,8 @@ def update_router_bias(model: nn.Module, tokens_per_expert: Tensor, rate: float)
         >>> update_router_bias(model, out.tokens_per_expert, rate=0.001)
     """
     routers = biased_routers(model)
+    check_number("rate", rate, positive=True)
+    check_plain("tokens_per_expert", tokens_per_expert, torch.int64, torch.int32)
     expected = len(routers), routers[0].config.num_experts
     if tuple(tokens_per_expert.shape) != expected:
         shape = tuple(tokens_per_expert.shape)

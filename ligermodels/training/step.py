@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ligermodels.arguments import check_number
 from ligermodels.data.batches import CountsTargets, on_device
 from ligermodels.errors import InputError
 from ligermodels.layers.sharding import gathered
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.reports import OutputMetrics
-from ligermodels.training.router_bias import update_router_bias
+from ligermodels.training.router_bias import biased_routers, update_router_bias
 
 Parts = Sequence[Mapping[str, Tensor]]
 Options = Mapping[str, Any]
@@ -57,7 +58,7 @@ class EagerStep:
 
     Raises:
         InputError: with an optimizer that steps in the backward pass: `max_grad_norm`, or (when called) several
-            micro-batches.
+            micro-batches. A `router_bias_update_rate` that is negative, or for routers without a selection bias.
     """
 
     def __init__(
@@ -68,9 +69,14 @@ class EagerStep:
         output_metrics: Callable[[Any], OutputMetrics] | None = None,
         router_bias_update_rate: float = 0.0,
     ) -> None:
-        self.model, self.optimizer, self._router_bias_update_rate = model, optimizer, router_bias_update_rate
+        self.model, self.optimizer = model, optimizer
+        self._router_bias_update_rate = check_number("router_bias_update_rate", router_bias_update_rate)
         # For questions about its modules; a model that is none has no modules.
         self.module = model if isinstance(model, nn.Module) else nn.Module()
+        if router_bias_update_rate:
+            biased_routers(self.module)
+            if output_metrics is None:
+                raise InputError("router_bias_update_rate: needs output_metrics with tokens_per_expert")
         self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
         self.in_backward: bool = getattr(optimizer, "steps_in_backward", False)
         if self.in_backward and max_grad_norm is not None:

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.adapt.lora import lora_layers
 from ligermodels.adapt.targets import mixtures
 from ligermodels.convert.mappings import interleaved_gate_up, interleaved_gate_up_in_one, rename
-from ligermodels.errors import AdapterWarning, CheckpointError, ConfigError, InputError
+from ligermodels.errors import AdapterWarning, BackendError, CheckpointError, ConfigError, InputError
 from ligermodels.layers import MoEConfig, RouterConfig
 from ligermodels.layers.expert_lora import ExpertLoRA, ExpertPart
 from ligermodels.layers.moe import MoE
@@ -399,3 +400,11 @@ def test_compiled_and_under_autocast() -> None:
     torch.testing.assert_close(model(tokens()).logits, plain(tokens()).logits)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert relative_error(model(tokens()).logits, plain(tokens()).logits) < 5e-2
+
+
+def test_a_named_backend_that_cannot_compute_lora_is_an_error() -> None:
+    model, ids = build(), torch.randint(60, (1, 5))
+    with ops.set_experts_backend("triton"), pytest.raises(BackendError, match=r"experts with LoRA.* grouped_mm alone"):
+        model(ids)
+    with ops.set_experts_backend("grouped_mm"):
+        assert torch.equal(model(ids).logits, model(ids).logits)

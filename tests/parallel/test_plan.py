@@ -22,8 +22,7 @@ from ligermodels.parallel.advice import _divisors, candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
-from ligermodels.parallel.tensor import check_tensor_parallel
-from ligermodels.parallel.tensor_part import tensor_part
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_part
 from ligermodels.parallel.trace import FirstRank
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups

@@ -66,6 +66,47 @@ def test_an_update_by_hand() -> None:
             update_router_bias(build(name), torch.ones(3, 5, dtype=torch.long), rate=RATE)
 
 
+@pytest.mark.parametrize("rate", [0, -0.1, float("nan"), "x", None, True])
+def test_rates_are_checked_before_anything_changes(rate: Any) -> None:
+    model = build()
+    start = biases(model)
+    with pytest.raises(InputError, match="rate: must be a number above 0"):
+        update_router_bias(model, torch.ones(2, 8, dtype=torch.long), rate=rate)
+    with pytest.raises(InputError, match="tokens_per_expert"):
+        update_router_bias(model, None, rate=RATE)  # type: ignore[arg-type]
+    assert torch.equal(biases(model), start)
+
+
+def test_routers_of_draft_heads_are_not_balanced() -> None:
+    model = build()
+    mtp = lm.MTPModel.from_base(model)
+    update_router_bias(mtp, torch.tensor([[9, *[1] * 7], [1] * 8]), rate=RATE)
+    assert biases(model)[0].tolist() == pytest.approx([-RATE, *[RATE] * 7])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("deepseek_v3", {}, "needs output_metrics with tokens_per_expert"),
+        ("mixtral", {"output_metrics": lambda out: OutputMetrics()}, "have no selection bias"),
+        ("deepseek_v3", {"router_bias_update_rate": -1.0}, "router_bias_update_rate: must be a number of at least 0"),
+    ],
+)
+def test_loops_that_cannot_balance_are_refused_before_the_first_step(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    model = build(name)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    ids = torch.randint(130, (2, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(InputError, match=message):
+        train(
+            model, [{"input_ids": ids, "labels": ids}], optimizer=optimizer, steps=1,
+            **{"router_bias_update_rate": RATE, **options},
+        )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_training_is_a_plain_loop() -> None:
     """Two micro-batches a step: the bias moves by the load of both, after the optimizer's step."""
     model, plain = build(), build()

@@ -169,6 +169,13 @@ def _check_name(name: str) -> None:
         raise BackendError(f"experts backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
 
 
+def require_grouped_mm(experts: str) -> None:
+    """Raise BackendError if the setting is a backend that cannot compute these `experts`, which need "grouped_mm"."""
+    _check_name(name := set_experts_backend.value)
+    if name not in ("auto", "grouped_mm"):
+        raise BackendError(f"experts backend {name!r} cannot serve this call: {experts} run on grouped_mm alone")
+
+
 def _choose(name: str | None, operands: _Operands, activation: Activation) -> _Backend:
     """The backend of a call: the named one, or the first one that can serve it."""
     name = name or set_experts_backend.value
