@@ -15,17 +15,16 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, CHECKPOINT, INDEX, SINGLE, matching
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, INDEX, SINGLE, matching
 from ligermodels.convert.input_files import read_json_object, shown
 from ligermodels.convert.json_values import is_file_name, is_list_of
 from ligermodels.convert.locks import POLL, Locked, locked
-from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import CheckpointError, LigerModelsError
+from ligermodels.errors import CheckpointError
 
 JOURNAL = ".replacing"
 PLAN, OLD = ".plan.json", ".old"
@@ -170,55 +169,3 @@ def sync(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     with suppress(OSError):  # not supported by every file system
         sync(path)
-
-
-T = TypeVar("T")
-
-
-@contextmanager
-def reading(folder: Path, open_files: Callable[[ExitStack], T], ranks: Ranks | None = None) -> Iterator[T]:
-    """Context manager that opens files of one and the same save, and gives the result of `open_files`.
-
-    `open_files` is called again if another process replaced the checkpoint meanwhile. Files that are open keep their
-    content when they are replaced.
-
-    Args:
-        folder: folder of a checkpoint.
-        open_files: function that opens the files in the stack that it gets; the stack is closed at the end.
-        ranks: ranks that all call this and get the same save. Default: this process alone.
-
-    Raises:
-        CheckpointError: other processes keep replacing the checkpoint; or an error of `open_files`.
-    """
-    ranks, deadline = ranks or Ranks(), time.monotonic() + WAIT
-    while True:
-        with ExitStack() as opened:
-            failure: Exception | None = None
-            with ranks.step(str(folder), ""):  # all ranks see the folder before any rank opens it,
-                settle(folder)
-                before = _stamp(folder)
-            try:
-                result = open_files(opened)
-            except (LigerModelsError, OSError) as error:
-                failure = error
-            ranks.gather(None)  # and again after all ranks have opened it
-            if not any(ranks.gather(_stamp(folder) != before)):
-                with ranks.step(str(folder), ""):
-                    if failure is not None:
-                        raise failure
-                yield result
-                return
-        if any(ranks.gather(time.monotonic() > deadline)):
-            raise CheckpointError(f"{folder}: other processes keep replacing its files; try again later")
-
-
-def _stamp(folder: Path) -> Any:
-    """A value that any save into `folder` changes."""
-    stamp = {}
-    with suppress(OSError, ValueError), os.scandir(folder) as entries:  # opening the folder reports errors
-        for entry in entries:
-            if entry.name == JOURNAL or matching(entry.name, (*CHECKPOINT, ADAPTER, ADAPTER_CONFIG)):
-                with suppress(OSError):
-                    status = entry.stat()
-                    stamp[entry.name] = status.st_ino, status.st_size, status.st_mtime_ns
-    return stamp

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ligermodels.convert.files import INDEX, SINGLE, read_index
 from ligermodels.convert.input_files import is_present, shown
-from ligermodels.convert.journal import reading
+from ligermodels.convert.reading import reading
 from ligermodels.errors import CheckpointError
 
 # Names of the format, https://github.com/huggingface/safetensors. Older versions of torch lack some of the dtypes.

@@ -19,7 +19,6 @@ from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
 from ligermodels.convert.input_files import as_path
-from ligermodels.convert.journal import reading
 from ligermodels.convert.placement import (
     DeviceLike,
     DeviceMap,
@@ -30,6 +29,7 @@ from ligermodels.convert.placement import (
 )
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.errors import BackendError, ConfigError, InputError, arguments_named, short
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for

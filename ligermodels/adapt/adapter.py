@@ -23,10 +23,10 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER, Companions
 from ligermodels.convert.input_files import folder_to_write, is_present
-from ligermodels.convert.journal import reading
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap

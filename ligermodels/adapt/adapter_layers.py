@@ -16,7 +16,7 @@ from ligermodels.convert.files import ADAPTER
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import layout_in_memory
 
@@ -41,6 +41,9 @@ def updates_of_file(
         found = find_experts(paths, experts, config.get("target_parameters"))
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.folder / ADAPTER}: {error}") from None
+    for target in config.get("target_parameters") or ():
+        if not any(f".{path}".endswith(f".{target}") for path in found.names):
+            raise ConfigError(f"target_parameters: {target!r} names no experts that the adapter's file adapts")
     rest = paths - file_names(found)
     if unknown := [path for path in sorted(rest) if path not in linear]:
         names = ", ".join(dict.fromkeys(map(leaf, (*linear, *experts))))

@@ -53,7 +53,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(**arguments: Any) -> None:
         for name, group in groups.items():
-            arguments[name] = group(**{member.name: arguments.pop(member.name) for member in fields(group)})
+            given = {member.name for member in fields(group)} & arguments.keys()
+            arguments[name] = group(**{member: arguments.pop(member) for member in given})
         command(**arguments)
 
     return _presented(wrapped, command, shown)

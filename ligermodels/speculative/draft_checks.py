@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.convert.journal import reading
+from ligermodels.convert.reading import reading
 from ligermodels.layers import RopeConfig
 from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.capture import layer_ids_of

@@ -18,9 +18,9 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.input_files import folder_to_write
-from ligermodels.convert.journal import reading
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor

@@ -19,9 +19,9 @@ from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import INDEX, SINGLE
 from ligermodels.convert.input_files import is_present, open_file, shown
-from ligermodels.convert.journal import reading
 from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole

@@ -17,11 +17,11 @@ from ligermodels.archs import family_of
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
 from ligermodels.convert.export_spec import ExportSpec, as_json
-from ligermodels.convert.journal import reading
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap

@@ -19,6 +19,7 @@ import ligermodels as lm
 from benchmarks.__main__ import MODULES
 from benchmarks.cases import all as whole
 from benchmarks.cases import cpu_decoding, float8_loss, peers, training
+from benchmarks.cases import draft as draft_benchmark
 from benchmarks.cases import medusa as medusa_benchmark
 from benchmarks.cases import needed_tokens as needed_tokens_benchmark
 from benchmarks.cases.models import CONFIGS
@@ -122,6 +123,7 @@ def test_every_command_of_the_whole_is_one_that_its_benchmark_takes(monkeypatch:
         *peers.PROVIDERS,
         *medusa_benchmark.PEERS,
         *float8_loss.PROVIDERS,
+        *draft_benchmark.PROVIDERS,
         "ligermodels shared",
         "ligermodels stage 2",
         "ligermodels float8",

@@ -19,9 +19,9 @@ import ligermodels as lm
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import SINGLE
-from ligermodels.convert.journal import reading
 from ligermodels.convert.mappings import concat, grouped_qkv, interleaved_gate_up, rename
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap

@@ -123,7 +123,7 @@ def folders_without_a_model() -> Any:
     openers: dict[str, Any] = {
         "from_pretrained": lambda folder, out: lm.from_pretrained(folder),
         "from_config": lambda folder, out: lm.from_config(folder),
-        "verify": lambda folder, out: cli.verify.verify(cast(Any, None), folder),
+        "verify": lambda folder, out: cli.verify.verify(ctx=cast(Any, None), path=folder),
         "plan": lambda folder, out: cli.plan.plan(folder, 1, "80GB", 1024),
         "generate": lambda folder, out: cli.models.find(folder).load(None, "cpu"),
         "fine_tune": lambda folder, out: fine_tune(FineTuningRecipe(base=folder, **run), out),

@@ -194,7 +194,7 @@ def test_rows_of_other_lengths_share_a_graph() -> None:
     models[1].load_state_dict(models[0].state_dict())
     step = graph_step(models[0], FusedAdamW(models[0].parameters()))
     eager = EagerStep(models[1], FusedAdamW(models[1].parameters()), 1.0)
-    for batch, length in zip(batches(), (1024, 1000, 1010, 1023), strict=False):
+    for batch, length in zip(batches(), (256, 250, 253, 255), strict=False):
         cut = {name: batch[name][:, :length] for name in ("input_ids", "labels")}
         cut["cu_seqlens"] = torch.cat([batch["cu_seqlens"][batch["cu_seqlens"] < length], torch.tensor([length])]).int()
         items = {"num_items_in_batch": models[0].num_targets(cut["labels"], cu_seqlens=cut["cu_seqlens"])}

@@ -172,6 +172,8 @@ class Loss:
 class FineTuning:
     """Another job than Medusa, by the interface alone."""
 
+    router_bias_update_rate = 0.0
+
     def __init__(self, recipe: MedusaRecipe, model: lm.CausalLM, *, resuming: bool) -> None:
         self.model = self.trainable = model
         self.learning_rates = [(model.parameters(), recipe.learning_rate)]
