@@ -163,7 +163,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
                 router.
             return_routing: also return the experts of each token.
             token_indices: long (n,), indices of the flattened B * T tokens: only the logits and states of these tokens
-                are computed, (1, n, ...). `Targets` stand for the tokens that have a target.
+                are computed, (1, n, ...). An index may occur several times. `Targets` stand for the tokens that have a
+                target.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
                 state, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.

@@ -1,0 +1,79 @@
+"""Arguments of `CausalLM.forward`: each has its effect, or is an error that names it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from zoo import CONFIGS
+
+import ligermodels as lm
+from ligermodels.errors import InputError
+
+SHARED = "gemma4_text-per-layer-inputs"
+"""A model whose last blocks attend to keys and values of earlier blocks, and compute only the needed tokens."""
+
+
+def make(name: str, **changes: Any) -> lm.CausalLM:
+    return lm.from_config({**CONFIGS[name], "initializer_range": 0.3, **changes}, dtype=torch.float64)
+
+
+def draw(batch: int = 2, length: int = 8) -> Tensor:
+    return torch.randint(3, 100, (batch, length))
+
+
+# -- token_indices -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("name", ["llama-3.1", SHARED])
+@pytest.mark.parametrize("indices", [[2, 2], [9, 5, 9, 0, 9, 5]])
+def test_a_token_may_be_selected_several_times(name: str, indices: list[int], dtype: torch.dtype) -> None:
+    """Few indices of 16 tokens, or many of them: the two ways in which SHARED attends."""
+    for length in (8, 30):
+        model, ids = make(name), draw(2, length)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        wanted = model(ids).logits.flatten(0, 1)[indices][None]
+        found = model(ids, token_indices=torch.tensor(indices, dtype=dtype)).logits
+        torch.testing.assert_close(found, wanted)
+        factor = torch.randn_like(wanted)
+        for one, two in zip(
+            torch.autograd.grad((found * factor).sum(), parameters, allow_unused=True),
+            torch.autograd.grad((wanted * factor).sum(), parameters, allow_unused=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, two)
+
+
+# -- a decoding state --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_mask": torch.ones(2, 12)}, r"attention_mask: must have the inputs' shape \(2, 8\)"),
+        ({"attention_mask": torch.ones(2, 5)}, "attention_mask: must have the inputs' shape"),
+        ({"attention_mask": torch.ones(1, 8)}, "attention_mask: must have the inputs' shape"),
+        ({"attention_mask": torch.full((2, 8), 2)}, "attention_mask: may hold only 1"),
+        ({"attention_mask": torch.full((2, 8), float("nan"))}, "attention_mask: may hold only 1"),
+        ({"attention_mask": torch.ones(2, 8, dtype=torch.complex64)}, "attention_mask: must be whole numbers"),
+        ({"position_ids": torch.arange(8.0).expand(2, 8)}, "position_ids: must be torch.int64"),
+        ({"position_ids": torch.arange(8)}, "position_ids: must have the inputs' shape"),
+        ({"position_ids": [0]}, "position_ids: must have the inputs' shape"),
+        ({"token_indices": torch.tensor([[0, 1]])}, "token_indices: must be of one dimension"),
+        ({"token_indices": torch.tensor([16])}, r"token_indices: must lie in \[0, 16\)"),
+        ({"token_indices": torch.tensor([-1])}, "token_indices: must lie in"),
+        ({"token_indices": torch.tensor([1.0])}, "token_indices: must be torch.int64"),
+        ({"input_ids": draw().double()}, "input_ids: must be int64"),
+        ({"input_ids": draw()[..., None]}, "input_ids: must be"),
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 8, 3).double()}, "inputs_embeds: must be floating"),
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 8, 96)}, "inputs_embeds: (are|must be floating)"),
+    ],
+)  # fmt: skip
+def test_a_prefill_checks_its_inputs(options: dict[str, Any], message: str) -> None:
+    model = make("llama-3.1")
+    state = model.new_state(2, 20)
+    with pytest.raises(InputError, match=message):
+        model(**{"input_ids": draw(), "state": state, **options})
+    model(draw(), state=state)  # it is empty still
