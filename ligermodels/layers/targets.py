@@ -201,9 +201,15 @@ class Targets:
             (B, T): a loss of 0, and -1 for ranks and predicted tokens, where there is no target.
 
         Raises:
-            InputError: context parallelism with class weights and a z-loss, whose mean has two divisors.
+            InputError: context parallelism with class weights and a z-loss, whose mean has two divisors; or
+                `num_items_in_batch` with the reduction "none".
         """
         targets, divisor = self.take(self.values[index]), num_items_in_batch
+        if divisor is not None and reduction not in ("mean", "sum"):
+            raise InputError(
+                f'reduction: {reduction!r} does not go with num_items_in_batch, which divides the summed loss; give "mean" '
+                'or "sum", or no num_items_in_batch'
+            )
         if token_weights is not None:
             options["token_weights"] = self.take(self._shifted(token_weights, self.ahead[index], 0))
         if self.layout.shard is not None and reduction == "mean" and divisor is None:

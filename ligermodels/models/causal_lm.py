@@ -15,7 +15,7 @@ from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize
-from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options
+from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options, given_options
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
@@ -169,10 +169,10 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
                 state, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
-                It is above 0, or 0 where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
+                It is above 0, or 0 where no label is counted, whose loss is 0. Not with the reduction "none". The load-balancing loss of a mixture of
                 experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
-                memory_budget: see `ops.linear_cross_entropy`.
+                memory_budget: see `ops.linear_cross_entropy`. None stands for the default.
 
         Returns:
             The loss or the logits, and what was asked for beside them.
@@ -197,7 +197,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
                 return answer
         if loss_options:
-            check_loss_options(loss_options, labels)
+            loss_options = check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:
             loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
 
@@ -271,7 +271,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             >>> model.log_probs(input_ids, input_ids).log_probs.shape
             torch.Size([1, 10])
         """
-        check_log_prob_options(options, labels)
+        options = check_log_prob_options(options, labels)
         inputs = ModelInputs(
             input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, routing=routing,
             return_routing=return_routing,
@@ -291,11 +291,12 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         Args:
             last_hidden_state: states (..., H) after the final norm.
             targets: long (...), already shifted; -100 is ignored.
-            options: options of `ops.linear_cross_entropy`.
+            options: options of `ops.linear_cross_entropy`; None stands for the default.
 
         Returns:
             The loss, and what the options ask for beside it.
         """
+        options = given_options(options)
         return as_head_loss(self._gathered(self.head, last_hidden_state, targets, **options), options)
 
     def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import HeadLoss, Targets
+from ligermodels.layers.lm_head import given_options
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -185,7 +186,7 @@ def _joint_loss(
     **loss_options: Any,
 ) -> MultiHeadOutput:
     base, batch = medusa.base, medusa.prepare(1, **inputs, **loss_options)
-    targets = cast(Targets, batch.targets)
+    targets, loss_options = cast(Targets, batch.targets), given_options(loss_options)
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
     output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)

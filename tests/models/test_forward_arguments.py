@@ -77,3 +77,40 @@ def test_a_prefill_checks_its_inputs(options: dict[str, Any], message: str) -> N
     with pytest.raises(InputError, match=message):
         model(**{"input_ids": draw(), "state": state, **options})
     model(draw(), state=state)  # it is empty still
+
+
+# -- options of the loss -----------------------------------------------------------------------------------------------
+
+LOSS_OPTIONS = (
+    "token_weights", "class_weights", "token_scaling", "label_smoothing", "z_loss", "reduction", "memory_budget",
+    "num_items_in_batch",
+)  # fmt: skip
+
+
+def test_none_stands_for_the_default() -> None:
+    model, ids = make("llama-3.1"), draw()
+    heads, hidden = lm.MedusaModel.from_base(model, num_heads=2), torch.randn(16, model.config.hidden_size).double()
+    joint = lm.JointMedusa(heads)
+    for name in LOSS_OPTIONS:
+        option = {name: None}
+        assert torch.equal(model(ids, labels=ids, **option).loss, model(ids, labels=ids).loss), name
+        assert torch.equal(heads(ids, labels=ids, **option).loss, heads(ids, labels=ids).loss), name
+        assert torch.equal(joint(ids, labels=ids, **option).loss, joint(ids, labels=ids).loss), name
+        if name != "num_items_in_batch":
+            found, wanted = (model.head_loss(hidden, ids.flatten(), **each).loss for each in (option, {}))
+            assert torch.equal(found, wanted), name
+    wanted = model.log_probs(ids, ids).log_probs
+    for name in ("memory_budget", "temperature", "top_k", "top_p", "min_p", "entropy_in_loss", *LOSS_OPTIONS):
+        assert torch.equal(model.log_probs(ids, ids, **{name: None}).log_probs, wanted), name
+    with pytest.raises(InputError, match="past_key_values: no such argument"):
+        model(ids, labels=ids, past_key_values=None)
+
+
+@pytest.mark.parametrize("reduction", ["none", "median"])
+def test_a_count_of_items_divides_only_a_summed_loss(reduction: str) -> None:
+    model, ids = make("llama-3.1"), draw()
+    with pytest.raises(InputError, match=f"reduction: '{reduction}' does not go with num_items_in_batch"):
+        model(ids, labels=ids, reduction=reduction, num_items_in_batch=7)
+    wanted = model(ids, labels=ids, reduction="none").loss.sum() / 7
+    for each in ("mean", "sum"):
+        torch.testing.assert_close(model(ids, labels=ids, reduction=each, num_items_in_batch=7).loss, wanted)
