@@ -39,8 +39,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     router_z_loss_coef: float = 0.0
-    """Weight, in the loss in training mode, of the z-loss of the routers of mixtures of experts; set it to change it.
-    It is no field of config.json, and not saved. See `layers.router_z_loss`."""
+    """Weight of the z-loss of the routers of mixtures of experts in the loss; set it to change it. The loss includes it
+    in training mode only, multiplied as the load-balancing loss: see `labels` at `forward`. It is no field of
+    config.json, and not saved. See `layers.router_z_loss`."""
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()
@@ -142,7 +143,11 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
         Args:
             input_ids: (B, T) long.
-            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored. The loss of a
+                mixture of experts includes `aux_loss` times the config's `router_aux_loss_coef`, in training and eval
+                mode, as in transformers; in training mode also `router_z_loss` times `router_z_loss_coef`. Both are
+                means over the tokens: with the reduction "sum" they are multiplied by the number of targets, with
+                "none" they are not added.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
                 is zero in results. Positions count from each row's first token.
             position_ids: (B, T) long. Positions that restart mark documents packed into a row.
@@ -169,8 +174,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
                 state, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
-                It is above 0, or 0 where no label is counted, whose loss is 0. Not with the reduction "none". The load-balancing loss of a mixture of
-                experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
+                It is above 0, or 0 where no label is counted, whose loss is 0. It excludes the reduction "none". The
+                routers' losses are then multiplied by this batch's share of the targets, so that over all
+                micro-batches they count once.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
                 memory_budget: see `ops.linear_cross_entropy`. None stands for the default.
 
@@ -209,7 +215,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
             loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
             if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
-                output.loss = loss + decoded.targets.share(num_items_in_batch) * of_routers
+                share = decoded.targets.share(num_items_in_batch, loss_options.get("reduction"))
+                output.loss = loss + share * of_routers
         return output
 
     if TYPE_CHECKING:

@@ -200,7 +200,7 @@ def _joint_loss(
     first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and (of_routers := router_loss(base, out)) is not None:
-        total = total + targets.share(items) * of_routers
+        total = total + targets.share(items, loss_options.get("reduction")) * of_routers
     return replace(output, loss=total, base_loss=first.detach())
 
 

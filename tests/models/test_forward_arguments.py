@@ -1,5 +1,6 @@
 """Arguments of `CausalLM.forward`: each has its effect, or is an error that names it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
+from ligermodels.models.causal_lm import CausalLM
 
 SHARED = "gemma4_text-per-layer-inputs"
 """A model whose last blocks attend to keys and values of earlier blocks, and compute only the needed tokens."""
@@ -114,3 +116,57 @@ def test_a_count_of_items_divides_only_a_summed_loss(reduction: str) -> None:
     wanted = model(ids, labels=ids, reduction="none").loss.sum() / 7
     for each in ("mean", "sum"):
         torch.testing.assert_close(model(ids, labels=ids, reduction=each, num_items_in_batch=7).loss, wanted)
+
+
+# -- losses of the routers ---------------------------------------------------------------------------------------------
+
+
+def mixture_of_unlike_layers(**changes: Any) -> lm.CausalLM:
+    """The second of two layers has `changes` in its router."""
+    config = make("mixtral", num_hidden_layers=2).config
+    first, last = config.blocks
+    router = replace(last.mlp.router, **changes)
+    return CausalLM(replace(config, blocks=(first, replace(last, mlp=replace(last.mlp, router=router))))).double()
+
+
+@pytest.mark.parametrize("changes", [{"num_experts": 7}, {"top_k": 1}])
+def test_layers_with_different_numbers_of_experts(changes: dict[str, int]) -> None:
+    model, ids = mixture_of_unlike_layers(**changes), draw()
+    assert model.config.router_aux_loss_coef == model.router_z_loss_coef == 0
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(*shifted(model(ids).logits, ids)))
+    assert out.aux_loss is out.router_z_loss is out.tokens_per_expert is None
+    model.log_probs(ids, ids)
+    model.router_z_loss_coef = 0.1
+    with pytest.raises(InputError, match=r"router_z_loss_coef: .* set router_z_loss_coef to 0"):
+        model(ids, labels=ids)
+    assert torch.equal(model.eval()(ids, labels=ids).loss, out.loss)
+    model.config = replace(model.config, router_aux_loss_coef=0.1)
+    with pytest.raises(InputError, match=r"router_aux_loss_coef: .* set router_aux_loss_coef to 0"):
+        model(ids, labels=ids)
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_the_loss_of_a_mixture_includes(training: bool) -> None:
+    model, ids = make("mixtral", output_router_logits=True, router_aux_loss_coef=0.3).train(training), draw()
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    model.router_z_loss_coef = 0.2
+    losses = torch.nn.functional.cross_entropy(*shifted(model(ids).logits, labels), reduction="none")
+    count = int((labels[:, 1:] >= 0).sum())
+    for options, total in (
+        ({}, losses.sum() / count),
+        ({"reduction": "sum"}, losses.sum()),
+        ({"num_items_in_batch": 50}, losses.sum() / 50),
+        ({"reduction": "sum", "num_items_in_batch": 50}, losses.sum() / 50),
+    ):
+        out = model(ids, labels=labels, **options)
+        assert (out.router_z_loss is not None) == training
+        of_routers = 0.3 * out.aux_loss + (0.2 * out.router_z_loss if training else 0)
+        share = count / 50 if "num_items_in_batch" in options else count if options else 1
+        torch.testing.assert_close(out.loss, total + share * of_routers.double(), check_dtype=False)
+    each = model(ids, labels=labels, reduction="none").loss[:, :-1].flatten()
+    torch.testing.assert_close(each, losses)
