@@ -93,16 +93,24 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None: None stands for the default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def check_loss_options(
     options: Mapping[str, Any], needed: Tensor | None, needs: str = "labels", *, of_heads: bool = False
-) -> None:
+) -> dict[str, Any]:
     """Check the options of a loss.
 
     Args:
-        options: the options by name: LOSS_OPTIONS and `num_items_in_batch`; None stands for no option.
+        options: the options by name: LOSS_OPTIONS and `num_items_in_batch`; None stands for the default.
         needed: the labels or targets, without which there is no loss.
         needs: name of `needed` in error messages.
         of_heads: whether `num_items_in_batch` may be several numbers, one for each head.
+
+    Returns:
+        The options that are not None.
 
     Raises:
         InputError: an unknown option, an option without `needed`, or a value of a wrong type.
@@ -116,24 +124,28 @@ def check_loss_options(
         if needed is None:
             raise InputError(f"{name}: is an option of a loss, which needs {needs}")
         checks[name](name, value)
+    return given_options(options)
 
 
 LOG_PROB_OPTIONS = ("memory_budget", "entropy_in_loss", "temperature", "top_k", "top_p", "min_p")
 """What a caller of a model may choose of its log-probabilities: see `ops.linear_log_probs`."""
 
 
-def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) -> None:
+def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) -> dict[str, Any]:
     """Check the options of log-probabilities.
 
     Args:
-        options: the options by name; None stands for no option.
+        options: the options by name; None stands for the default.
         labels: the labels, without which there are no log-probabilities.
+
+    Returns:
+        The options that are not None.
 
     Raises:
         InputError: there are no labels; an unknown option, an option of the loss, or a value of a wrong type.
     """
     if labels is None:
-        raise InputError("return_log_probs: are of labels; give them")
+        raise InputError("labels: log-probabilities are of labels; give them")
     temperature = options.get("temperature")
     if isinstance(temperature, Tensor) and (
         temperature.shape != labels.shape or temperature.device != labels.device or not temperature.is_floating_point()
@@ -150,6 +162,7 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
         if name not in (*LOSS_OPTIONS, *LOSS_RETURNS, "num_items_in_batch"):
             raise InputError(f"{name}: no such argument; options of log-probabilities: {', '.join(LOG_PROB_OPTIONS)}")
         raise InputError(f"{name}: is an option of the loss, and log-probabilities take the place of the loss")
+    return given_options(options)
 
 
 def loss_or_log_probs(

@@ -21,11 +21,16 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
         vocab_size: number of tokens in the vocabulary.
         name: name of the argument, for the error.
     """
+    check_ids_kind(ids, name)
+    assert_async((ids >= 0) & (ids < vocab_size), f"{name}: token ids must lie in [0, {vocab_size})", ids)
+
+
+def check_ids_kind(ids: Tensor, name: str = "input_ids") -> None:
+    """InputError unless token ids are int64 or int32 (B, T), with T > 0."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
     if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"{name}: must be (batch, tokens) with at least one token, got shape {tuple(ids.shape)}")
-    assert_async((ids >= 0) & (ids < vocab_size), f"{name}: token ids must lie in [0, {vocab_size})", ids)
 
 
 def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:

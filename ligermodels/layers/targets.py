@@ -160,19 +160,21 @@ class Targets:
         """x (rows, length, ...) of the layout's tokens -> (1, n, ...) of `tokens`."""
         return x if self.tokens is None else self.tokens.take(x)
 
-    def share(self, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-        """This batch's fraction of the targets of the first loss.
+    def share(self, num_items_in_batch: Tensor | int | None, reduction: str | None = None) -> Tensor | float:
+        """The factor of losses that are means over this batch, such as a router's, beside the first loss.
 
         Args:
             num_items_in_batch: number of targets in all micro-batches; None for one micro-batch.
+            reduction: the reduction of the first loss. Default: the mean.
 
         Returns:
-            The fraction; 1 for one micro-batch.
+            This batch's fraction of the targets. Without `num_items_in_batch`, 1; with the reduction "sum" the number
+            of targets, so that the sum of micro-batches, divided by `num_items_in_batch`, is the same loss.
         """
-        if num_items_in_batch is None:
+        if num_items_in_batch is None and reduction != "sum":
             return 1.0
-        count = (self.values[0] != IGNORE_INDEX).sum(dtype=torch.float32)
-        return per_item(self.layout.sum(count), num_items_in_batch)
+        count = self.layout.sum((self.values[0] != IGNORE_INDEX).sum(dtype=torch.float32))
+        return count if num_items_in_batch is None else per_item(count, num_items_in_batch)
 
     def loss(
         self,
@@ -201,9 +203,15 @@ class Targets:
             (B, T): a loss of 0, and -1 for ranks and predicted tokens, where there is no target.
 
         Raises:
-            InputError: context parallelism with class weights and a z-loss, whose mean has two divisors.
+            InputError: context parallelism with class weights and a z-loss, whose mean has two divisors; or
+                `num_items_in_batch` with the reduction "none".
         """
         targets, divisor = self.take(self.values[index]), num_items_in_batch
+        if divisor is not None and reduction not in ("mean", "sum"):
+            raise InputError(
+                f"reduction: {reduction!r} does not go with num_items_in_batch, which divides the summed loss; give "
+                '"mean" or "sum", or no num_items_in_batch'
+            )
         if token_weights is not None:
             options["token_weights"] = self.take(self._shifted(token_weights, self.ahead[index], 0))
         if self.layout.shard is not None and reduction == "mean" and divisor is None:

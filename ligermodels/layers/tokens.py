@@ -236,22 +236,30 @@ class SelectedTokens(Tokens):
         indices: long (n,), indices of the flattened `rows` * `length` tokens.
         rows: number of rows.
         length: tokens in a row.
+        distinct: whether no index occurs twice, so that gradients are copied instead of summed. Default: True.
     """
 
     indices: Tensor
     rows: int
     length: int
+    distinct: bool = True
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (rows or 1, length, ...) -> (1, n, ...). A single row, such as of positions, stands for each of the
         rows."""
-        if x.shape[0] == self.rows:
-            return take_tokens(x, self.indices)
-        return x[0].index_select(0, self.indices % self.length)[None]
+        if x.shape[0] != self.rows:
+            return x[0].index_select(0, self.indices % self.length)[None]
+        return take_tokens(x, self.indices) if self.distinct else x.flatten(0, 1)[self.indices][None]
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
-        """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens."""
-        flat = x.new_full((self.rows * self.length, *x.shape[2:]), fill).index_copy(0, self.indices, x[0])
+        """x (1, n, ...) -> (rows, length, ...), with `fill` for the other tokens. Of a token that occurs several times
+        the last occurrence is restored, and gets the gradient."""
+        total, indices = self.rows * self.length, self.indices
+        if not self.distinct:  # the earlier occurrences are copied to a row past the end
+            order = torch.arange(len(indices), device=indices.device)
+            last = order.new_zeros(total).scatter_reduce(0, indices, order, "amax")
+            indices = indices.masked_fill(last[indices] != order, total)
+        flat = x.new_full((total + (not self.distinct), *x.shape[2:]), fill).index_copy(0, indices, x[0])[:total]
         return reshaped(flat, (self.rows, self.length, *x.shape[2:]))
 
 

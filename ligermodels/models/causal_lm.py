@@ -15,7 +15,7 @@ from ligermodels.generation.step import rope_thresholds
 from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize
-from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options
+from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options, given_options
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
@@ -39,8 +39,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     router_z_loss_coef: float = 0.0
-    """Weight, in the loss in training mode, of the z-loss of the routers of mixtures of experts; set it to change it.
-    It is no field of config.json, and not saved. See `layers.router_z_loss`."""
+    """Weight of the z-loss of the routers of mixtures of experts in the loss; set it to change it. The loss includes it
+    in training mode only, multiplied as the load-balancing loss: see `labels` at `forward`. It is no field of
+    config.json, and not saved. See `layers.router_z_loss`."""
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()
@@ -142,7 +143,11 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
         Args:
             input_ids: (B, T) long.
-            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
+            labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored. The loss of a
+                mixture of experts includes `aux_loss` times the config's `router_aux_loss_coef`, in training and eval
+                mode, as in transformers; in training mode also `router_z_loss` times `router_z_loss_coef`. Both are
+                means over the tokens: with the reduction "sum" they are multiplied by the number of targets, with
+                "none" they are not added.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
                 is zero in results. Positions count from each row's first token.
             position_ids: (B, T) long. Positions that restart mark documents packed into a row.
@@ -163,15 +168,17 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
                 router.
             return_routing: also return the experts of each token.
             token_indices: long (n,), indices of the flattened B * T tokens: only the logits and states of these tokens
-                are computed, (1, n, ...). `Targets` stand for the tokens that have a target.
+                are computed, (1, n, ...). An index may occur several times. `Targets` stand for the tokens that have a
+                target.
             state: a decoding state (`new_state`), to which the tokens are added. In a prefill, the pass with an empty
                 state, `attention_mask` may have padding on the right. Token ids are not checked then.
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
-                It is above 0, or 0 where no label is counted, whose loss is 0. The load-balancing loss of a mixture of
-                experts then counts by this batch's share of the targets, so that over all micro-batches it counts once.
+                It is above 0, or 0 where no label is counted, whose loss is 0. It excludes the reduction "none". The
+                routers' losses are then multiplied by this batch's share of the targets, so that over all
+                micro-batches they count once.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
-                memory_budget: see `ops.linear_cross_entropy`.
+                memory_budget: see `ops.linear_cross_entropy`. None stands for the default.
 
         Returns:
             The loss or the logits, and what was asked for beside them.
@@ -196,7 +203,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
                 return answer
         if loss_options:
-            check_loss_options(loss_options, labels)
+            loss_options = check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:
             loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
 
@@ -208,7 +215,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
             loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
             if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
-                output.loss = loss + decoded.targets.share(num_items_in_batch) * of_routers
+                share = decoded.targets.share(num_items_in_batch, loss_options.get("reduction"))
+                output.loss = loss + share * of_routers
         return output
 
     if TYPE_CHECKING:
@@ -270,7 +278,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             >>> model.log_probs(input_ids, input_ids).log_probs.shape
             torch.Size([1, 10])
         """
-        check_log_prob_options(options, labels)
+        options = check_log_prob_options(options, labels)
         inputs = ModelInputs(
             input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, routing=routing,
             return_routing=return_routing,
@@ -290,11 +298,12 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         Args:
             last_hidden_state: states (..., H) after the final norm.
             targets: long (...), already shifted; -100 is ignored.
-            options: options of `ops.linear_cross_entropy`.
+            options: options of `ops.linear_cross_entropy`; None stands for the default.
 
         Returns:
             The loss, and what the options ask for beside it.
         """
+        options = given_options(options)
         return as_head_loss(self._gathered(self.head, last_hidden_state, targets, **options), options)
 
     def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -274,8 +274,7 @@ class Decoder(RefusesDropout):
         if hidden_states is not None:
             hidden_states.update({boundary: layout.restore(states) for boundary, states in hidden_states.items()})
         x = x if layout.shard is None else layout.shard.restore(x)
-        selected = None if token_indices is None else _selected(token_indices, x)
-        if selected is None:
+        if token_indices is None or (selected := _selected(token_indices, x)) is None:
             return layout.packing.restore(x)
         return x if early is not None else selected.take(x)
 
@@ -321,7 +320,7 @@ def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTo
 
     For the tokens with a target it waits for their number, which the GPU has counted before the queued blocks."""
     if isinstance(token_indices, Tensor):
-        return SelectedTokens(token_indices, x.shape[0], x.shape[1])
+        return SelectedTokens(token_indices.long(), x.shape[0], x.shape[1], distinct=False)
     selected = token_indices.selected
     return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing import ActivationCheckpointing
-from ligermodels.layers.lm_head import as_head_loss, check_log_prob_options, check_loss_options
+from ligermodels.layers.lm_head import as_head_loss, check_log_prob_options, check_loss_options, given_options
 from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
 
@@ -63,13 +63,11 @@ def deprecated_call(
     asked = requested_returns(inputs.labels if hidden is None else targets, **returns)
     if hidden is not None or targets is not None:
         _check_head_inputs(inputs, hidden, deprecated)
-        options = {name: value for name, value in options.items() if value is not None}
-        return _head_alone(model, hidden, targets, {**options, **asked}, asked)
+        return _head_alone(model, hidden, targets, {**given_options(options), **asked}, asked)
     if not deprecated["return_log_probs"]:
         raise InputError("return_entropy: goes with return_log_probs")
     _warn("return_log_probs=True", "model.log_probs(input_ids, labels)")
-    check_log_prob_options({**options, "return_z_loss": asked.pop("return_z_loss", None)}, inputs.labels)
-    options.pop("num_items_in_batch", None)
+    options = check_log_prob_options({**options, "return_z_loss": asked.pop("return_z_loss", None)}, inputs.labels)
     asked["return_entropy"] = bool(deprecated["return_entropy"])
     return model._log_probs(inputs, **states, **asked, **options)
 

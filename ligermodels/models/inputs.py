@@ -12,7 +12,7 @@ from ligermodels.arguments import check_count, is_sequence
 from ligermodels.errors import InputError, short
 from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
-from ligermodels.layers.packing import check_plain, check_same_tokens, check_token_ids
+from ligermodels.layers.packing import check_ids_kind, check_plain, check_same_tokens, check_token_ids
 from ligermodels.models.decoder import Decoder, DecoderConfig
 from ligermodels.models.routing import check_routing, checked_routers
 from ligermodels.ops.runtime.checks import assert_async
@@ -77,7 +77,7 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     if inputs.state is None:
         _check_tokens(model, name, tokens, inputs, token_weights)
     else:
-        _check_state(model, inputs)
+        _check_state(model, name, tokens, inputs)
     if inputs.tree is not None or inputs.token_indices is not None:
         _check_tree_and_indices(inputs, shape[0] * shape[1])
     if inputs.routing is not None:
@@ -112,9 +112,7 @@ def _check_tree_and_indices(inputs: ModelInputs, count: int) -> None:
         return
     if inputs.labels is not None:
         raise InputError("token_indices: with labels, the tokens with a target are taken; give one of the two")
-    if inputs.state is not None:
-        return
-    if inputs.attention_mask is not None:
+    if inputs.attention_mask is not None and inputs.state is None:
         raise InputError("attention_mask: give no token_indices with it")
     if not isinstance(inputs.token_indices, Targets):
         check_token_indices(inputs.token_indices, count)
@@ -130,24 +128,36 @@ def _check_tokens(
         tokens = _without_padding(tokens, inputs.attention_mask)
     if name == "input_ids":
         check_token_ids(tokens, model.config.vocab_size)
-    elif tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
+    else:
+        _check_embeds(model, tokens)
+
+
+def _check_embeds(model: InputModel, tokens: Tensor) -> None:
+    """Check the shape and dtype of `inputs_embeds`."""
+    if tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
         raise InputError(
             f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
             f"got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    elif tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
+    if tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
         raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
 
 
 def _without_padding(tokens: Tensor, mask: Tensor) -> Tensor:
     """`tokens` (B, T) with 0 for padding, because padding may hold any id; embeddings as they are."""
-    if mask.is_complex():
-        raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
+    _check_real(mask)
     return tokens.masked_fill(mask == 0, 0) if tokens.ndim == 2 else tokens
 
 
-def _check_state(model: InputModel, inputs: ModelInputs) -> None:
-    """Check a pass with a decoding state."""
+def _check_real(mask: Tensor) -> None:
+    """Check the dtype of an attention mask."""
+    if mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {mask.dtype}")
+
+
+def _check_state(model: InputModel, name: str, tokens: Tensor, inputs: ModelInputs) -> None:
+    """Check a pass with a decoding state; `tokens` are the ids or embeddings called `name`, whose values are not
+    checked."""
     if inputs.cu_seqlens is not None:
         raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
     if not isinstance(inputs.state, DecodingState):
@@ -156,6 +166,13 @@ def _check_state(model: InputModel, inputs: ModelInputs) -> None:
         raise InputError("labels: a decoding state is for generation; give no labels with it")
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         raise InputError("state: a pass with a decoding state has no gradient; call it under torch.no_grad()")
+    if name == "input_ids":
+        check_ids_kind(tokens)
+    else:
+        _check_embeds(model, tokens)
+    check_same_tokens(tokens, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids)
+    if inputs.position_ids is not None:
+        check_plain("position_ids", inputs.position_ids, torch.int64, torch.int32)
 
 
 def requested_returns(labels: Tensor | None, **returns: bool) -> dict[str, bool]:
@@ -177,6 +194,8 @@ def requested_returns(labels: Tensor | None, **returns: bool) -> dict[str, bool]
 def check_token_indices(token_indices: Tensor, count: int) -> None:
     """Raises InputError unless they are indices of `count` flattened tokens."""
     check_plain("token_indices", token_indices, torch.int64, torch.int32)
+    if token_indices.ndim != 1:
+        raise InputError(f"token_indices: must be of one dimension, got shape {tuple(token_indices.shape)}")
     inside = (token_indices >= 0) & (token_indices < count)
     assert_async(inside, f"token_indices: must lie in [0, {count}), the flattened tokens")
 
@@ -187,8 +206,11 @@ def prefill_lengths(attention_mask: Tensor | None, state: DecodingState) -> Tens
         return None
     if state.cache_seqlens is not None:
         raise InputError("attention_mask: is for the prefill; a decoding pass takes tokens without padding")
-    seq_lens = attention_mask.long().sum(1)
+    _check_real(attention_mask)
+    mask = attention_mask.bool()
+    assert_async(mask == attention_mask, "attention_mask: may hold only 1 (a token) and 0 (padding)")
+    seq_lens = mask.sum(1)
     assert_async(seq_lens > 0, "attention_mask: a row has no token")
-    on_the_left = torch.arange(attention_mask.shape[1], device=seq_lens.device) < seq_lens[:, None]
-    assert_async(attention_mask.bool() == on_the_left, "attention_mask: a prefill takes padding on the right only")
+    on_the_left = torch.arange(mask.shape[1], device=mask.device) < seq_lens[:, None]
+    assert_async(mask == on_the_left, "attention_mask: a prefill takes padding on the right only")
     return seq_lens

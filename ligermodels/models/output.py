@@ -74,9 +74,11 @@ class CausalLMOutput(ModelOutput):
 
     loss: fp32 scalar, or (B, T) with reduction "none".
     logits: (B, T, V), or (1, n, V) of `token_indices`.
-    aux_loss: with labels, the load-balancing loss of mixtures of experts, unweighted.
+    aux_loss: with labels, the load-balancing loss of mixtures of experts, unweighted; None if layers have different
+        numbers of experts.
     last_hidden_state: (B, T, H) after the final norm, or (1, n, H) of `token_indices`.
-    ranks: with `return_rank`, long: how many tokens are likelier than the target, -1 without a target.
+    ranks: of the deprecated argument `last_hidden_state` with `return_rank`, long: how many tokens are likelier than
+        the target, -1 without a target.
     log_probs: (B, T) fp32, at each token the log-probability of the label that follows it; 0 where that label is
         ignored or missing.
     entropy: (B, T) fp32, at each token the entropy of the prediction; 0 where the label is ignored or missing.
@@ -88,7 +90,7 @@ class CausalLMOutput(ModelOutput):
     router_z_loss: with labels, in training mode, the z-loss of the routers of mixtures of experts, unweighted, if the
         model's `router_z_loss_coef` is above 0.
     tokens_per_expert: with labels, long (layers with experts, experts): how many tokens each expert computed, without
-        padding.
+        padding; None if layers have different numbers of experts.
     routing: with `return_routing`, int16 (B, T, layers with experts, experts per token): the experts of each token; -1
         on padding.
     hidden_states: with `return_hidden_states`, the residual streams (B, T, H) at these boundaries, in the order given.

@@ -143,19 +143,33 @@ def router_results(
         replayed: whether the caller gave experts; the load-balancing loss then counts these.
 
     Raises:
-        InputError: the routing is asked for, and a layer does not return its experts.
+        InputError: the routing is asked for, and a layer does not return its experts; or layers differ in their number
+            of experts, and a loss of the routers has a weight. Without a weight that loss is None.
     """
     losses: dict[str, Tensor] = {}
     if with_losses and outputs:
         mask = None if layout.packing.mask is None else layout.take(layout.packing.mask, False)
         balanced = [output for output in outputs if output.aux_loss]
-        if balanced:
+        if balanced and _alike(balanced, "router_aux_loss_coef", model.config.router_aux_loss_coef):
             losses["aux_loss"] = load_balancing_loss(balanced, mask, layout.shard, replayed=replayed)
-        if model.router_z_loss_coef and model.training:
+        z_loss_coef = model.router_z_loss_coef if model.training else 0.0
+        if _alike(outputs, "router_z_loss_coef", z_loss_coef) and z_loss_coef:
             losses["router_z_loss"] = router_z_loss(outputs, mask, layout.shard)
-        if all(output.experts is not None for output in outputs) and len({o.logits.shape for o in outputs}) == 1:
+        if _alike(outputs) and all(output.experts is not None for output in outputs):
             losses["tokens_per_expert"] = count_tokens_per_expert(outputs, mask, layout.shard)
     return RouterResults(**losses, routing=_routing(model, outputs, layout) if with_routing else None)
+
+
+def _alike(outputs: Sequence[RouterOutput], name: str = "", weight: float = 0.0) -> bool:
+    """Whether all layers have the same numbers of experts and of experts per token. InputError if not, and the loss
+    that needs this has a `weight`, the value of the setting `name`."""
+    sizes = {(output.logits.shape, output.top_k) for output in outputs}
+    if len(sizes) > 1 and weight:
+        raise InputError(
+            f"{name}: the loss of the routers needs the same numbers of experts and of experts per token in all layers "
+            f"of a model, and this model's layers differ; set {name} to 0"
+        )
+    return len(sizes) == 1
 
 
 def _routing(model: CausalLM, outputs: Sequence[RouterOutput], layout: TokenLayout) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import HeadLoss, Targets
+from ligermodels.layers.lm_head import given_options
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import call_gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -185,7 +186,7 @@ def _joint_loss(
     **loss_options: Any,
 ) -> MultiHeadOutput:
     base, batch = medusa.base, medusa.prepare(1, **inputs, **loss_options)
-    targets = cast(Targets, batch.targets)
+    targets, loss_options = cast(Targets, batch.targets), given_options(loss_options)
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]
     output = medusa._heads_loss(medusa._head_states(hidden, batch), targets, **loss_options)
@@ -199,7 +200,7 @@ def _joint_loss(
     first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and (of_routers := router_loss(base, out)) is not None:
-        total = total + targets.share(items) * of_routers
+        total = total + targets.share(items, loss_options.get("reduction")) * of_routers
     return replace(output, loss=total, base_loss=first.detach())
 
 

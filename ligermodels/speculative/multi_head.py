@@ -15,7 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.options import check_tree_options, renamed_options
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
-from ligermodels.layers.lm_head import check_loss_options
+from ligermodels.layers.lm_head import check_loss_options, given_options
 from ligermodels.layers.sharding import call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.models.causal_lm import CausalLM
@@ -169,7 +169,7 @@ class MultiHeadModel(RefusesDropout):
             num_items_in_batch=num_items_in_batch,
             **loss_options,
         )
-        return self._output(batch, labels, num_items_in_batch=num_items_in_batch, **loss_options)
+        return self._output(batch, labels, num_items_in_batch=num_items_in_batch, **given_options(loss_options))
 
     def _output(self, batch: PreparedBatch, labels: Tensor | None, **loss_options: Any) -> MultiHeadOutput:
         """The result of `forward` for a prepared batch and its labels (B, T), or None."""

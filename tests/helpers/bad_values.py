@@ -123,6 +123,7 @@ def forwards() -> Any:
         ("indices beyond", {"token_indices": torch.tensor([99])}, "token_indices"),
         ("indices below", {"token_indices": torch.tensor([-9])}, "token_indices"),
         ("indices as a list", {"token_indices": [0]}, "token_indices"),
+        ("indices of two dimensions", {"token_indices": torch.tensor([[0, 1]])}, "token_indices"),
         ("count of 0", {"labels": IDS, "num_items_in_batch": 0}, "num_items_in_batch"),
         ("count as text", {"labels": IDS, "num_items_in_batch": "4"}, "num_items_in_batch"),
         ("count of NaN", {"labels": IDS, "num_items_in_batch": float("nan")}, "num_items_in_batch"),

@@ -146,7 +146,7 @@ def test_predicted_tokens_and_the_z_loss_beside_the_loss(packed: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": None}, "return_log_probs: are of labels"),
+        ({"labels": None}, "^labels: log-probabilities are of labels"),
         ({"return_z_loss": True}, "return_z_loss: is an option of the loss"),
         ({"labels": None, "return_predicted": True}, "return_predicted: is of a loss, which needs labels"),
         ({"class_weights": torch.ones(9)}, "class_weights: is an option of the loss"),

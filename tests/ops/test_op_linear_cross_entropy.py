@@ -337,6 +337,7 @@ def test_target_out_of_range(value: int) -> None:
         ({"target": torch.zeros(3, dtype=torch.int64)}, "target must be torch.int64 of shape \\(2\\)"),
         ({"class_weights": torch.ones(4)}, "linear_cross_entropy: class_weights must be floating of shape \\(5\\)"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
+        ({"memory_budget": None}, "memory_budget must be a positive number of bytes, got None"),
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be floating"),
     ],
     ids=str,

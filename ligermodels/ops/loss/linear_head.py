@@ -160,7 +160,7 @@ def checked_head(
 
 def check_memory_budget(op: str, memory_budget: int) -> None:
     """Raises InputError unless the budget is positive."""
-    if memory_budget <= 0:
+    if memory_budget is None or memory_budget <= 0:
         raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
 
 

@@ -43,7 +43,9 @@ class LossOptions(NamedTuple):
         """Raises InputError, naming `op`, for a number out of its range."""
         for name, (least, most, requirement) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
+            if value is None and name == "softcap":
+                continue
+            if value is None or not least <= value <= most:
                 raise InputError(f"{op}: {name} must be {requirement}, got {value}")
 
 
