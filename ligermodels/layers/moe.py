@@ -195,6 +195,7 @@ class MoE(ComposedExperts, Layer):
     }
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
     sequence_parallel: ClassVar[bool] = True
+    reads_experts: ClassVar[bool] = True
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias", "update")
     _expert_mesh: Any = None  # the DeviceMesh over which `parallel.expert` divides the experts
 
