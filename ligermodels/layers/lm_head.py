@@ -220,6 +220,13 @@ class LMHead(Linear):
         if self.config.bias:
             self.bias = nn.Parameter(torch.zeros(vocab_size))
 
+    def check_part(self, name: str, part: Any) -> None:
+        """The loss of a head is computed from its weight: it has no update, and `compute` must hold the weight."""
+        super().check_part(name, part)
+        if part is not None and (name == "update" or not part.holds_weight):
+            advice = "only a Compute that holds the weight is" if name == "compute" else "train the weight itself"
+            raise InputError(f"{name}: a {type(part).__name__} is not supported by a language-model head; {advice}")
+
     def reset_parameters(self) -> None:
         """Nothing: `init_weights` fills the weight, which is large, once."""
 
