@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
+from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute
 from ligermodels.layers.packing import check_plain
@@ -29,6 +30,9 @@ class HeadConfig:
     bias: bool = False
     softcap: float | None = None
     logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "softcap", positive=True)
 
 
 LOSS_OPTIONS = (
