@@ -93,14 +93,15 @@ def _dynamic(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
 
 
 def _llama3(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    low, high = (settings.number(f"{end}_freq_factor", positive=True) for end in ("low", "high"))
+    if high <= low:
+        raise ConfigError(f"{settings.where}: high_freq_factor must be above low_freq_factor")
     scaling = Llama3Scaling(
         factor=settings.number("factor", positive=True),
-        low_freq_factor=settings.number("low_freq_factor", positive=True),
-        high_freq_factor=settings.number("high_freq_factor", positive=True),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_context=settings.size("original_max_position_embeddings", context),
     )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ConfigError(f"{settings.where}: high_freq_factor must be above low_freq_factor")
     return replace(plain, scaling=scaling)
 
 

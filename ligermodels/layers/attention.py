@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
+from ligermodels.errors import ConfigError
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
@@ -65,6 +67,16 @@ class AttentionConfig(LayerConfig):
     values: ValueConfig | None = None
     shares_kv: bool = False
     backend: str = field(default="auto", compare=False)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
+        check_multiple(self, "num_heads", "num_kv_heads")
+        check_numbers(self, "softcap", positive=True)
+        if self.rope is not None and self.rope.channels > self.head_dim:
+            raise ConfigError(f"rope: rotates {self.rope.channels} channels of heads that have {self.head_dim}")
+        for name, has_it in (("stored_as_pairs", self.stored_as_pairs), ("values", self._values_from_keys)):
+            if self.output_gate and has_it:  # the weight map has no rule for them
+                raise ConfigError(f"output_gate: is not implemented together with {name}")
 
     def build(self, hidden_size: int) -> nn.Module:
         return Attention(hidden_size, self)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd  # of nn.Dropout, nn.AlphaDropout and others
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.errors import InputError
@@ -80,6 +81,6 @@ def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any
 def drops(module: nn.Module) -> bool:
     """Whether a module, or a module in it, drops elements now."""
     return any(
-        module.training and module.p > 0 if isinstance(module, nn.Dropout) else getattr(module, "drops", False)
+        module.training and module.p > 0 if isinstance(module, _DropoutNd) else getattr(module, "drops", False)
         for module in module.modules()
     )

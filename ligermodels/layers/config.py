@@ -63,8 +63,8 @@ class LayerConfig(ABC):
 
     @property
     def expert_router(self) -> RouterConfig | None:
-        """Config of the router of a mixture of experts, whose `RouterOutput` has the experts of each token and whose
-        `forward` uses the experts in `context.experts`; None for any other layer."""
+        """Config of the router of a mixture of experts, whose `RouterOutput` has the experts of each token; None for
+        any other layer. The layer declares `Layer.reads_experts` if it uses the experts in `context.experts`."""
         return None
 
     @property

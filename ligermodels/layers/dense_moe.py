@@ -86,6 +86,7 @@ class DenseMoE(Layer):
     """dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))), routed by x itself."""
 
     token_wise = True
+    reads_experts: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, hidden_size: int, config: DenseMoEConfig) -> None:

@@ -127,7 +127,7 @@ class ExpertLoRA(ExpertUpdate):
         a, b = self._native(projection)
         filling = -a.shape[1] % ALIGNMENT
         a, b = F.pad(a, (0, 0, 0, filling)).to(rows.dtype), F.pad(b, (0, filling)).to(rows.dtype)
-        dropped = F.dropout(rows, self.dropout) if self.training and self.dropout else rows
+        dropped = F.dropout(rows, self.dropout) if self.drops else rows
         scaling = self.parts_of(projection)[0].scaling
         return _product(_product(dropped, a, offsets), b, offsets) * scaling
 

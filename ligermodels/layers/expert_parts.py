@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, cast
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.errors import InputError, short
-from ligermodels.layers.linear_parts import Part
+from ligermodels.layers.composed import Composed
+from ligermodels.layers.linear_parts import ComputePart, UpdatePart
 
 Projection = Literal["gate_up", "down"]
 """A projection of all experts of a mixture, by the name of its parameter."""
@@ -36,8 +36,10 @@ def plain_product(
     return ops.grouped_mm(rows, cast(Tensor, weight), offsets, bias)
 
 
-class ExpertCompute(Part):
+class ExpertCompute(ComputePart):
     """How the experts keep their weights and multiply by them; the parameters of the mixture are then None."""
+
+    holds_weight: ClassVar[bool] = True
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         """Rows (R, in), sorted by expert, times the weights of their experts: (R, out). See `plain_product`."""
@@ -52,11 +54,10 @@ class ExpertCompute(Part):
         raise NotImplementedError(f"{type(self).__name__} defines no fill")
 
 
-class ExpertUpdate(Part):
+class ExpertUpdate(UpdatePart):
     """Summands of the products of experts, such as low-rank updates."""
 
     projections: tuple[Projection, ...] = ()
-    """The projections with an update."""
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor) -> Tensor:
         """The summand (R, out) for rows (R, in) that are sorted by expert, in their dtype. See `plain_product`."""
@@ -67,35 +68,16 @@ class ExpertUpdate(Part):
         raise NotImplementedError(f"{type(self).__name__} cannot be merged into a weight")
 
 
-class ComposedExperts(nn.Module):
+class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
     """Optional parts for a mixture with the parameters `gate_up` (E, 2 * size, H) and `down` (E, H, size).
 
     As in `Linear`, every `compute` works with every `update`.
     """
 
+    part_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"compute": ExpertCompute, "update": ExpertUpdate}
+    weight_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up": ("gate_up",), "down": ("down",)}
     gate_up: nn.Parameter | None
     down: nn.Parameter | None
-
-    @property
-    def compute(self) -> ExpertCompute | None:
-        """How the weights are kept and multiplied; None: the parameters `gate_up` and `down`. See `store`."""
-        return cast("ExpertCompute | None", self._modules.get("compute"))
-
-    @compute.setter
-    def compute(self, compute: ExpertCompute | None) -> None:
-        # nn.Module assigns modules, and None in place of a module, without this setter.
-        if compute is not None:
-            raise InputError(f"compute: must be an ExpertCompute, got {short(compute)}")
-
-    @property
-    def update(self) -> ExpertUpdate | None:
-        """The summands of the products; None for none."""
-        return cast("ExpertUpdate | None", self._modules.get("update"))
-
-    @update.setter
-    def update(self, update: ExpertUpdate | None) -> None:
-        if update is not None:  # as for `compute`
-            raise InputError(f"update: must be an ExpertUpdate, got {short(update)}")
 
     @property
     def product(self) -> Product:
@@ -111,47 +93,3 @@ class ComposedExperts(nn.Module):
         else:
             y = compute(projection, rows, offsets, bias)
         return y if update is None or projection not in update.projections else y + update(projection, rows, offsets)
-
-    def store(self, compute: ExpertCompute | None) -> None:
-        """Set `compute`, which replaces the parameters `gate_up` and `down`; `make_dense` removes it."""
-        self._modules.pop("compute", None)
-        if compute is not None:
-            self.compute = compute.train(self.training)
-            self.gate_up = self.down = None
-
-    @torch.no_grad()
-    def make_dense(self, dtype: torch.dtype) -> None:
-        """Keep the weights as frozen parameters of `dtype` again, and remove `compute`."""
-        compute = self.compute
-        if compute is not None:
-            self.store(None)
-            for projection in ("gate_up", "down"):
-                setattr(self, projection, nn.Parameter(compute.dense(projection, dtype), requires_grad=False))
-
-    @torch.no_grad()
-    def merge_update(self, dense: torch.dtype | None = None) -> None:
-        """Add the update to the weights, rounded once, and remove the update; see `Linear.merge_update`.
-
-        Args:
-            dense: keep weights that `compute` holds as frozen parameters of this dtype. Default: None, their codes are
-                rounded anew.
-        """
-        compute, update = self.compute, self.update
-        if update is None:
-            return
-        if compute is not None and dense is not None:
-            self.store(None)
-        for projection in ("gate_up", "down"):
-            if compute is None:
-                weight = getattr(self, projection).detach()
-            elif dense is None and projection not in update.projections:
-                continue
-            else:
-                weight = compute.dense(projection, torch.float32)
-            if projection in update.projections:
-                update.add_to(projection, weight)
-            if compute is not None and dense is None:
-                compute.fill(projection, weight)
-            elif compute is not None and dense is not None:
-                setattr(self, projection, nn.Parameter(weight.to(dense), requires_grad=False))
-        del self._modules["update"]

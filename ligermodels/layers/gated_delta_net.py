@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.float8 import INPUT
@@ -49,6 +50,11 @@ class GatedDeltaNetConfig(LayerConfig):
     conv_width: int = 4
     norm_eps: float = 1e-6
     backend: str = field(default="auto", compare=False)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")
+        check_multiple(self, "num_value_heads", "num_key_heads")
+        check_numbers(self, "norm_eps")
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedDeltaNet(hidden_size, self)

@@ -13,6 +13,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
@@ -75,6 +76,10 @@ class LatentAttentionConfig(LayerConfig):
     backend: str = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "rotated_dim", "value_dim", "kv_rank")
+        check_sizes(self, "plain_dim", least=0)
+        if self.q_rank is not None:
+            check_sizes(self, "q_rank")
         if self.rope.channels != self.rotated_dim:
             raise ConfigError(f"rotated_dim: is {self.rotated_dim}, but rope is of {self.rope.channels} channels")
 

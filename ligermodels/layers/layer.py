@@ -31,10 +31,11 @@ class Layer(nn.Module):
     under context parallelism."""
 
     context_parallel: ClassVar[bool] = False
-    """Whether a token mixer supports context parallelism: if `context.shard` is not None, `x` holds only this rank's
-    tokens, and the layer exchanges with the other ranks through that `SequenceShard`. Tokens beyond the end of a row
-    are padding, which must not influence other tokens; in a causal mixer it does not. A `token_wise` mixer declares
-    it too, because it may read keys of other tokens from the context."""
+    """Whether a layer that is not `token_wise`, or a token mixer, supports context parallelism: if `context.shard` is
+    not None, `x` holds only this rank's tokens, and the layer exchanges with the other ranks through that
+    `SequenceShard`. Tokens beyond the end of a row are padding, which must not influence other tokens; in a causal
+    mixer it does not. A `token_wise` mixer declares it too, because it may read keys of other tokens from the
+    context."""
 
     sequence_parallel: ClassVar[bool] = False
     """Whether a layer that is not `token_wise` supports sequence parallelism: under tensor parallelism `x` is then this
@@ -47,6 +48,10 @@ class Layer(nn.Module):
     expert_parallel: ClassVar[tuple[str, ...]] = ()
     """Names of the parameters, or of submodules with parameters, that have a row for each expert. Expert parallelism
     spreads them over ranks. Such a layer has an attribute `_expert_mesh`, None until it is spread."""
+
+    reads_experts: ClassVar[bool] = False
+    """Whether a mixture of experts sends tokens to the experts in `context.experts`, if there are any, in place of the
+    experts that its router chooses. Otherwise `routing=` is refused."""
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {}
     """Names of the linear layers that may compute in float8: "input" for a linear layer that takes `x` itself, None for

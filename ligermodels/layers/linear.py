@@ -9,14 +9,13 @@ part, so that a new part works with all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.errors import InputError, short
 from ligermodels.layers.activation import GatedActivation
+from ligermodels.layers.composed import Composed
 from ligermodels.layers.float8 import Float8, float8_lora, float8_lora_form
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard, Update
 from ligermodels.layers.lora import LoRA, lora
@@ -41,7 +40,7 @@ FUSED: Mapping[tuple[type, type], FusedPair] = {
 }
 
 
-class Linear(nn.Linear):
+class Linear(Composed[Compute, Update], nn.Linear):
     """y = x W^T + bias + update(x), then perhaps an activation.
 
     Where `compute` holds the weight itself, the parameter `weight` is None.
@@ -52,28 +51,9 @@ class Linear(nn.Linear):
         >>> layer.update = LoRA(layer, [part])                # trained
     """
 
+    part_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"compute": Compute, "update": Update}
+    weight_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ()}
     split: TensorShard | None = None
-
-    @property
-    def compute(self) -> Compute | None:
-        """How the weight is kept and multiplied; None: the parameter `weight`, in its dtype. See `store`."""
-        return cast("Compute | None", self._modules.get("compute"))
-
-    @compute.setter
-    def compute(self, compute: Compute | None) -> None:
-        # nn.Module assigns modules, and None in place of a module, without this setter.
-        if compute is not None:
-            raise InputError(f"compute: must be a Compute, got {short(compute)}")
-
-    @property
-    def update(self) -> Update | None:
-        """What is added to the product; None for nothing."""
-        return cast("Update | None", self._modules.get("update"))
-
-    @update.setter
-    def update(self, update: Update | None) -> None:
-        if update is not None:  # as for `compute`
-            raise InputError(f"update: must be an Update, got {short(update)}")
 
     def forward(
         self, input: Tensor, *, activation: Callable[..., Tensor] | None = None, form: Float8Form | None = None
@@ -120,43 +100,6 @@ class Linear(nn.Linear):
             return self.compute.input_form(self.weight)
         fused = FUSED.get((type(self.compute), type(self.update)))
         return None if fused is None else fused.input_form(self.compute, self.update, self.weight)
-
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
-    def store(self, compute: Compute | None) -> None:
-        """Set `compute`. One that holds the weight replaces the parameter `weight`; `make_dense` removes it."""
-        self._modules.pop("compute", None)
-        if compute is not None:
-            self.compute = compute.train(self.training)
-            if compute.holds_weight:
-                self.weight = None  # type: ignore[assignment]
-
-    @torch.no_grad()
-    def make_dense(self, dtype: torch.dtype) -> None:
-        """Keep the weight as a frozen parameter of `dtype` again, and remove a `compute` that holds it."""
-        if self.compute is not None and self.compute.holds_weight:
-            self.weight = nn.Parameter(self.compute.dense(dtype), requires_grad=False)
-            self.store(None)
-
-    @torch.no_grad()
-    def merge_update(self, dense: torch.dtype | None = None) -> None:
-        """Add the update to the weight, rounded once, and remove the update.
-
-        Args:
-            dense: keep a weight that `compute` holds as a frozen parameter of this dtype. Default: None, its codes are
-                rounded anew.
-        """
-        if self.update is None:
-            return
-        held = self.compute if self.compute is not None and self.compute.holds_weight else None
-        weight = self.weight.detach() if held is None else held.dense(torch.float32)
-        self.update.add_to(weight)
-        if held is not None and dense is None:
-            held.fill(weight)
-        elif held is not None and dense is not None:
-            self.weight = nn.Parameter(weight.to(dense), requires_grad=False)
-            self.store(None)
-        del self._modules["update"]
 
     def init_weights(self, std: float) -> None:
         """Weight normal(0, std) and bias zero. A weight that `compute` holds is drawn by `compute.init_weights`."""

@@ -45,14 +45,34 @@ class Part(nn.Module):
     """Why a model with such parts cannot be written as a checkpoint, and what to do; None if it can be."""
 
 
-class Compute(Part):
+class ComputePart(Part):
+    """Base of `Compute`, and of the same for experts."""
+
+    holds_weight: ClassVar[bool] = False
+    """Whether the part keeps the weight itself; the parameter of the layer is then None."""
+
+
+class UpdatePart(Part):
+    """Base of `Update`, and of the same for experts."""
+
+    projections: tuple[str, ...] = ("weight",)
+    """Names of the parameters that have an update."""
+    dropout: float = 0.0
+    """Probability that an element of the input is dropped, in training mode."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether forward drops elements of its input now."""
+        return bool(self.training and self.dropout)
+
+
+class Compute(ComputePart):
     """How a linear layer keeps its weight and multiplies by it; subclasses define `forward`.
 
     A class that keeps the weight itself (codes in place of numbers) sets `holds_weight`, and defines `dense` and
     `fill`: the `weight` of the layer is then None.
     """
 
-    holds_weight: ClassVar[bool] = False
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def forward(
@@ -108,7 +128,7 @@ class Compute(Part):
         return {name: "replicated" for name, _ in self.named_parameters()}
 
 
-class Update(Part):
+class Update(UpdatePart):
     """What is added to the product of a linear layer, such as a low-rank update; subclasses define `forward`.
 
     Parameters are replicated over tensor-parallel ranks. `forward` takes this rank's channels of them by

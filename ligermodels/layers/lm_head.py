@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.arguments import check_flag, check_number
 from ligermodels.errors import InputError
+from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute
 from ligermodels.layers.packing import check_plain
@@ -29,6 +30,9 @@ class HeadConfig:
     bias: bool = False
     softcap: float | None = None
     logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "softcap", positive=True)
 
 
 LOSS_OPTIONS = (
@@ -232,6 +236,13 @@ class LMHead(Linear):
         self.config = config or HeadConfig()
         if self.config.bias:
             self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def check_part(self, name: str, part: Any) -> None:
+        """The loss of a head is computed from its weight: it has no update, and `compute` must hold the weight."""
+        super().check_part(name, part)
+        if part is not None and (name == "update" or not part.holds_weight):
+            advice = "only a Compute that holds the weight is" if name == "compute" else "train the weight itself"
+            raise InputError(f"{name}: a {type(part).__name__} is not supported by a language-model head; {advice}")
 
     def reset_parameters(self) -> None:
         """Nothing: `init_weights` fills the weight, which is large, once."""

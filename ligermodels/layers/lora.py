@@ -131,11 +131,6 @@ class LoRA(Update):
         """The sum of the ranks of all parts."""
         return self.lora_A.shape[0]
 
-    @property
-    def drops(self) -> bool:
-        """Whether forward drops elements of x now."""
-        return bool(self.training and self.dropout)
-
     def extra_repr(self) -> str:
         parts = ", ".join(f"{part.name.rpartition('.')[2]} (r={part.r})" for part in self.parts)
         return f"{parts}, dropout={self.dropout}"

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
-from ligermodels.layers.activation import GatedActivation
+from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_choice, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.layer import Layer
@@ -32,6 +33,10 @@ class MLPConfig(LayerConfig):
     bias: bool = False
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "size")
+        check_choice(self, "activation", ACTIVATIONS)
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedMLP(hidden_size, self)

@@ -21,8 +21,9 @@ from ligermodels.convert.mappings import (
     transposed,
 )
 from ligermodels.errors import ConfigError
-from ligermodels.layers.activation import GatedActivation
+from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.expert_parts import ComposedExperts, Product, plain_product
@@ -90,12 +91,11 @@ class MoEConfig(LayerConfig):
     aux_loss: bool = True
 
     def __post_init__(self) -> None:
+        check_sizes(self, "size")
+        check_choice(self, "activation", ACTIVATIONS)
+        check_numbers(self, "alpha", "limit", positive=True)
         if self.shared_gate and self.shared is None:
             raise ConfigError("shared_gate: there is no shared expert that it could gate; set shared")
-        for name in ("alpha", "limit"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}: must be above 0, got {value}")
 
     @property
     def activation_options(self) -> dict[str, Any]:
@@ -195,6 +195,7 @@ class MoE(ComposedExperts, Layer):
     }
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
     sequence_parallel: ClassVar[bool] = True
+    reads_experts: ClassVar[bool] = True
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias", "update")
     _expert_mesh: Any = None  # the DeviceMesh over which `parallel.expert` divides the experts
 

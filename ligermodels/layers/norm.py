@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import ConfigError
+from ligermodels.layers.config_checks import check_choice, check_numbers
 from ligermodels.layers.float8 import writes_float8
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops import Float8Form
@@ -34,6 +35,15 @@ class NormConfig:
     casting_mode: Literal["llama", "gemma"] = "llama"
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "eps")
+        check_choice(self, "casting_mode", ("llama", "gemma"))
+        check_choice(self, "kind", ("rms", "layer"))
+        if self.bias and self.kind == "rms":
+            raise ConfigError("bias: is of kind 'layer'; an RMSNorm has none")
+        if self.casting_mode != "llama" and self.kind == "layer":
+            raise ConfigError("casting_mode: is of kind 'rms'; leave it out for a LayerNorm")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +78,7 @@ class _Norm(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if config.bias and config.kind == "layer" else None
+        self.bias = nn.Parameter(torch.empty(size)) if config.bias else None
         self.init_weights()
 
     def init_weights(self, std: float = 0.0) -> None:

@@ -13,6 +13,7 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.errors import BackendError, InputError
 from ligermodels.layers.activation import ACTIVATIONS
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_choice, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.layer import Layer
@@ -44,6 +45,9 @@ class PerLayerInputsConfig:
     size: int
     norm: NormConfig
     padding_idx: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "vocab_size", "num_layers", "size")
 
     def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
         """Mappings of the tensors: `native` and `checkpoint` are the prefixes of their names."""
@@ -114,6 +118,11 @@ class PerLayerInputConfig(LayerConfig):
     size: int
     norm: NormConfig
     activation: str = "gelu_tanh"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "layer", least=0)
+        check_sizes(self, "size")
+        check_choice(self, "activation", ACTIVATIONS)
 
     def build(self, hidden_size: int) -> nn.Module:
         return PerLayerInput(hidden_size, self)

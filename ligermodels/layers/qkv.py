@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.config_checks import check_choice, check_numbers
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
@@ -27,6 +28,11 @@ class QKNormConfig:
     norm: NormConfig
     over: Literal["head", "projection"] = "head"
 
+    def __post_init__(self) -> None:
+        check_choice(self, "over", ("head", "projection"))
+        if self.norm.kind != "rms":
+            raise ConfigError(f"norm: of queries and keys must be of kind 'rms', got {self.norm.kind!r}")
+
 
 @dataclass(frozen=True)
 class ValueConfig:
@@ -36,6 +42,9 @@ class ValueConfig:
 
     norm_eps: float | None = None
     from_keys: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "norm_eps")
 
 
 class SplitQKV(nn.Module):

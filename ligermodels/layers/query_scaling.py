@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.layers.config_checks import check_sizes
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class QueryScaling:
 
     beta: float
     original_context: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "original_context")
 
     def scale(self, q: Tensor, positions: Tensor | None) -> Tensor:
         """q (B, T, heads, D), scaled by its positions (B or 1, T); InputError without positions. The factor is computed

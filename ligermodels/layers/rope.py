@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
+from ligermodels.layers.config_checks import check_numbers, check_sizes
 from ligermodels.ops.runtime.tensors import as_dtype
 
 
@@ -74,6 +76,9 @@ class LinearScaling(RopeScaling):
 
     factor: float
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", positive=True)
+
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         return 1.0 / wavelengths / self.factor
 
@@ -85,6 +90,11 @@ class ProportionalScaling(RopeScaling):
 
     part: float
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "part", "factor", positive=True)
+        if self.part > 1:
+            raise ConfigError(f"part: must be a fraction of at most 1, got {self.part}")
 
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         pairs = torch.arange(len(wavelengths), device=wavelengths.device)
@@ -105,6 +115,10 @@ class DynamicScaling(RopeScaling):
 
     factor: float
     original_context: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", positive=True)
+        check_sizes(self, "original_context")
 
     @property
     def context_thresholds(self) -> ContextThresholds:
@@ -133,6 +147,12 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float
     original_context: int
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", positive=True)
+        check_sizes(self, "original_context")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(f"low_freq_factor: must be below high_freq_factor, {self.high_freq_factor}")
+
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         inv_freq = 1.0 / wavelengths
         wavelength = 2 * math.pi / inv_freq
@@ -157,6 +177,10 @@ class YarnScaling(RopeScaling):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", "beta_fast", "beta_slow", positive=True)
+        check_sizes(self, "original_context")
 
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
         low, high = (self._channel(rope, turns) for turns in (self.beta_fast, self.beta_slow))
@@ -194,7 +218,10 @@ class LongRopeScaling(RopeScaling):
         return ContextThresholds(switch=self.original_context)
 
     def frequencies(self, rope: RopeConfig, wavelengths: Tensor) -> Tensor:
-        """Frequencies for short and for long sequences, (2, dim / 2)."""
+        """Frequencies for short and for long sequences, (2, dim / 2). ConfigError for another number of factors."""
+        for name, factors in (("short", self.short), ("long", self.long)):
+            if len(factors) != len(wavelengths):
+                raise ConfigError(f"{name}: must have {len(wavelengths)} factors, dim / 2; got {len(factors)}")
         return 1.0 / (
             torch.tensor([self.short, self.long], dtype=torch.float32, device=wavelengths.device) * wavelengths
         )
@@ -237,6 +264,10 @@ class RopeConfig:
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
     attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "dim")
+        check_numbers(self, "theta", "attention_factor", positive=True)
 
     @property
     def channels(self) -> int:

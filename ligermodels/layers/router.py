@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.keeps_dtype import at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
@@ -61,9 +62,10 @@ class RouterConfig:
     expert_scales: bool = False
 
     def __post_init__(self) -> None:
-        if self.scores not in ("softmax", "sigmoid"):
-            raise ConfigError(f"scores: must be 'softmax' or 'sigmoid', got {self.scores!r}")
-        if self.num_groups < 1 or self.num_experts % self.num_groups:
+        check_sizes(self, "num_experts", "top_k", "num_groups", "top_k_groups")
+        check_choice(self, "scores", ("softmax", "sigmoid"))
+        check_numbers(self, "eps")
+        if self.num_experts % self.num_groups:
             raise ConfigError(f"num_groups: {self.num_groups} does not divide num_experts {self.num_experts}")
         if not 1 <= self.top_k_groups <= self.num_groups:
             raise ConfigError(

@@ -14,6 +14,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention import AttentionConfig
+from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
@@ -31,13 +32,15 @@ class SharedKVAttentionConfig(AttentionConfig):
     decoding state, and its result for a token does not depend on the hidden states of other tokens.
 
     Raises:
-        ConfigError: a field of keys or values is set, or a norm is over the whole projection; the message names it.
+        ConfigError: a field is out of range or not implemented here; the message names it.
     """
 
     kv_from: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("values", "shares_kv", "query_scaling"):
+        super().__post_init__()
+        check_sizes(self, "kv_from", least=0)
+        for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate"):
             if getattr(self, name):
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
         if self.qk_norm is not None and self.qk_norm.over != "head":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.config import LayerConfig
+from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.layer import Layer
@@ -25,6 +26,9 @@ class UngatedMLPConfig(LayerConfig):
 
     size: int
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "size")
 
     def build(self, hidden_size: int) -> nn.Module:
         return UngatedMLP(hidden_size, self)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation.routing import NOT_ROUTED
-from ligermodels.layers import RouterConfig, RouterOutput, count_tokens_per_expert, load_balancing_loss, router_z_loss
+from ligermodels.layers import (
+    Block,
+    RouterConfig,
+    RouterOutput,
+    count_tokens_per_expert,
+    load_balancing_loss,
+    router_z_loss,
+)
+from ligermodels.layers.layer import declared
 from ligermodels.layers.packing import check_plain
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.ops.runtime.checks import assert_async
@@ -70,9 +78,18 @@ def check_routing(decoder: Decoder, routing: Any, tokens: Tensor) -> None:
         tokens: the inputs (B, T, ...).
 
     Raises:
-        InputError: it does not fit the model or the tokens, or the model has no experts.
+        InputError: it does not fit the model or the tokens; the model has no experts, or a layer with experts does not
+            declare that it uses given experts.
     """
     routers = checked_routers(decoder, "routing")
+    for number in routers:
+        mlp = cast(Block, decoder.blocks[number]).mlp
+        if not declared(mlp).reads_experts:
+            raise InputError(
+                f"routing: blocks[{number}].mlp ({type(mlp).__name__}) would ignore the given experts: its class does "
+                "not declare `reads_experts`. Derive it from ligermodels.layers.Layer, pass `context.experts` to its "
+                "router, and set `reads_experts = True`"
+            )
     check_plain("routing", routing, *INTEGERS)
     top_k, blocks = next(iter(routers.values())).top_k, len(decoder.blocks)
     batch = tuple(tokens.shape[:2])

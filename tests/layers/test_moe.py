@@ -452,11 +452,11 @@ def test_float32_logits(autocast: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 0}, r"top_k: must lie in \[1, 12\]"),
+        ({"top_k": 0}, r"top_k: must be a whole number of at least 1, got 0"),
         ({"top_k": 13}, r"top_k: must lie in \[1, 12\].* got 13"),
-        ({"scores": "softplus"}, "scores: must be 'softmax' or 'sigmoid', got 'softplus'"),
+        ({"scores": "softplus"}, "scores: must be one of softmax, sigmoid, got 'softplus'"),
         ({"num_groups": 5}, "num_groups: 5 does not divide num_experts 12"),
-        ({"num_groups": 0}, "num_groups: 0 does not divide"),
+        ({"num_groups": 0}, "num_groups: must be a whole number of at least 1, got 0"),
         ({"num_groups": 3, "top_k_groups": 4}, r"top_k_groups: must lie in \[1, 3\]"),
         ({"num_groups": 12}, "num_groups: groups must have two experts"),
         ({"num_groups": 4, "top_k": 4}, r"top_k: must lie in \[1, 3\]"),

@@ -11,7 +11,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.layers import DenseMoEConfig, ForwardContext, MoE, Router
+from ligermodels.layers import DenseMoEConfig, ForwardContext, Layer, MoE, Router
 
 FAMILIES = [
     "mixtral",
@@ -356,3 +356,36 @@ def test_a_layer_that_returns_no_experts() -> None:
     ids = ids_of(model)
     with pytest.raises(InputError, match="3 layers have experts by the model's config, and 2 returned"):
         model(ids, return_routing=True)
+
+
+class WithoutContext(Layer):
+    """Around a mixture; the experts that a caller gives do not reach it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, context: Any = None) -> Any:
+        return self.inner(x)
+
+
+class WithContext(WithoutContext):
+    reads_experts = True
+
+    def forward(self, x: Tensor, context: Any = None) -> Any:
+        return self.inner(x, context)
+
+
+def test_given_experts_reach_a_layer_or_are_refused() -> None:
+    model = build("qwen3_moe")
+    ids = ids_of(model)
+    given, number = random_routing(model, ids), next(iter(model.decoder.expert_routers))
+    wanted = model(ids, routing=given).logits
+    block = model.decoder.blocks[number]
+    mixture = block.mlp
+    block.mlp = WithContext(mixture)
+    assert torch.equal(model(ids, routing=given).logits, wanted)
+    block.mlp = WithoutContext(mixture)
+    with pytest.raises(InputError, match=rf"routing: blocks\[{number}\].mlp \(WithoutContext\) would ignore"):
+        model(ids, routing=given)
+    assert model(ids, labels=ids, return_routing=True).routing.shape == given.shape  # its own choice
