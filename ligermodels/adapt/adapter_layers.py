@@ -12,7 +12,7 @@ from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
 from ligermodels.arguments import ExpertFormat
-from ligermodels.convert.files import ADAPTER
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -43,7 +43,7 @@ def updates_of_file(
         raise CheckpointError(f"{checkpoint.folder / ADAPTER}: {error}") from None
     for target in config.get("target_parameters") or ():
         if not any(f".{path}".endswith(f".{target}") for path in found.names):
-            raise ConfigError(f"target_parameters: {target!r} names no experts that the adapter's file adapts")
+            raise ConfigError(f"{ADAPTER_CONFIG}: target_parameters: {target!r} names no experts that {ADAPTER} adapts")
     rest = paths - file_names(found)
     if unknown := [path for path in sorted(rest) if path not in linear]:
         names = ", ".join(dict.fromkeys(map(leaf, (*linear, *experts))))
