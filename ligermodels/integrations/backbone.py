@@ -67,8 +67,8 @@ def backbone_forward(
         padding: the padding of `attention_mask`, if it is known.
         native: False for the class's own forward in any case.
         kwargs: other arguments of the class. The native pass computes with `cu_seq_lens_q`, int32 (n + 1,), bounds of
-            documents packed into one row (by default documents begin where positions restart); `per_layer_inputs`
-            (B, T, layers, P), see `Decoder.forward`; and `visual_pos_masks`, bool (B, T), with
+            documents packed into one row (by default documents begin where positions do not rise by 1);
+            `per_layer_inputs` (B, T, layers, P), see `Decoder.forward`; and `visual_pos_masks`, bool (B, T), with
             `deepstack_visual_embeds`, for each of the first layers the features (n, H) that are added to its result
             for these n tokens.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.integrations.modules import OnModules, attribute_named, native_of
 from ligermodels.layers import BlockOutput, ForwardContext, PerLayerInputs, PerLayerInputsConfig, RotaryEmbedding
 from ligermodels.layers.tokens import TokenLayout
-from ligermodels.models.decoder import Decoder, DecoderConfig, first_token_wise
+from ligermodels.models.decoder import Decoder, DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ class HFDecoder(OnModules, Decoder):
         inputs = config.per_layer_inputs
         self.per_layer_inputs = None if inputs is None else HFPerLayerInputs(backbone, inputs)
         self.ropes = ropes
-
-    @property
-    def narrows(self) -> bool:  # type: ignore[override]
-        """See `Decoder`; the layers of a transformers model may change."""
-        return first_token_wise(self.blocks) < len(self.blocks)
 
     def with_features(self, added: Sequence[AddedFeatures]) -> HFDecoder:
         """A decoder that adds features of images to the results of the first layers, for one pass."""

@@ -88,7 +88,8 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def bounds_of(position_ids: Tensor) -> Tensor | None:
-    """Bounds of documents, over the flattened B * T tokens, found by positions (B, T) that restart; None without any.
+    """Bounds of documents, over the flattened B * T tokens, found by positions (B, T) that do not rise by 1; None for
+    one document in each row.
 
     Waits for the GPU once; pass `cu_seqlens` instead to avoid this. Under torch.compile there are always B * T + 1
     bounds: empty documents follow the last one.
@@ -110,7 +111,7 @@ def document_bounds(shape: Sequence[int], position_ids: Tensor | None, cu_seqlen
 
     Args:
         shape: (B, T) of the inputs.
-        position_ids: long (B, T) or None. Positions that restart mark documents, if there are no `cu_seqlens`.
+        position_ids: long (B, T) or None. Positions that do not rise by 1 mark documents, if there are no `cu_seqlens`.
         cu_seqlens: int32 (n + 1,), bounds of documents in a single row, or None.
 
     Returns:

@@ -56,7 +56,7 @@ def count_targets(
     Args:
         labels: (B, T) int64, -100 where ignored.
         ahead: for each loss, how many tokens its labels lie ahead.
-        position_ids: (B, T) long. Positions that restart mark packed documents.
+        position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
         attention_mask: (B, T), 1 on tokens and 0 on padding; it excludes the two arguments before.
 

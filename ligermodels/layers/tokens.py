@@ -113,7 +113,25 @@ class Unpadding(Tokens):
         return reshaped(flat, (*self._shape, *x.shape[2:]))
 
 
-class KeptPadding(Tokens):
+class FilledPadding(Tokens):
+    """Leaves padding where it is, as a prefill does, and fills it in results.
+
+    Args:
+        mask: bool (B, T), True on tokens and False on padding.
+    """
+
+    padded = True
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def restore(self, x: Tensor, fill: float = 0) -> Tensor:
+        """x (B, T, ...), with `fill` on padding."""
+        return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.ndim - 2)), fill)
+
+
+class KeptPadding(FilledPadding):
     """Leaves padding where it is, as documents of their own, for torch.compile: shapes do not depend on values.
 
     Args:
@@ -127,11 +145,10 @@ class KeptPadding(Tokens):
         InputError: the mask has other values, no token at all, or padding between tokens (on a GPU: device assertions).
     """
 
-    trivial, padded = False, True
-    mask: Tensor
+    trivial = False
 
     def __init__(self, attention_mask: Tensor) -> None:
-        self.mask = mask = attention_mask.bool()
+        super().__init__(mask := attention_mask.bool())
         (rows, length), lengths, first = mask.shape, mask.sum(1), mask.int().argmax(1)
         index = torch.arange(length, device=mask.device)
         between = (index >= first[:, None]) & (index < (first + lengths)[:, None])
@@ -145,14 +162,11 @@ class KeptPadding(Tokens):
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (B, T, ...) -> (1, B * T, ...), with `fill` on padding."""
-        return self._filled(x, fill).flatten(0, 1)[None]
+        return super().restore(x, fill).flatten(0, 1)[None]
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, B * T, ...) -> (B, T, ...), with `fill` on padding."""
-        return self._filled(x[0].unflatten(0, self.mask.shape), fill)
-
-    def _filled(self, x: Tensor, fill: float) -> Tensor:
-        return x.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (x.ndim - 2)), fill)
+        return super().restore(x[0].unflatten(0, self.mask.shape), fill)
 
 
 @dataclass(frozen=True)
@@ -314,7 +328,8 @@ def token_layout(
     Args:
         shape: (B, T) of the batch.
         attention_mask: (B, T), 1 on tokens and 0 on padding. It excludes the next two arguments.
-        position_ids: (B, T) long. Positions that restart mark packed documents; finding them waits for the GPU once.
+        position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents; finding them
+            waits for the GPU once.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
         mesh: DeviceMesh of the ranks that share each sequence under context parallelism, or None.
 

@@ -60,7 +60,7 @@ def capture(
         boundaries: different numbers of blocks, each from 0 to N, the number of blocks: 0 for the scaled embeddings, N
             for the states before the final norm. See `default_boundaries`.
         attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-        position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+        position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1).
 
     Returns:

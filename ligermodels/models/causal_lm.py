@@ -25,7 +25,7 @@ from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.passes import decode, output_of
+from ligermodels.models.passes import output_of, run_decoder
 from ligermodels.models.routing import router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
@@ -144,13 +144,12 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         Args:
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored. The loss of a
-                mixture of experts includes `aux_loss` times the config's `router_aux_loss_coef`, in training and eval
-                mode, as in transformers; in training mode also `router_z_loss` times `router_z_loss_coef`. Both are
-                means over the tokens: with the reduction "sum" they are multiplied by the number of targets, with
-                "none" they are not added.
+                mixture of experts includes `aux_loss` times the config's `router_aux_loss_coef`, in eval mode too, as
+                in transformers, and in training mode `router_z_loss` times `router_z_loss_coef`. With the reduction
+                "sum" both are multiplied by the number of targets; with "none" they are not added.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
                 is zero in results. Positions count from each row's first token.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
                 predict one another.
             inputs_embeds: (B, T, H) in place of `input_ids`.
@@ -175,8 +174,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             tree: with a state, the new tokens are a tree of candidates.
             num_items_in_batch: divide the summed loss by this instead of the number of targets (gradient accumulation).
                 It is above 0, or 0 where no label is counted, whose loss is 0. It excludes the reduction "none". The
-                routers' losses are then multiplied by this batch's share of the targets, so that over all
-                micro-batches they count once.
+                routers' losses are multiplied by this batch's share of the targets: over all batches they count once.
             loss_options: token_weights (B, T), class_weights (V,), token_scaling, label_smoothing, z_loss, reduction,
                 memory_budget: see `ops.linear_cross_entropy`. None stands for the default.
 
@@ -193,8 +191,11 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             >>> model(input_ids).logits.shape
             torch.Size([1, 10, 32000])
         """
-        passed = (state, tree, token_indices, return_hidden_states, routing, return_routing)
-        inputs = ModelInputs(input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, *passed)
+        inputs = ModelInputs(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, state=state, tree=tree, token_indices=token_indices,
+            return_hidden_states=return_hidden_states, routing=routing, return_routing=return_routing,
+        )  # fmt: skip
         if num_items_in_batch is not None:
             loss_options["num_items_in_batch"] = num_items_in_batch
         if not DEPRECATED.isdisjoint(loss_options):
@@ -208,7 +209,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
 
         with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
-        decoded = decode(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
+        decoded = run_decoder(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
         output = output_of(self, decoded, with_logits, return_last_hidden_state)
         if decoded.targets is not None:
             result = decoded.targets.loss(0, self.head, decoded.hidden, **loss_options)
@@ -251,7 +252,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side. Padding is left out of the pass, and
                 is zero in results. Positions count from each row's first token.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Documents neither attend to nor
                 predict one another.
             inputs_embeds: (B, T, H) in place of `input_ids`.
@@ -280,8 +281,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         """
         options = check_log_prob_options(options, labels)
         inputs = ModelInputs(
-            input_ids, inputs_embeds, labels, attention_mask, position_ids, cu_seqlens, routing=routing,
-            return_routing=return_routing,
+            input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, cu_seqlens=cu_seqlens, routing=routing, return_routing=return_routing,
         )  # fmt: skip
         asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
         if return_log_kept_mass:
@@ -327,7 +328,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         Args:
             shape: (B, T) of the batch.
             attention_mask: (B, T), 1 on tokens and 0 on padding. It excludes the next two arguments.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
             sharded: divide the tokens over the ranks of context parallelism.
 
@@ -359,7 +360,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     def _log_probs(
         self, inputs: ModelInputs, with_logits: bool, with_last_hidden_state: bool, **options: Any
     ) -> CausalLMOutput:
-        decoded = decode(self, inputs, with_logits or with_last_hidden_state)
+        decoded = run_decoder(self, inputs, with_logits or with_last_hidden_state)
         output = output_of(self, decoded, with_logits, with_last_hidden_state)
         result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
         for name in ("log_probs", "entropy", "predicted", "log_kept_mass"):
@@ -377,7 +378,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
         Args:
             labels: (B, T) long, -100 where ignored.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
 

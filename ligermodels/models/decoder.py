@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class RefusesDropout(nn.Module):
-    """A module that contains a `Decoder`, or is one."""
+    """A module that contains a `Decoder`, or is one, whose `train()` refuses configs with dropout."""
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules, as `nn.Module.train` does.
@@ -53,11 +53,7 @@ class RefusesDropout(nn.Module):
 
 
 class Decoder(RefusesDropout):
-    """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`.
-
-    Attributes:
-        narrows: whether the last blocks mix no tokens (Gemma 4), so that passes with `token_indices` save their work.
-    """
+    """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _tensor_ranks = 1  # number of tensor-parallel ranks
@@ -81,9 +77,13 @@ class Decoder(RefusesDropout):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
-        self.narrows: bool = first_token_wise(self.blocks) < len(self.blocks)
         if config.dropout:
             self.eval()
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the last blocks mix no tokens (Gemma 4), so that passes with `token_indices` save their work."""
+        return first_token_wise(self.blocks) < len(self.blocks)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:

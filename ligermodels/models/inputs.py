@@ -36,12 +36,12 @@ class InputModel(Protocol):
 class ModelInputs(NamedTuple):
     """The tokens that a model is called with, and everything that belongs to them: see `CausalLM.forward`."""
 
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
-    labels: Tensor | None
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
-    cu_seqlens: Tensor | None
+    input_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     state: DecodingState | None = None
     tree: TreeTokens | None = None
     token_indices: Tensor | Targets | None = None
@@ -200,10 +200,8 @@ def check_token_indices(token_indices: Tensor, count: int) -> None:
     assert_async(inside, f"token_indices: must lie in [0, {count}), the flattened tokens")
 
 
-def prefill_lengths(attention_mask: Tensor | None, state: DecodingState) -> Tensor | None:
-    """Number of tokens of each sequence in a prefill, long (B,); None without an `attention_mask`."""
-    if attention_mask is None:
-        return None
+def prefill_lengths(attention_mask: Tensor, state: DecodingState) -> Tensor:
+    """Number of tokens of each sequence in a prefill, long (B,)."""
     if state.cache_seqlens is not None:
         raise InputError("attention_mask: is for the prefill; a decoding pass takes tokens without padding")
     _check_real(attention_mask)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ligermodels.generation.routing import NOT_ROUTED
 from ligermodels.layers import RouterOutput, Targets
-from ligermodels.layers.tokens import TokenLayout, layout_without_padding
+from ligermodels.layers.tokens import FilledPadding, TokenLayout, layout_without_padding
 from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.routing import RouterResults, given_experts, router_results
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
 
-class Decoded(NamedTuple):
+class DecoderResult(NamedTuple):
     """The result of the decoder.
 
     hidden: states after the final norm, (rows, length, H) in the `layout`; or (1, n, H) of the tokens with a target.
-    layout: layout of the states.
+    layout: layout of the states, whose `restore` fills padding.
     targets: the targets of the labels, or None.
     routers: results of the routers of mixtures of experts.
     hidden_states: the residual streams (B, T, H) of `return_hidden_states`, or None.
@@ -34,7 +34,9 @@ class Decoded(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None
 
 
-def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weights: Tensor | None = None) -> Decoded:
+def run_decoder(
+    model: CausalLM, inputs: ModelInputs, every_token: bool, token_weights: Tensor | None = None
+) -> DecoderResult:
     """Run the decoder.
 
     Args:
@@ -52,41 +54,48 @@ def decode(model: CausalLM, inputs: ModelInputs, every_token: bool, token_weight
     shape = check_inputs(model, inputs, token_weights)
     states = _unfilled(model, inputs)
     if inputs.state is not None or inputs.token_indices is not None:
-        return _decode_in_place(model, inputs, shape, states)
+        return _run_without_layout(model, inputs, shape, states)
     layout = model.layout(
         shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
     )
     targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
     needed = None if targets is None else targets.tokens
-    hidden, routers = _hidden(model, inputs, layout, layout=layout, token_indices=needed, hidden_states=states)
-    return Decoded(hidden, layout, targets, routers, _restored(states, inputs, layout))
+    hidden, routers = _hidden(
+        model, inputs, routing_layout=layout, layout=layout, token_indices=needed, hidden_states=states
+    )
+    return DecoderResult(hidden, layout, targets, routers, _restored(states, inputs, layout))
 
 
-def _hidden(model: CausalLM, inputs: ModelInputs, rows: TokenLayout, **options: Any) -> tuple[Tensor, RouterResults]:
-    """Call the decoder with the inputs and `options`: its result, and the results of the routers, in layout `rows`."""
+def _hidden(
+    model: CausalLM, inputs: ModelInputs, *, routing_layout: TokenLayout, **options: Any
+) -> tuple[Tensor, RouterResults]:
+    """Call the decoder with the inputs and `options`: its result, and the results of the routers, whose tokens lie in
+    `routing_layout`."""
     router_outputs = _router_outputs(inputs)
     if inputs.routing is not None:
-        options["routing"] = given_experts(model.decoder, inputs.routing, rows, inputs.attention_mask)
+        options["routing"] = given_experts(model.decoder, inputs.routing, routing_layout, inputs.attention_mask)
     tokens = {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
     hidden = model.decoder(inputs.input_ids, router_outputs=router_outputs, **tokens, **options)
-    return hidden, _routers(model, inputs, router_outputs, rows)
+    return hidden, _routers(model, inputs, router_outputs, routing_layout)
 
 
-def _decode_in_place(
+def _run_without_layout(
     model: CausalLM, inputs: ModelInputs, shape: tuple[int, int], states: dict[int, Tensor] | None
-) -> Decoded:
-    """`decode` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and returns
-    the states of tokens (B, T), or (1, n) of the `token_indices`, which need no restoring."""
-    state, needed = inputs.state, inputs.token_indices
-    layout, seq_lens = layout_without_padding(shape, None), None
+) -> DecoderResult:
+    """`run_decoder` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and
+    returns the states of tokens (B, T), where only a prefill's padding is to fill, or (1, n) of the `token_indices`."""
+    state, needed, mask = inputs.state, inputs.token_indices, inputs.attention_mask
+    plain, seq_lens = layout_without_padding(shape, None), None
+    rows, every_token = plain, plain
     if state is None:
         rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
-    else:
-        rows, seq_lens = layout, prefill_lengths(inputs.attention_mask, state)
+    elif mask is not None:
+        seq_lens = prefill_lengths(mask, state)
+        rows = every_token = replace(plain, packing=FilledPadding(mask.bool()))
     hidden, routers = _hidden(
         model,
         inputs,
-        rows,
+        routing_layout=rows,
         cu_seqlens=rows.cu_seqlens,
         state=state,
         seq_lens=seq_lens,
@@ -94,7 +103,8 @@ def _decode_in_place(
         token_indices=needed.tokens if isinstance(needed, Targets) else needed,
         hidden_states=states,
     )
-    return Decoded(hidden, layout, None, routers, _restored(states, inputs, layout))
+    layout = every_token if needed is None else plain
+    return DecoderResult(hidden, layout, None, routers, _restored(states, inputs, every_token))
 
 
 def _has_losses(inputs: ModelInputs) -> bool:
@@ -110,10 +120,10 @@ def _router_outputs(inputs: ModelInputs) -> list[RouterOutput] | None:
 def _routers(
     model: CausalLM, inputs: ModelInputs, outputs: list[RouterOutput] | None, layout: TokenLayout
 ) -> RouterResults:
-    """The results of the routers of a pass in `layout`, with -1 in the routing of padding."""
+    """The results of the routers of a pass in `layout`."""
     if not outputs and not inputs.return_routing:
         return RouterResults()
-    results = router_results(
+    return router_results(
         model,
         outputs or (),
         layout,
@@ -121,10 +131,6 @@ def _routers(
         with_routing=inputs.return_routing,
         replayed=inputs.routing is not None,
     )
-    if results.routing is None or inputs.state is None or inputs.attention_mask is None:
-        return results
-    padding = inputs.attention_mask[:, :, None, None] == 0  # a prefill computes it
-    return results._replace(routing=results.routing.masked_fill(padding, NOT_ROUTED))
 
 
 def _unfilled(model: CausalLM, inputs: ModelInputs) -> dict[int, Tensor] | None:
@@ -142,19 +148,17 @@ def _restored(states: dict[int, Tensor] | None, inputs: ModelInputs, layout: Tok
     """The `states` by boundary as `CausalLM.forward` returns them: (B, T, H), with zeros on padding."""
     if states is None or inputs.return_hidden_states is None:
         return None
-    restored = [layout.restore(states[boundary]) for boundary in inputs.return_hidden_states]
-    if inputs.state is None or inputs.attention_mask is None:
-        return tuple(restored)
-    padding = inputs.attention_mask[:, :, None] == 0  # a prefill computes it
-    return tuple([x.masked_fill(padding, 0) for x in restored])
+    return tuple([layout.restore(states[boundary]) for boundary in inputs.return_hidden_states])
 
 
-def output_of(model: CausalLM, decoded: Decoded, with_logits: bool, with_last_hidden_state: bool) -> CausalLMOutput:
+def output_of(
+    model: CausalLM, decoded: DecoderResult, with_logits: bool, with_last_hidden_state: bool
+) -> CausalLMOutput:
     """The output of a pass, without its loss.
 
     Args:
         model: the model.
-        decoded: the result of `decode`.
+        decoded: the result of `run_decoder`.
         with_logits: return the logits (B, T, V).
         with_last_hidden_state: return the states (B, T, H).
 

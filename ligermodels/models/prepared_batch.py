@@ -48,7 +48,7 @@ def prepare_batch(
         input_ids: (B, T) long.
         labels: (B, T) long, aligned with the inputs; -100 is ignored. None for no loss.
         attention_mask: (B, T), 1 on tokens and 0 on padding.
-        position_ids: (B, T) long. Positions that restart mark packed documents.
+        position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
         cu_seqlens: int32 (n + 1,), bounds of documents packed into a single row.
         inputs_embeds: (B, T, H) in place of `input_ids`.
         token_weights: (B, T), checked only.

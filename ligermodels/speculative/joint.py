@@ -132,7 +132,7 @@ class JointMedusa(RefusesDropout):
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
             heads_loss_weight: factor of the heads' loss.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
                 of a document.
             inputs_embeds: (B, T, H) in place of `input_ids`.
@@ -168,7 +168,7 @@ class JointMedusa(RefusesDropout):
 
         Args:
             labels: (B, T) long, -100 where ignored.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
 

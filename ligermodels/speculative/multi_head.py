@@ -135,7 +135,7 @@ class MultiHeadModel(RefusesDropout):
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
-            position_ids: (B, T) long. Positions that restart mark documents packed into a row.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
                 of a document.
             inputs_embeds: (B, T, H) in place of `input_ids`. The tokens of DFlash's and DSpark's blocks are then the
@@ -199,7 +199,7 @@ class MultiHeadModel(RefusesDropout):
             input_ids: (B, T) long.
             labels: (B, T) long, or None.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             inputs_embeds: (B, T, H) in place of `input_ids`.
             loss_options: options of the loss, checked only.
@@ -292,7 +292,7 @@ class MultiHeadModel(RefusesDropout):
 
         Args:
             labels: (B, T) long, -100 where ignored.
-            position_ids: (B, T) long. Positions that restart mark packed documents.
+            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
             attention_mask: (B, T), 1 on tokens and 0 on padding.
             first: 2 to count the targets of the heads; 1 to count the base model's targets too.

@@ -17,7 +17,7 @@ from ligermodels.layers.sharding import call_gathered
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.inputs import ModelInputs
-from ligermodels.models.passes import Decoded, decode
+from ligermodels.models.passes import DecoderResult, run_decoder
 from ligermodels.models.routing import RouterResults
 from ligermodels.pretrained import from_config, from_pretrained
 from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
@@ -72,19 +72,19 @@ class DistillationModel(ObjectiveModel):
         """
         if num_items_in_batch is None:
             num_items_in_batch = self.num_targets(labels, cu_seqlens=cu_seqlens).clamp(min=1)
-        inputs = ModelInputs(input_ids, None, labels, None, None, cu_seqlens)
+        inputs = ModelInputs(input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens)
         # The states of both models are those of the same tokens.
         every_token = not (self.model.decoder.narrows and self.teacher.decoder.narrows)
         with torch.no_grad():
-            taught = decode(self.teacher, inputs, every_token)
+            taught = run_decoder(self.teacher, inputs, every_token)
         total, count, routers = call_gathered(self.model, self._divergence, inputs, taught, every_token)
         return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, routers)
 
     def _divergence(
-        self, inputs: ModelInputs, taught: Decoded, every_token: bool
+        self, inputs: ModelInputs, taught: DecoderResult, every_token: bool
     ) -> tuple[Tensor, Tensor, RouterResults]:
         """The summed divergence, the number of its tokens, and the results of the routers."""
-        decoded = decode(self.model, inputs, every_token)
+        decoded = run_decoder(self.model, inputs, every_token)
         targets, head = cast(Targets, decoded.targets), self.model.head
         mask = targets.take(targets.values[0]) != IGNORE_INDEX
         states = decoded.hidden, taught.hidden

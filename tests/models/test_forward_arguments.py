@@ -170,3 +170,22 @@ def test_what_the_loss_of_a_mixture_includes(training: bool) -> None:
         torch.testing.assert_close(out.loss, total + share * of_routers.double(), check_dtype=False)
     each = model(ids, labels=labels, reduction="none").loss[:, :-1].flatten()
     torch.testing.assert_close(each, losses)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama-3.1", "mixtral"])
+def test_results_of_a_prefill_are_zero_on_padding(name: str) -> None:
+    model, ids, lengths = make(name).eval(), draw(), (8, 5)
+    mask, routes = (torch.arange(8) < torch.tensor(lengths)[:, None]).long(), name == "mixtral"
+    options = {"return_hidden_states": [0, 2], "return_logits": True, "return_last_hidden_state": True}
+    state = model.new_state(2, 20)
+    found = model(ids, attention_mask=mask, state=state, return_routing=routes, **options)
+    wanted = model(ids, attention_mask=mask, return_routing=routes, **options)
+    for one, two in zip(found.to_tuple(), wanted.to_tuple(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert not found.logits[1, 5:].any() and not found.last_hidden_state[1, 5:].any()
+    some = torch.tensor([7, 8 + 4])
+    state = model.new_state(2, 20)
+    few = model(ids, attention_mask=mask, state=state, token_indices=some, return_hidden_states=[2])
+    torch.testing.assert_close(few.logits[0], wanted.logits.flatten(0, 1)[some])
+    torch.testing.assert_close(few.hidden_states[0], wanted.hidden_states[1])
