@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ligermodels.generation.routing import NOT_ROUTED
 from ligermodels.layers import RouterOutput, Targets
+from ligermodels.layers.router import NOT_ROUTED
 from ligermodels.layers.tokens import TokenLayout, layout_without_padding
 from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
