@@ -21,7 +21,7 @@ from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, CheckpointWarning, InputError
-from ligermodels.layers.quantized import QuantizedCompute, quantized_weights
+from ligermodels.layers.quantized import Codes, quantized_weights
 from ligermodels.models.untie import EMBEDDING, HEAD
 from ligermodels.ops.quantized.weights import BLOCK, NF4_LEVELS
 
@@ -83,17 +83,17 @@ class _Part(NamedTuple):
     dtype: torch.dtype
     block: int = 1
 
-    def empty(self, layer: QuantizedCompute, device: torch.device | str | None = None) -> Tensor:
+    def empty(self, layer: Codes, device: torch.device | str | None = None) -> Tensor:
         """The tensor, not filled; on the layer's device by default."""
         *rows, in_features = layer.shape
         shape = *rows, in_features // self.block
         return torch.empty(shape, dtype=self.dtype, device=device or layer.codes.device)
 
-    def stored_bytes(self, mapping: WeightMapping, layer: QuantizedCompute) -> int:
+    def stored_bytes(self, mapping: WeightMapping, layer: Codes) -> int:
         parts = mapping.split(self.empty(layer, "meta"))
         return sum(math.prod(view.shape) * self.reader.headers[source.source].dtype.itemsize for source, view in parts)
 
-    def fits(self, mapping: WeightMapping, layer: QuantizedCompute) -> bool:
+    def fits(self, mapping: WeightMapping, layer: Codes) -> bool:
         """Whether the reader has the part for each row of the weight."""
         try:
             WeightMap([mapping], ignored=[""]).plan(self.reader.headers, {mapping.target: self.empty(layer, "meta")})
@@ -108,12 +108,10 @@ class _Reading(NamedTuple):
     parts: tuple[_Part, ...]
     fill: Callable[..., None]
 
-    def stored_bytes(self, mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> int:
+    def stored_bytes(self, mappings: Sequence[WeightMapping], layers: Mapping[str, Codes]) -> int:
         return sum(part.stored_bytes(m, layers[m.target]) for part in self.parts for m in mappings)
 
-    def load(
-        self, mappings: list[WeightMapping], layers: Mapping[str, QuantizedCompute], count: _Counting, mapped: bool
-    ) -> None:
+    def load(self, mappings: list[WeightMapping], layers: Mapping[str, Codes], count: _Counting, mapped: bool) -> None:
         """Fill the layers of the mappings."""
         tensors = [{m.target: part.empty(layers[m.target]) for m in mappings} for part in self.parts]
         for part, read in zip(self.parts, tensors, strict=True):
@@ -124,7 +122,7 @@ class _Reading(NamedTuple):
 
 
 def _ways(
-    rounded: _Reading, mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute], reader: Reader
+    rounded: _Reading, mappings: Sequence[WeightMapping], layers: Mapping[str, Codes], reader: Reader
 ) -> list[tuple[_Reading, list[WeightMapping]]]:
     """Divide the mappings of quantised layers by the way to read them. Warns of weights that are rounded twice."""
     stored = stored_4_bits(reader, NF4_LEVELS, BLOCK)
@@ -141,7 +139,7 @@ def _ways(
     return [(rounded, others), (exact, fitting)]
 
 
-def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> None:
+def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[str, Codes]) -> None:
     if not mappings:
         return
     first, kind = mappings[0].target, layers[mappings[0].target].kind
@@ -157,7 +155,7 @@ def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[
     warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
-def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, QuantizedCompute]) -> None:
+def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, Codes]) -> None:
     if mappings:
         first = mappings[0].target
         message = (
@@ -168,13 +166,13 @@ def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, Quant
         warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
-def _without_codes(model: torch.nn.Module, layers: Mapping[str, QuantizedCompute]) -> dict[str, Tensor]:
+def _without_codes(model: torch.nn.Module, layers: Mapping[str, Codes]) -> dict[str, Tensor]:
     """The tensors of the model's checkpoint, without LoRA and without codes and scales of the quantised layers."""
     codes = {id(tensor) for layer in layers.values() for tensor in (layer.codes, layer.scales)}
     return {name: tensor for name, tensor in without_lora(model).items() if id(tensor) not in codes}
 
 
-def _fill(layer: QuantizedCompute, name: str, weight: Tensor) -> None:
+def _fill(layer: Codes, name: str, weight: Tensor) -> None:
     """Round a weight of the checkpoint, called `name` in the model."""
     try:
         layer.fill(weight)
@@ -182,12 +180,12 @@ def _fill(layer: QuantizedCompute, name: str, weight: Tensor) -> None:
         raise CheckpointError(f"{name}: {error}") from None
 
 
-def _fill_nf4(layer: QuantizedCompute, name: str, codes: Tensor, scales: Tensor) -> None:
+def _fill_nf4(layer: Codes, name: str, codes: Tensor, scales: Tensor) -> None:
     layer.fill_nf4(codes, scales)
 
 
 def _groups(
-    mappings: list[WeightMapping], layers: Mapping[str, QuantizedCompute], dtype: torch.dtype
+    mappings: list[WeightMapping], layers: Mapping[str, Codes], dtype: torch.dtype
 ) -> Iterator[list[WeightMapping]]:
     """Divide the mappings, in order, into groups with targets of at most CHUNK_BYTES bytes, or with one target."""
     group, size = list[WeightMapping](), 0

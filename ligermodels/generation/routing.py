@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NOT_ROUTED = -1
-"""In a routing: the expert of a token whose experts are not known, such as padding."""
+from ligermodels.layers.router import NOT_ROUTED
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.layers.packing import document_of
 from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.tokens import SelectedTokens, SequenceShard, Tokens
 
@@ -64,7 +65,8 @@ class ForwardContext:
     cache_seqlens: long (B,), in a decoding pass: number of tokens of each sequence that its state holds already.
     tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
         new tokens follow one another, and are kept.
-    keys_values: outside of decoding passes, the keys and values that earlier layers share, by the layer's number.
+    keys_values: outside of decoding passes, the keys and values that earlier layers share, by the layer's number. All
+        contexts that are made from one context share this dict.
     per_layer_inputs: (B, T, layers, P), a small vector for each layer and token (Gemma 4).
     routing: the experts that the caller gives for each token, by the number of the block: (rows, length, top_k), -1 for
         the router's choice. Blocks without an entry choose by themselves.
@@ -143,6 +145,6 @@ class ForwardContext:
         index = torch.arange(tokens, device=device)
         before = index[:, None] >= index
         if self.cu_seqlens is not None:
-            document = torch.bucketize(index, self.cu_seqlens[1:], right=True)
+            document = document_of(self.cu_seqlens, tokens)
             before = before & (document[:, None] == document)
         return index, before

@@ -243,8 +243,8 @@ class MoE(ComposedExperts, Layer):
             (..., H), dtype of x, and the router's output.
         """
         tokens = x.flatten(0, -2)
-        given = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
-        logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given)
+        given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
+        logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
         rows, weights, experts = (used_in_parts(self, tensor) for tensor in (tokens, weights, chosen))
         if self._expert_mesh is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))

@@ -21,8 +21,14 @@ from ligermodels.ops.quantized.weights import pack_nf4
 CHUNK_ELEMENTS = 2**24
 """Elements of a weight that are compared, or dequantised, at a time."""
 
+UNEXPORTABLE = (
+    "the model has quantised weights, which neither checkpoints nor models of transformers have: do this before it is "
+    "quantised; or with the rounded weights, after lm.dequantize(model)"
+)
+"""Why a model with quantised weights has no checkpoint."""
 
-class QuantizedCompute(Compute, KeepsDtype):
+
+class Codes(KeepsDtype):
     """A frozen weight kept as codes and scales: see `ops.quantize_weight`.
 
     Parameters `codes`, uint8, and `scales`, float32, are not trained, and keep their dtypes where the module is cast.
@@ -34,12 +40,6 @@ class QuantizedCompute(Compute, KeepsDtype):
         kind: "float8", "int4" or "nf4".
         device: of the codes, which are not filled: see `fill`.
     """
-
-    holds_weight: ClassVar[bool] = True
-    unexportable: ClassVar[str | None] = (
-        "the model has quantised weights, which neither checkpoints nor models of transformers have: do this before it "
-        "is quantised; or with the rounded weights, after lm.dequantize(model)"
-    )
 
     def __init__(
         self, in_features: int, out_features: int, kind: QuantizedFormat, device: torch.device | None = None
@@ -55,15 +55,6 @@ class QuantizedCompute(Compute, KeepsDtype):
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
         return self.out_features, self.in_features
-
-    @classmethod
-    def of(cls, weight: Tensor, kind: QuantizedFormat) -> QuantizedCompute:
-        """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
-        not finite."""
-        out_features, in_features = weight.shape
-        quantized = cls(in_features, out_features, kind, weight.device)
-        quantized.fill(weight)
-        return quantized
 
     def fill(self, weight: Tensor) -> None:
         """Keep a weight of this `shape`, rounded. InputError if it has values that are not finite."""
@@ -127,6 +118,22 @@ class QuantizedCompute(Compute, KeepsDtype):
     def extra_repr(self) -> str:
         return self.kind
 
+
+class QuantizedCompute(Codes, Compute):
+    """The frozen weight of a linear layer as `Codes`."""
+
+    holds_weight: ClassVar[bool] = True
+    unexportable: ClassVar[str | None] = UNEXPORTABLE
+
+    @classmethod
+    def of(cls, weight: Tensor, kind: QuantizedFormat) -> QuantizedCompute:
+        """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
+        not finite."""
+        out_features, in_features = weight.shape
+        quantized = cls(in_features, out_features, kind, weight.device)
+        quantized.fill(weight)
+        return quantized
+
     def forward(
         self,
         x: Tensor,
@@ -163,7 +170,7 @@ class QuantizedCompute(Compute, KeepsDtype):
         return {"codes": 1, "scales": 1}
 
 
-class ExpertCodes(QuantizedCompute):
+class ExpertCodes(Codes):
     """A frozen weight (E, out, in) of all experts, kept as codes and scales of a weight (E * out, in).
 
     Args:
@@ -180,7 +187,7 @@ class ExpertCodes(QuantizedCompute):
     def shape(self) -> tuple[int, ...]:
         return self.experts, self.out_features // self.experts, self.in_features
 
-    def forward(self, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         """See `ExpertCompute.forward`."""
         return ops.quantized_grouped_mm(rows, self._coded(self.codes), self.scales, offsets, bias)
 
@@ -193,6 +200,8 @@ class QuantizedExperts(ExpertCompute):
         kind: "float8", "int4" or "nf4".
         device: of the codes, which are not filled.
     """
+
+    unexportable: ClassVar[str | None] = UNEXPORTABLE
 
     def __init__(
         self, gate_up: Sequence[int], down: Sequence[int], kind: QuantizedFormat, device: torch.device | None = None
@@ -236,9 +245,9 @@ def quantized_layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer, compute in named if isinstance(compute, QuantizedCompute | QuantizedExperts)}
 
 
-def quantized_weights(module: nn.Module) -> dict[str, QuantizedCompute]:
+def quantized_weights(module: nn.Module) -> dict[str, Codes]:
     """Name of the parameter that a quantised weight replaces -> its codes, for all quantised weights in `module`."""
-    weights: dict[str, QuantizedCompute] = {}
+    weights: dict[str, Codes] = {}
     for name, layer in quantized_layers(module).items():
         if isinstance(layer.compute, QuantizedExperts):
             weights |= {f"{name}.{projection}": codes for projection, codes in layer.compute.codes.items()}

@@ -17,6 +17,9 @@ from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops.runtime.tensors import without_autocast
 
+NOT_ROUTED = -1
+"""In a routing: the expert of a token whose experts are not known, such as padding; the router chooses them."""
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -140,13 +143,14 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.config}"
 
-    def forward(self, tokens: Tensor, given: Tensor | None = None) -> Routing:
+    def forward(self, tokens: Tensor, given_experts: Tensor | None = None) -> Routing:
         """Choose the experts of each token, and compute their weights.
 
         Args:
             tokens: (N, H).
-            given: (N, top_k), any integer dtype: experts to use in place of the router's choice, in this order. Their
-                weights are computed as for chosen experts. A token with -1 keeps the router's choice. Default: None.
+            given_experts: (N, top_k), any integer dtype: experts to use in place of the router's choice, in this order.
+                Their weights are computed as for chosen experts. A token with `NOT_ROUTED` keeps the router's
+                choice. Default: None.
 
         Returns:
             The logits, and the experts and weights of each token.
@@ -167,8 +171,8 @@ class Router(nn.Module):
         if config.top_k_groups < config.num_groups:
             choice = _best_groups(choice, config.num_groups, config.top_k_groups)
         experts = choice.topk(config.top_k, dim=-1).indices
-        if given is not None:
-            experts = torch.where(given < 0, experts, given)
+        if given_experts is not None:
+            experts = torch.where(given_experts == NOT_ROUTED, experts, given_experts)
         weights = scores.gather(1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + config.eps)

@@ -20,6 +20,7 @@ from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
+from ligermodels.layers.packing import document_of
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.tokens import SelectedTokens
 
@@ -170,6 +171,6 @@ def _visible(needed: SelectedTokens, window: int | None, cu_seqlens: Tensor | No
     if window is not None:
         allowed = allowed & (keys > queries - window)
     if cu_seqlens is not None:
-        document = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        document = document_of(cu_seqlens, len(keys))
         allowed = allowed & (document == document[queries])
     return allowed[None]

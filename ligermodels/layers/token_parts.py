@@ -6,9 +6,10 @@ additions, routers and everything else that works on single tokens compute this 
 the backward pass. A projection by columns gathers its input. A projection by rows sums its output over ranks, and each
 rank gets its part of the sum. Together they send as many bytes as the all-reduce of all tokens that they replace.
 
-`Decoder.forward` selects the blocks that divide the tokens. `layers.sharding` reads `current` for the modules of these
-blocks: between projections they receive this rank's part, (1, n, H), instead of (B, T, H). A layer supports this if
-it declares `sequence_parallel` or `token_wise`: see `layers.layer.Layer`.
+All blocks of a `Decoder` divide the tokens, or none does (`divide_tokens`); `Decoder.forward` runs them by
+`_run_in_parts`. `layers.sharding` reads `current` for their modules: between projections they receive this rank's part,
+(1, n, H), instead of (B, T, H). A layer supports this if it declares `sequence_parallel` or `token_wise`: see
+`layers.layer.Layer`.
 """
 
 from __future__ import annotations

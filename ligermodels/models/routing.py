@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.routing import NOT_ROUTED
 from ligermodels.layers import (
     Block,
     RouterConfig,
@@ -20,6 +19,7 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.layer import declared
 from ligermodels.layers.packing import check_plain
+from ligermodels.layers.router import NOT_ROUTED
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.ops.runtime.checks import assert_async
 
