@@ -15,7 +15,7 @@ from ligermodels import ops
 from ligermodels.convert.mappings import TensorView
 from ligermodels.layers.expert_parts import ExpertUpdate, Projection
 from ligermodels.layers.lora import LoRA, LoRAPart
-from ligermodels.ops.runtime.library import PLAIN
+from ligermodels.layers.sharding import own_experts
 
 ALIGNMENT = 8
 """torch's grouped product takes sizes that are multiples of this."""
@@ -136,8 +136,8 @@ class ExpertLoRA(ExpertUpdate):
 
         B is relative to the scaling of the first part."""
         parts = self.parts_of(projection)
-        a = _local(self.get_parameter(f"lora_A_{projection}"))
-        b = [_local(self.get_parameter(f"lora_B_{part.leaf}")) for part in parts]
+        a = own_experts(self.get_parameter(f"lora_A_{projection}"))
+        b = [own_experts(self.get_parameter(f"lora_B_{part.leaf}")) for part in parts]
         native = b[0].new_zeros(len(b[0]), self.sizes[projection][1], a.shape[1])
         rows_first = native.movedim(0, -1)
         start = 0
@@ -163,9 +163,3 @@ class ExpertLoRA(ExpertUpdate):
 def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """The grouped product; all experts share a single weight."""
     return F.linear(rows, weights[0]) if len(weights) == 1 else ops.grouped_mm(rows, weights, offsets)
-
-
-def _local(parameter: Any) -> Tensor:
-    """This rank's experts of a parameter that is spread over ranks."""
-    local: Tensor = parameter if type(parameter) in PLAIN else parameter.to_local()
-    return local

@@ -36,11 +36,11 @@ from ligermodels.layers.sharding import (
     local,
     of_all_tokens,
     on_first_rank,
+    own_experts,
     split_evenly,
     sum_over_ranks,
     used_in_parts,
 )
-from ligermodels.ops.runtime.library import PLAIN_OR_NONE
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,7 @@ class MoE(ComposedExperts, Layer):
             down_bias = on_first_rank(self, self.down_bias)
         else:
             parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-            gate_up, down, gate_up_bias, down_bias = (
-                p if type(p) in PLAIN_OR_NONE else cast(Any, p).to_local() for p in parameters
-            )
+            gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
         biases = gate_up_bias, down_bias
         parts = {"mesh": self._expert_mesh, "product": self.product, "num_experts": self.config.router.num_experts}
         out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, **parts)

@@ -61,6 +61,12 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
     return local_tensor(parameter, partial=partial or token_parts.current() is not None)
 
 
+def own_experts(parameter: Any) -> Any:
+    """This rank's experts of a parameter with a row per expert, which expert parallelism or FSDP2 may have spread; None
+    for None."""
+    return parameter if type(parameter) in PLAIN_OR_NONE else parameter.to_local()
+
+
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for ranks that each use it with their shard of `module`. The gradient is summed over ranks."""
     if not is_tensor_parallel(module):
