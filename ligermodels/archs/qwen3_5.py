@@ -96,19 +96,19 @@ def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
     interval = fields.size("full_attention_interval")
     kinds = fields.kinds("layer_types", (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL)
     norm = NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, casting_mode="gemma")
+    key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"{fields.where}: linear_num_key_heads {key_heads} does not divide linear_num_value_heads {value_heads}"
+        )
     delta = GatedDeltaNetConfig(
-        num_key_heads=fields.size("linear_num_key_heads"),
-        num_value_heads=fields.size("linear_num_value_heads"),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
         key_head_dim=fields.size("linear_key_head_dim"),
         value_head_dim=fields.size("linear_value_head_dim"),
         conv_width=fields.size("linear_conv_kernel_dim"),
         norm_eps=norm.eps,
     )
-    if delta.num_value_heads % delta.num_key_heads:
-        raise ConfigError(
-            f"{fields.where}: linear_num_key_heads {delta.num_key_heads} does not divide linear_num_value_heads "
-            f"{delta.num_value_heads}"
-        )
     bias = fields.flag("attention_bias", False)
     attention = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm), "output_gate": True}
 
