@@ -77,8 +77,11 @@ def fused(x: Tensor, weights: Tensor, *others: Tensor, experts: Tensor, options:
 @pytest.mark.parametrize("bias", [False, True])
 def test_mix_experts(where: Where, sizes: tuple[int, ...], routing: str, options: GLUOptions, bias: bool) -> None:
     """Forward and all gradients against float64, and equal bits in a second run."""
+    if sizes[0] == 1 and where.dtype.itemsize < 4:
+        pytest.skip("single numbers are right by luck in 16 bits")
     known = {"experts": route(routing, *sizes[:3]), "options": options}
-    check(partial(fused, **known), partial(plain, **known), inputs_of(where, sizes, bias))
+    slack = 1.0 if options.limit is None else 3.0  # rounding decides whether a gradient near the limit is 0
+    check(partial(fused, **known), partial(plain, **known), inputs_of(where, sizes, bias), slack=slack)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -225,16 +228,17 @@ def test_compiled_with_varying_sizes(kernels_device: torch.device) -> None:
 def test_real_sizes_in_a_graph(sizes: tuple[int, ...], routing: str) -> None:
     """The tiles of large layers: against float64, without a synchronisation, and equal in a CUDA graph."""
     where = Where(torch.device("cuda"), torch.bfloat16)
+    activation = OPTIONS[1]._replace(limit=7.0)  # near a limit, whether a gradient is 0 depends on rounding
     experts, inputs = route(routing, *sizes[:3]).cuda(), inputs_of(where, sizes)
     leaves = [x.requires_grad_() for x in inputs]
 
     def passes() -> list[Tensor]:
-        y = ops.mix_experts(*leaves[:2], experts, *leaves[2:], activation=OPTIONS[1], backend="triton")
+        y = ops.mix_experts(*leaves[:2], experts, *leaves[2:], activation=activation, backend="triton")
         return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
     found = passes()
     wide_leaves = [x.detach().double().requires_grad_() for x in inputs]
-    y = ops.mix_experts(*wide_leaves[:2], experts, *wide_leaves[2:], activation=OPTIONS[1])
+    y = ops.mix_experts(*wide_leaves[:2], experts, *wide_leaves[2:], activation=activation)
     for one, two in zip(found, [y.detach(), *torch.autograd.grad(y, wide_leaves, torch.ones_like(y))], strict=True):
         assert (one.double() - two).norm() < 5e-3 * two.norm()
     torch.cuda.set_sync_debug_mode("error")

@@ -300,17 +300,20 @@ def attention_key_gradient_kernel(
     statistics = (batch * heads + head * GROUP) * T
     lse += statistics
     delta += statistics
+    # Loads of a loop's first steps are issued before it, where it has no steps too: their addresses may not divide by 0.
+    length = tl.maximum(whole, 1)
     for i in range(0, whole * GROUP):
-        member = (i // whole).to(tl.int64)
-        start = full + i % whole * BLOCK_T
+        member = (i // length).to(tl.int64)
+        start = full + i % length * BLOCK_T
         dk_acc, dv_acc = key_gradient(
             keys, values, q + member * q_head, q_token, dout + member * dout_head, dout_token, lse + member * T,
             delta + member * T, start, None, dk_acc, dv_acc, T, scale, softcap,
             DIM, VALUE_DIM, BLOCK_T, BLOCK_DIM, BLOCK_VALUE,
         )  # fmt: skip
+    length = tl.maximum(masked, 1)
     for i in range(0, masked * GROUP):
-        member = (i // masked).to(tl.int64)
-        tile = i % masked
+        member = (i // length).to(tl.int64)
+        tile = i % length
         start = tl.where(tile < left, begin, rest - left * BLOCK_T) + tile * BLOCK_T
         position = (start + offset + tl.arange(0, BLOCK_T))[None, :]
         visible = (key[:, None] <= position) & (position <= last[:, None])
