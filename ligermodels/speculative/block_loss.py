@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.ops.loss.divergences import DIVERGENCES, acceptance
+from ligermodels.ops.loss.divergence_rows import divergence_in_place
+from ligermodels.ops.loss.divergences import DistillationOptions, Labels
 from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7
 """(rows, V_d) buffers in fp32 that a chunk takes."""
+KERNEL_BUFFERS = 3
+"""Those where kernels compute the losses: the logits, and halves for their product, the gradient and the teacher's."""
 WHOLE_BUFFERS = 3
 """(rows, V) buffers in fp32 that it takes in addition, where the draft vocabulary has not all tokens."""
 
@@ -123,21 +127,19 @@ class _BlockLosses(torch.autograd.Function):
         dw = code_weight.new_empty(code_weight.shape if needed else 0)
         total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
-        columns = BUFFERS * len(weight) + (0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight))
+        buffers = KERNEL_BUFFERS if use_kernels(hidden, teacher.hidden) else BUFFERS
+        columns = buffers * len(weight) + (0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight))
         slots, size = targets.shape[1], max(1, options.memory_budget // (4 * columns * targets.shape[1]))
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
             logits = (h @ weight.T).to(wide)
             logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
-            truth = _teacher_logits(teacher, chunk, wide)
-            valid = mask[chunk]
-            *values, gradient = _slot_losses(
-                logits, truth, teacher.tokens, targets[chunk], valid, weights[chunk], options, needed
+            results.append(
+                _slot_losses(logits, teacher, chunk, targets[chunk], mask[chunk], weights[chunk], options, needed)
             )
-            results.append(tuple(values))
             if needed:
-                d = gradient.to(hidden.dtype)
+                d = logits.to(hidden.dtype)
                 dh[chunk] = (d @ weight).unflatten(0, (-1, slots))
                 dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
                 if total is not None:
@@ -154,53 +156,52 @@ class _BlockLosses(torch.autograd.Function):
         return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
 
 
-def _teacher_logits(teacher: Teacher, chunk: slice, dtype: torch.dtype) -> Tensor:
+def _teacher_logits(teacher: Teacher, chunk: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The teacher's logits (rows, V_d) of a chunk without softcap and scale; of all its classes the log-sum-exp and the
+    largest logit's class, None where the draft has them all."""
     x = teacher.hidden[chunk].flatten(0, 1) @ teacher.weight.T
-    x = (x if teacher.bias is None else x + teacher.bias).to(dtype)
-    x = x if teacher.logit_scale == 1.0 else x * teacher.logit_scale
-    return x if teacher.softcap is None else teacher.softcap * torch.tanh(x / teacher.softcap)
+    x = x if teacher.bias is None else x.add_(teacher.bias)
+    if teacher.tokens is None:
+        return x, None, None
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)) * teacher.logit_scale
+    wide = wide if teacher.softcap is None else teacher.softcap * torch.tanh(wide / teacher.softcap)
+    return x[:, teacher.tokens], wide.logsumexp(1), x.argmax(1)
 
 
 def _slot_losses(
-    logits: Tensor, truth: Tensor, tokens: Tensor | None, targets: Tensor, mask: Tensor, weights: Tensor,
-    options: SlotLoss, needed: bool,
+    logits: Tensor, teacher: Teacher, chunk: slice, targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss,
+    needed: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The fields of `BlockLosses` after `total`, of a chunk, and the gradient of the sum of weights * losses.
-
-    logits: (rows, V_d), overwritten. truth: (rows, V). tokens: (V_d,), of the V, or None. targets, mask, weights:
-    (blocks, K).
-    """
-    best, log_mass = logits.argmax(1), None
-    agreed = ((best if tokens is None else tokens[best]) == truth.argmax(1)).view_as(mask) & mask
-    if tokens is not None:
-        lse, truth = truth.logsumexp(1), truth[:, tokens]
-        log_mass = truth.logsumexp(1) - lse
-    log_q, log_p = logits.log_softmax(1), truth.log_softmax(1)
-    known = mask & (targets != IGNORE_INDEX)
-    index = targets.clamp(min=0).flatten()[:, None]
-    log_x = log_q.gather(1, index)
-    ranks = (log_q > log_x).sum(1).view_as(mask)
-    # A token outside of the draft vocabulary is less likely than all tokens in it.
-    ranks = ranks.masked_fill(~known, logits.shape[1]).masked_fill(~mask, -1)
-    overlap = acceptance(log_q, log_p).view_as(mask) * mask
-    accepted = overlap if log_mass is None else acceptance(log_q, log_p, log_mass).view_as(mask) * mask
-    cross_entropy = -log_x.view_as(mask).masked_fill(~known, 0)
+    """The fields of `BlockLosses` after `total`, of a chunk. If `needed`, the logits (rows, V_d) become the gradient of
+    the sum of weights * losses. targets, mask, weights: (blocks, K)."""
+    truth, lses, likeliest = _teacher_logits(teacher, chunk)
+    rows, valid, weights = logits.shape[0], mask.flatten(), weights * mask
+    divergence, accepted, overlap, cross_entropy = logits.new_empty(4, rows)
+    agreed, best = torch.empty_like(valid), None if likeliest is None else logits.argmax(1)
+    labels = Labels(
+        targets.masked_fill(~mask, IGNORE_INDEX).flatten(), options.ce_weight, options.divergence_weight, cross_entropy,
+        torch.empty_like(targets.flatten()),
+    )  # fmt: skip
+    name = options.divergence
+    of_rows = weights.flatten() if options.dpace is None else valid.to(weights.dtype)
+    divergence_in_place(
+        logits, truth, divergence, valid, of_rows.to(logits.dtype) if needed else None,
+        DistillationOptions(name, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale), accepted, agreed, lses,
+        None if lses is None else overlap, labels,
+    )  # fmt: skip
+    overlap = accepted if lses is None else overlap
+    if best is not None and teacher.tokens is not None:
+        agreed = (teacher.tokens[best] == likeliest) & valid
+    divergence, accepted, overlap, cross_entropy, agreed, ranks = (
+        x.view_as(mask) for x in (divergence, accepted, overlap, cross_entropy, agreed, labels.ranks)
+    )
     if options.dpace is not None:
+        known = mask & (targets != IGNORE_INDEX)
         weights = weights * dpace_weights((-cross_entropy).exp() * known, mask, options.dpace)
-    weights = weights * mask
-    gradient = log_q.exp() if needed else logits
-    if needed:
-        gradient.scatter_add_(1, index, -torch.ones_like(log_x)).mul_(options.ce_weight * known.flatten()[:, None])
-    divergence = torch.zeros_like(cross_entropy)
-    if options.divergence_weight:
-        rows, of_divergence = DIVERGENCES[options.divergence].compute(log_q, log_p, 0.5)
-        divergence = rows.view_as(mask).masked_fill(~mask, 0)
         if needed:
-            gradient.add_(of_divergence, alpha=options.divergence_weight)
+            logits.mul_(weights.flatten()[:, None])
     losses = options.ce_weight * cross_entropy + options.divergence_weight * divergence
-    if needed:
-        gradient.mul_(weights.flatten()[:, None])
-    return losses, weights, overlap, accepted, agreed, ranks, gradient
+    return losses, weights, overlap, accepted, agreed, ranks.masked_fill(~mask, -1)
 
 
 def dpace_weights(probabilities: Tensor, mask: Tensor, alpha: float) -> Tensor:

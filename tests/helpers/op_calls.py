@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.ops.attention.triton_attention import triton_attention
 from ligermodels.ops.glu.glu import GLUOptions
+from ligermodels.speculative.block_loss import SlotLoss, Teacher, block_losses
 from ligermodels.speculative.tree import Tree, default_tree
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -192,6 +193,36 @@ def linear_log_probs(dtype: torch.dtype, vocabulary: int, softcap: float | None,
             hidden, trained, torch.arange(6), softcap=softcap, **dict.fromkeys(names, entropy), **options
         )
         backward(*(found[:3] if entropy else (found,)))
+
+
+@calls(
+    "linear_distillation", dtype=FLOATS, vocabulary=(300, 32000),
+    divergence=("forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"), softcap=(None, 30.0), trained=BOTH,
+    extras=BOTH,
+)  # fmt: skip
+def linear_distillation(
+    dtype: torch.dtype, vocabulary: int, divergence: Any, softcap: float | None, trained: bool, extras: bool
+) -> None:
+    weight, teacher = leaf(vocabulary, 16, dtype=dtype, grad=trained), leaf(vocabulary, 16, dtype=dtype, grad=False)
+    hidden, states = leaf(6, 16, dtype=dtype, grad=trained), leaf(6, 16, dtype=dtype, grad=False)
+    found = ops.linear_distillation(
+        hidden, weight, states, teacher, divergence=divergence, softcap=softcap, teacher_softcap=softcap,
+        teacher_lse=torch.ones(6) if extras else None, return_acceptance=extras, return_agreement=extras,
+    )  # fmt: skip
+    backward(*(found if isinstance(found, tuple) else (found,)))
+
+
+@calls("losses of draft blocks", dtype=FLOATS, vocabulary=(300, 32000), divergence=("l1", "forward_kl"), reduced=BOTH)
+def block_loss(dtype: torch.dtype, vocabulary: int, divergence: str, reduced: bool) -> None:
+    hidden, weight = leaf(3, 4, 16, dtype=dtype), leaf(vocabulary, 16, dtype=dtype, grad=False)
+    teacher = Teacher(
+        hidden.detach(), weight, None, None, 1.0, torch.arange(0, vocabulary, 2) if reduced else None
+    )  # fmt: skip
+    own, targets, mask = weight[: vocabulary // 2] if reduced else weight, torch.ones(3, 4), torch.ones(3, 4)
+    found = block_losses(
+        hidden, own, None, None, teacher, targets.long(), mask.bool(), torch.ones(3, 4), SlotLoss(0.1, divergence, 0.9)
+    )
+    found.total.backward()
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -111,16 +111,19 @@ class Heads:
         check(ours, truth, self.student, frozen=frozen)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize(
+    ("divergence", "name", "memory_budget"),
+    [*((d, "all", TINY) for d in DIVERGENCES), *((d, "none", AMPLE) for d in DIVERGENCES)]
+    + [("forward", o, AMPLE) for o in OPTIONS],
+)
 def test_divergences_and_options(where: Where, divergence: str, name: str, memory_budget: int) -> None:
-    Heads(where, (2, 5), 12, 300).compare(memory_budget=memory_budget, **DIVERGENCES[divergence], **OPTIONS[name])
+    """1100 classes are two tiles of the kernel, the second one not full."""
+    Heads(where, (2, 5), 12, 1100).compare(memory_budget=memory_budget, **DIVERGENCES[divergence], **OPTIONS[name])
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "jsd", "lk"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize(
+    ("divergence", "reduction", "memory_budget"), [("reverse", "mean", TINY), ("lk", "none", AMPLE)]
+)
 def test_frozen_operands(where: Where, divergence: str, reduction: str, memory_budget: int) -> None:
     """Each gradient is there, and right, exactly when its own operand needs it."""
     heads = Heads(where, (9,), 7, 65)
@@ -128,7 +131,7 @@ def test_frozen_operands(where: Where, divergence: str, reduction: str, memory_b
 
 
 @pytest.mark.parametrize("layouts", [(strided_rows, contiguous), (transposed, strided_rows), (contiguous, transposed)])
-@pytest.mark.parametrize(("T", "H", "V"), [((3,), 1, 1), ((1,), 9, 2), ((2, 3), 7, 129), ((0,), 3, 5)], ids=str)
+@pytest.mark.parametrize(("T", "H", "V"), [((3,), 1, 1), ((2,), 9, 3), ((2, 3), 7, 129), ((0,), 3, 5)], ids=str)
 def test_layouts_and_sizes(where: Where, layouts: tuple, T: tuple[int, ...], H: int, V: int) -> None:
     heads = Heads(where, T, H, V)
     for side in (heads.student, heads.teacher):

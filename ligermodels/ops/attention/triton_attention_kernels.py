@@ -300,7 +300,7 @@ def attention_key_gradient_kernel(
     statistics = (batch * heads + head * GROUP) * T
     lse += statistics
     delta += statistics
-    # Loads of a loop's first steps are issued before it, where it has no steps too: their addresses may not divide by 0.
+    # The first steps' loads are issued before a loop, even one without steps: their addresses may not divide by 0.
     length = tl.maximum(whole, 1)
     for i in range(0, whole * GROUP):
         member = (i // length).to(tl.int64)

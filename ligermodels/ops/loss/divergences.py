@@ -48,6 +48,23 @@ class DistillationOptions(NamedTuple):
     teacher_logit_scale: float
 
 
+class Labels(NamedTuple):
+    """A cross entropy beside the divergence of each row: losses and gradients are weighted sums of both.
+
+    targets: int64 (M,); a negative number is no target.
+    weight: of the cross entropy.
+    divergence_weight: of the divergence.
+    losses: float32 (M,), filled with -log q of the target, 0 without one.
+    ranks: int64 (M,), filled with the number of larger logits than the target's; V without a target.
+    """
+
+    targets: Tensor
+    weight: float
+    divergence_weight: float
+    losses: Tensor
+    ranks: Tensor
+
+
 def _forward_kl(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     p = log_p.exp()
     losses = log_p.sub_(log_q).mul_(p).sum(1)
@@ -149,72 +166,3 @@ DIVERGENCES = {
     "nla": _Formula(_nla, 1),
     "lk": _Formula(_lk, 1),
 }
-
-
-def divergence_in_place(
-    student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
-    options: DistillationOptions, accepted: Tensor | None = None, agreed: Tensor | None = None,
-    teacher_lses: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fills losses and statistics, and replaces the student's logits by the gradient of loss_weights * losses.
-
-    Args:
-        student: logits (M, V).
-        teacher: logits (M, V); overwritten.
-        losses: (M,), the dtype of the computation; 0 in rows that are not valid.
-        valid: bool (M,).
-        loss_weights: (M,); None: no gradient is needed, and the student's logits are overwritten.
-        options: the options of the divergence.
-        accepted: (M,), the dtype of the losses, filled with the `acceptance` of each row; None: not computed.
-        agreed: bool (M,), filled with whether both sides have the largest logit at the same class; None: not computed.
-        teacher_lses: (M,), the log-sum-exp of the teacher's logits over all its classes, for `accepted`, where it has
-            more than V; None: over these V.
-    """
-    if agreed is not None:
-        agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
-    log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
-    slope, _ = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
-    _, lses = _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
-    if accepted is not None:
-        log_mass = None if teacher_lses is None else lses - teacher_lses
-        accepted.copy_(acceptance(log_q, log_p, log_mass).masked_fill_(~valid, 0.0))
-    row_losses, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
-    losses.copy_(row_losses.masked_fill_(~valid, 0.0))
-    if loss_weights is None:
-        return
-    gradient.mul_((loss_weights * (options.logit_scale / options.temperature)).unsqueeze(1))
-    if slope is not None:
-        gradient.mul_(slope)
-    student.copy_(gradient.masked_fill_(~valid.unsqueeze(1), 0.0))
-
-
-def bytes_in_place(V: int, student: torch.dtype, teacher: torch.dtype, options: DistillationOptions) -> int:
-    """The bytes that `divergence_in_place` needs for a row beside the logits.
-
-    Args:
-        V: the number of classes.
-        student: the dtype of the student's logits.
-        teacher: the dtype of the teacher's logits.
-        options: the options of the divergence.
-    """
-    wide = torch.promote_types(student, torch.float32)
-    copies = (student != wide) + (teacher != wide) + (options.softcap is not None)
-    return V * wide.itemsize * (copies + DIVERGENCES[options.divergence].buffers)
-
-
-def _log_softmax_(
-    x: Tensor, scale: float, softcap: float | None, temperature: float, need_slope: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Logits -> log-probabilities, in place. Returns the slope of the softcap, if there is one and it is needed; and
-    the log-sum-exp (M,) of the logits after softcap and temperature."""
-    x.mul_(scale)
-    slope = None
-    if softcap is not None:
-        x.div_(softcap).tanh_()
-        slope = x.square().neg_().add_(1) if need_slope else None
-        x.mul_(softcap)
-    x.div_(temperature)
-    greatest = x.amax(1, keepdim=True)
-    total = x.sub_(greatest).exp().sum(1, keepdim=True).log_()
-    x.sub_(total)
-    return slope, greatest.add_(total).squeeze(1)

@@ -14,17 +14,13 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import ChunkedHead, chunk_rows, empty_gradients
-from ligermodels.ops.loss.divergences import (
-    DIVERGENCES,
-    DistillationOptions,
-    Divergence,
-    bytes_in_place,
-    divergence_in_place,
-)
+from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
+from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence
 from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
 from ligermodels.ops.loss.loss_weights import check_reduction, loss_weights, with_extras
 from ligermodels.ops.loss.token_losses import Reduction
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import under_autocast
@@ -249,7 +245,8 @@ def _linear_distillation(
     options = DistillationOptions(
         divergence, beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    beside = bytes_in_place(len(weight), hidden.dtype, teacher_hidden.dtype, options)
+    kernels = use_kernels(hidden, teacher_hidden)
+    beside = bytes_in_place(len(weight), hidden.dtype, teacher_hidden.dtype, options, kernels)
     size = chunk_rows(mask.numel(), weight, beside, memory_budget, needs[1], teacher_weight.element_size())
     student = ChunkedHead(hidden, weight, bias, size, gradients)
     teacher = ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, size)
