@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.layers.composed import Composed
 from ligermodels.layers.linear_parts import ComputePart, UpdatePart
+from ligermodels.ops import GLUOptions
 
 Projection = Literal["gate_up", "down"]
 """A projection of all experts of a mixture, by the name of its parameter."""
+
+Mix = Callable[[Tensor, Tensor, Tensor, "GLUOptions", "tuple[Tensor | None, Tensor | None]"], "Tensor | None"]
+"""(tokens, weights, experts, activation, biases) -> (N, H); see `ExpertCompute.mix`."""
 
 Product = Callable[[Projection, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 """(projection, rows (R, in), offsets (E,), weight (E, out, in), bias (E, out)) -> (R, out); see `plain_product`."""
@@ -44,6 +48,24 @@ class ExpertCompute(ComputePart):
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         """Rows (R, in), sorted by expert, times the weights of their experts: (R, out). See `plain_product`."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def mix(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, activation: GLUOptions,
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:  # fmt: skip
+        """Both products with the activation between, and the weighted sum of the choices, as `ops.mix_experts`; None
+        where they are to be computed one by one, by `forward`.
+
+        Args:
+            tokens: (N, H).
+            weights: (N, top_k), weights of the chosen experts.
+            experts: integers (N, top_k), the chosen experts.
+            activation: the gated activation.
+            biases: of gate_up (E, out) and down (E, out), or None.
+
+        Returns (N, H).
+        """
+        return None
 
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
         """The weight (E, out, in) in `dtype`."""
@@ -83,6 +105,11 @@ class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
     def product(self) -> Product:
         """The product of the experts with their parts."""
         return plain_product if self.compute is None and self.update is None else self._product
+
+    @property
+    def mix(self) -> Mix | None:
+        """The whole computation of experts by their `compute`; None if they are computed product by product."""
+        return None if self.compute is None or self.update is not None else self.compute.mix
 
     def _product(
         self, projection: Projection, rows: Tensor, offsets: Tensor, weight: Tensor | None, bias: Tensor | None

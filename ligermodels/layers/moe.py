@@ -26,7 +26,7 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.expert_parallel import on_ranks
-from ligermodels.layers.expert_parts import ComposedExperts, Product, plain_product
+from ligermodels.layers.expert_parts import ComposedExperts, Mix, Product, plain_product
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
@@ -253,7 +253,12 @@ class MoE(ComposedExperts, Layer):
             parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
         biases = gate_up_bias, down_bias
-        parts = {"mesh": self._expert_mesh, "product": self.product, "num_experts": self.config.router.num_experts}
+        parts = {
+            "mesh": self._expert_mesh,
+            "product": self.product,
+            "mix": self.mix,
+            "num_experts": self.config.router.num_experts,
+        }
         out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, **parts)
         out = sum_over_ranks(self, out)
         if self.shared is not None:
@@ -276,6 +281,7 @@ def mix_experts(
     mesh: Any = None,
     product: Product = plain_product,
     num_experts: int | None = None,
+    mix: Mix | None = None,
 ) -> Tensor:
     """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
 
@@ -291,6 +297,7 @@ def mix_experts(
             Default: None.
         product: computes gate_up and down; experts with parts have their own. Default: `plain_product`.
         num_experts: number E of experts of all ranks. Default: the rows of `gate_up`.
+        mix: computes all at once where experts are not divided; it may return None. Default: None.
 
     Returns:
         (N, H), in the dtype of the experts' computation.
@@ -302,6 +309,11 @@ def mix_experts(
         return ops.mix_experts(
             tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
         )
+
+    if mix is not None and mesh is None and isinstance(activates, ops.GLUOptions):
+        mixed = mix(tokens, weights, experts, activates, biases)
+        if mixed is not None:
+            return mixed
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         if is_plain:

@@ -51,7 +51,11 @@ from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.optimizer.adamw import adamw_step
 from ligermodels.ops.quantized.dequantize import dequantize_weight
-from ligermodels.ops.quantized.experts import quantized_grouped_mm, quantized_grouped_mm_reference
+from ligermodels.ops.quantized.experts import (
+    quantized_grouped_mm,
+    quantized_grouped_mm_reference,
+    quantized_mix_experts,
+)
 from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_reference
 from ligermodels.ops.quantized.weights import QuantizedWeight, empty_quantized, quantize_weight
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
@@ -141,6 +145,7 @@ __all__ = [
     "quantized_grouped_mm_reference",
     "quantized_linear",
     "quantized_linear_reference",
+    "quantized_mix_experts",
     "require_grouped_mm",
     "rms_norm",
     "rms_norm_reference",

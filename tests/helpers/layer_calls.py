@@ -132,6 +132,25 @@ def mix_experts(
     backward(ops.grouped_mlp(x, offsets, *operands, activation=activation, backend="triton"))
 
 
+@calls(
+    "mix_experts, backend few_tokens", dtype=(BF16, F16), kind=(None, "int4", "nf4", "float8"), tokens=(1, 8, 20),
+    sizes=((256, 128), (72, 40), (2048, 768)), bias=BOTH,
+)  # fmt: skip
+def few_tokens(dtype: torch.dtype, kind: Any, tokens: int, sizes: tuple[int, int], bias: bool) -> None:
+    channels, size = sizes
+    x, weights = leaf(tokens, channels, dtype=dtype, grad=False), leaf(tokens, 2, dtype=F32, grad=False)
+    experts = torch.arange(2).expand(tokens, 2)
+    shapes = ((3, 2 * size, channels), (3, channels, size))
+    biases = [leaf(*shape[:2], dtype=dtype, grad=False) for shape in shapes] if bias else [None, None]
+    activation = GLUOptions("silu")
+    if kind is None:
+        both = [leaf(*shape, dtype=dtype, grad=False) for shape in shapes]
+        ops.mix_experts(x, weights, experts, *both, *biases, activation=activation, backend="few_tokens")
+        return
+    codes = [ops.empty_quantized(kind, 3 * out, width, torch.device("cpu")) for _, out, width in shapes]
+    ops.quantized_mix_experts(x, weights, experts, *codes, 3, *biases, activation=activation)
+
+
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,18 @@ class _FusedExperts(torch.autograd.Function):
         return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
+def combine(rows: Tensor, weights: Tensor, copies: int) -> Tensor:
+    """The weighted sums (N, H) of the rows (N * copies, H) of each token, in float32, without gradients.
+
+    Args:
+        rows: (N * copies, H), in the order of the tokens.
+        weights: float32 (N, copies).
+        copies: rows of a token.
+    """
+    out: Tensor = _combine(rows, weights, copies)
+    return out
+
+
 def _keeps_pairs(x: Tensor, gate_up: Tensor, *_: Any) -> bool:
     """Selective activation checkpointing keeps products that are at least as wide as their input."""
     return gate_up.shape[1] >= gate_up.shape[2]
@@ -156,9 +168,22 @@ def _experts_product(
     arguments = a, w, *w.stride(), contiguous(bias), places, offsets, products, N, K, len(offsets)
     _launch("product", product_kernel, lambda tiles: arguments, (R, N, K), offsets, a)
     if summed:
-        combine_kernel[(R // copies, -(-N // COMBINE_BLOCK))](
-            products, contiguous(weights), out, N, COPIES=copies, BLOCK=COMBINE_BLOCK, num_warps=4
-        )
+        _combine_into(out, products, weights, copies)
+    return out
+
+
+def _combine_into(out: Tensor, rows: Tensor, weights: Tensor | None, copies: int) -> None:
+    combine_kernel[(out.shape[0], -(-out.shape[1] // COMBINE_BLOCK))](
+        rows, contiguous(weights), out, out.shape[1], COPIES=copies, BLOCK=COMBINE_BLOCK, num_warps=4
+    )
+
+
+@custom_op()
+def _combine(rows: Tensor, weights: Tensor, copies: int) -> Tensor:
+    """The (weighted) sums (N, H) of the `copies` rows (N * copies, H) of each token."""
+    out = rows.new_empty(rows.shape[0] // copies, rows.shape[1])
+    if not is_fake(rows) and len(rows):
+        _combine_into(out, rows.contiguous(), weights, copies)
     return out
 
 
