@@ -20,7 +20,7 @@ from ligermodels.convert.mappings import (
     stack,
     transposed,
 )
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
@@ -181,9 +181,9 @@ class MoE(ComposedExperts, Layer):
 
     Modules: `router` (a `Router`), `shared` (a `GatedMLP`, or None) and `shared_gate` (a linear layer with one output
     or None). Parameters: `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`; `down` (E, H,
-    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights
-    in 4 or 8 bits; the parameters are then None) and `update` (LoRA). Experts have no capacity limit, so no token is
-    dropped.
+    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights in 4
+    or 8 bits, and the parameters are then None; or products in float8) and `update` (LoRA). Experts have no capacity
+    limit, so no token is dropped.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
@@ -252,6 +252,8 @@ class MoE(ComposedExperts, Layer):
         else:
             parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
+            if self.compute is not None and not self.compute.holds_weight:
+                raise InputError("experts that compute in float8 cannot be divided over ranks: leave out experts=True")
         biases = gate_up_bias, down_bias
         parts = {
             "mesh": self._expert_mesh,
@@ -311,7 +313,7 @@ def mix_experts(
         )
 
     if mix is not None and mesh is None and isinstance(activates, ops.GLUOptions):
-        mixed = mix(tokens, weights, experts, activates, biases)
+        mixed = mix(tokens, weights, experts, gate_up, down, activates, biases)
         if mixed is not None:
             return mixed
 

@@ -232,13 +232,12 @@ class QuantizedExperts(ExpertCompute):
         return cast(Tensor, self.codes[projection](rows, offsets, bias))
 
     def mix(
-        self, tokens: Tensor, weights: Tensor, experts: Tensor, activation: GLUOptions,
-        biases: tuple[Tensor | None, Tensor | None],
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | None, down: Tensor | None,
+        activation: GLUOptions, biases: tuple[Tensor | None, Tensor | None],
     ) -> Tensor | None:  # fmt: skip
-        gate_up, down = self.gate_up.weight, self.down.weight
-        num_experts = self.gate_up.shape[0]
+        own = self.gate_up.weight, self.down.weight
         return ops.quantized_mix_experts(
-            tokens, weights, experts, gate_up, down, num_experts, *biases, activation=activation
+            tokens, weights, experts, *own, self.gate_up.shape[0], *biases, activation=activation
         )
 
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
