@@ -172,7 +172,7 @@ def _check(model: CausalLM, kind: QuantizedFormat, head: QuantizedFormat | None)
         raise InputError(
             "quantize: this model computes by the modules of a transformers model; load another one to quantise"
         )
-    if any(linear.compute is not None for linear in modules_of(model, Linear)):
+    if any(layer.compute is not None for kind in (Linear, MoE) for layer in modules_of(model, kind)):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):
         raise InputError("quantize: the model is sharded already; quantise it first, then shard it")

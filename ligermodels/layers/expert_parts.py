@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.errors import InputError
 from ligermodels.layers.composed import Composed
 from ligermodels.layers.linear_parts import ComputePart, UpdatePart
+from ligermodels.ops import GLUOptions
 
 Projection = Literal["gate_up", "down"]
 """A projection of all experts of a mixture, by the name of its parameter."""
+
+Mix = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "GLUOptions", "tuple[Tensor | None, Tensor | None]"],
+    "Tensor | None",
+]
+"""(tokens, weights, experts, gate_up, down, activation, biases) -> (N, H); see `ExpertCompute.mix`."""
 
 Product = Callable[[Projection, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 """(projection, rows (R, in), offsets (E,), weight (E, out, in), bias (E, out)) -> (R, out); see `plain_product`."""
@@ -37,13 +45,33 @@ def plain_product(
 
 
 class ExpertCompute(ComputePart):
-    """How the experts keep their weights and multiply by them; the parameters of the mixture are then None."""
+    """How the experts keep their weights and multiply by them. If it `holds_weight`, the parameters of the mixture are
+    None, and it defines `forward`, `dense` and `fill`; otherwise `mix`."""
 
     holds_weight: ClassVar[bool] = True
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         """Rows (R, in), sorted by expert, times the weights of their experts: (R, out). See `plain_product`."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def mix(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | None, down: Tensor | None,
+        activation: GLUOptions, biases: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:  # fmt: skip
+        """Both products with the activation between, and the weighted sum of the choices, as `ops.mix_experts`; None
+        where they are to be computed one by one: by `forward`, or without it as plain products.
+
+        Args:
+            tokens: (N, H).
+            weights: (N, top_k), weights of the chosen experts.
+            experts: integers (N, top_k), the chosen experts.
+            gate_up, down: the weights (E, out, in); None if this module `holds_weight`.
+            activation: the gated activation.
+            biases: of gate_up (E, out) and down (E, out), or None.
+
+        Returns (N, H).
+        """
+        return None
 
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
         """The weight (E, out, in) in `dtype`."""
@@ -79,16 +107,30 @@ class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
     gate_up: nn.Parameter | None
     down: nn.Parameter | None
 
+    def check_part(self, name: str, part: Any) -> None:
+        super().check_part(name, part)
+        compute, update = (part if name == each else getattr(self, each) for each in ("compute", "update"))
+        if update is not None and compute is not None and not compute.holds_weight:
+            raise InputError(
+                f"{name}: experts that compute in float8 have no LoRA: leave the experts out of it, or out of lm.float8"
+            )
+
     @property
     def product(self) -> Product:
         """The product of the experts with their parts."""
-        return plain_product if self.compute is None and self.update is None else self._product
+        holds_weight = self.compute is not None and self.compute.holds_weight
+        return self._product if holds_weight or self.update is not None else plain_product
+
+    @property
+    def mix(self) -> Mix | None:
+        """The whole computation of experts by their `compute`; None if they are computed product by product."""
+        return None if self.compute is None or self.update is not None else self.compute.mix
 
     def _product(
         self, projection: Projection, rows: Tensor, offsets: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         compute, update = self.compute, self.update
-        if compute is None:
+        if compute is None or not compute.holds_weight:
             y = plain_product(projection, rows, offsets, weight, bias)
         else:
             y = compute(projection, rows, offsets, bias)

@@ -20,13 +20,13 @@ from ligermodels.convert.mappings import (
     stack,
     transposed,
 )
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.expert_parallel import on_ranks
-from ligermodels.layers.expert_parts import ComposedExperts, Product, plain_product
+from ligermodels.layers.expert_parts import ComposedExperts, Mix, Product, plain_product
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
@@ -181,9 +181,9 @@ class MoE(ComposedExperts, Layer):
 
     Modules: `router` (a `Router`), `shared` (a `GatedMLP`, or None) and `shared_gate` (a linear layer with one output
     or None). Parameters: `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`; `down` (E, H,
-    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights
-    in 4 or 8 bits; the parameters are then None) and `update` (LoRA). Experts have no capacity limit, so no token is
-    dropped.
+    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights in 4
+    or 8 bits, and the parameters are then None; or products in float8) and `update` (LoRA). Experts have no capacity
+    limit, so no token is dropped.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
@@ -252,8 +252,15 @@ class MoE(ComposedExperts, Layer):
         else:
             parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
+            if self.compute is not None and not self.compute.holds_weight:
+                raise InputError("experts that compute in float8 cannot be divided over ranks: leave out experts=True")
         biases = gate_up_bias, down_bias
-        parts = {"mesh": self._expert_mesh, "product": self.product, "num_experts": self.config.router.num_experts}
+        parts = {
+            "mesh": self._expert_mesh,
+            "product": self.product,
+            "mix": self.mix,
+            "num_experts": self.config.router.num_experts,
+        }
         out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, **parts)
         out = sum_over_ranks(self, out)
         if self.shared is not None:
@@ -276,6 +283,7 @@ def mix_experts(
     mesh: Any = None,
     product: Product = plain_product,
     num_experts: int | None = None,
+    mix: Mix | None = None,
 ) -> Tensor:
     """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
 
@@ -291,6 +299,7 @@ def mix_experts(
             Default: None.
         product: computes gate_up and down; experts with parts have their own. Default: `plain_product`.
         num_experts: number E of experts of all ranks. Default: the rows of `gate_up`.
+        mix: computes all at once where experts are not divided; it may return None. Default: None.
 
     Returns:
         (N, H), in the dtype of the experts' computation.
@@ -302,6 +311,11 @@ def mix_experts(
         return ops.mix_experts(
             tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
         )
+
+    if mix is not None and mesh is None and isinstance(activates, ops.GLUOptions):
+        mixed = mix(tokens, weights, experts, gate_up, down, activates, biases)
+        if mixed is not None:
+            return mixed
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         if is_plain:

@@ -189,7 +189,12 @@ class ExpertCodes(Codes):
 
     def forward(self, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         """See `ExpertCompute.forward`."""
-        return ops.quantized_grouped_mm(rows, self._coded(self.codes), self.scales, offsets, bias)
+        return ops.quantized_grouped_mm(rows, *self.weight, offsets, bias)
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The codes, in the dtype by which the ops tell the formats apart, and the scales."""
+        return QuantizedWeight(self._coded(self.codes), self.scales)
 
 
 class QuantizedExperts(ExpertCompute):
@@ -225,6 +230,15 @@ class QuantizedExperts(ExpertCompute):
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         return cast(Tensor, self.codes[projection](rows, offsets, bias))
+
+    def mix(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | None, down: Tensor | None,
+        activation: GLUOptions, biases: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:  # fmt: skip
+        own = self.gate_up.weight, self.down.weight
+        return ops.quantized_mix_experts(
+            tokens, weights, experts, *own, self.gate_up.shape[0], *biases, activation=activation
+        )
 
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
         return self.codes[projection].dense(dtype)

@@ -45,13 +45,18 @@ from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, line
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
+from ligermodels.ops.moe.float8_experts import float8_mix_experts
 from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.ops.optimizer.adamw import adamw_step
 from ligermodels.ops.quantized.dequantize import dequantize_weight
-from ligermodels.ops.quantized.experts import quantized_grouped_mm, quantized_grouped_mm_reference
+from ligermodels.ops.quantized.experts import (
+    quantized_grouped_mm,
+    quantized_grouped_mm_reference,
+    quantized_mix_experts,
+)
 from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_reference
 from ligermodels.ops.quantized.weights import QuantizedWeight, empty_quantized, quantize_weight
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
@@ -103,6 +108,7 @@ __all__ = [
     "float8_geglu",
     "float8_linear",
     "float8_lora_linear",
+    "float8_mix_experts",
     "float8_mm",
     "float8_swiglu",
     "float8_transpose",
@@ -141,6 +147,7 @@ __all__ = [
     "quantized_grouped_mm_reference",
     "quantized_linear",
     "quantized_linear_reference",
+    "quantized_mix_experts",
     "require_grouped_mm",
     "rms_norm",
     "rms_norm_reference",

@@ -132,7 +132,43 @@ def mix_experts(
     backward(ops.grouped_mlp(x, offsets, *operands, activation=activation, backend="triton"))
 
 
+@calls(
+    "mix_experts, backend few_tokens", dtype=(BF16, F16), kind=(None, "int4", "nf4", "float8"), tokens=(1, 8, 20),
+    sizes=((256, 128), (72, 40), (2048, 768)), bias=BOTH,
+)  # fmt: skip
+def few_tokens(dtype: torch.dtype, kind: Any, tokens: int, sizes: tuple[int, int], bias: bool) -> None:
+    channels, size = sizes
+    x, weights = leaf(tokens, channels, dtype=dtype, grad=False), leaf(tokens, 2, dtype=F32, grad=False)
+    experts = torch.arange(2).expand(tokens, 2)
+    shapes = ((3, 2 * size, channels), (3, channels, size))
+    biases = [leaf(*shape[:2], dtype=dtype, grad=False) for shape in shapes] if bias else [None, None]
+    activation = GLUOptions("silu")
+    if kind is None:
+        both = [leaf(*shape, dtype=dtype, grad=False) for shape in shapes]
+        ops.mix_experts(x, weights, experts, *both, *biases, activation=activation, backend="few_tokens")
+        return
+    codes = [ops.empty_quantized(kind, 3 * out, width, torch.device("cpu")) for _, out, width in shapes]
+    ops.quantized_mix_experts(x, weights, experts, *codes, 3, *biases, activation=activation)
+
+
 # -- float8 ------------------------------------------------------------------------------------------------------------
+
+
+@calls(
+    "float8_mix_experts", dtype=PRODUCTS, sizes=((64, 256, 512), (5, 2048, 1536), (300, 2880, 5760), (300, 80, 96)),
+    bias=BOTH, limit=(None, 7.0), gradient=(E5M2, E4M3), grads=PARTS,
+)  # fmt: skip
+def float8_mix_experts(
+    dtype: torch.dtype, sizes: tuple[int, int, int], bias: bool, limit: float | None, gradient: torch.dtype,
+    grads: tuple[bool, bool],
+) -> None:  # fmt: skip
+    tokens, channels, pairs = sizes
+    x, weights = leaf(tokens, channels, dtype=dtype, grad=grads[0]), leaf(tokens, 8, dtype=F32, grad=grads[0])
+    shapes = ((2, pairs, channels), (2, channels, pairs // 2), (2, pairs), (2, channels))
+    operands = [leaf(*shape, dtype=dtype, grad=grads[1]) for shape in shapes[: 4 if bias else 2]]
+    activation = GLUOptions("silu") if limit is None else GLUOptions("gelu_tanh", 1.7, 0.6, limit, 1.0)
+    experts, recipe = torch.arange(8).expand(tokens, 8) % 2, ops.Float8Recipe(gradient_dtype=gradient)
+    backward(ops.float8_mix_experts(x, weights, experts, *operands, activation=activation, recipe=recipe))
 
 
 @calls("float8_cast", dtype=FLOATS, to=(E4M3, E5M2), layouts=GRADS)

@@ -258,7 +258,7 @@ def test_real_sizes_in_a_graph(sizes: tuple[int, ...], routing: str) -> None:
 
 
 def test_the_default_is_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert next(iter(mix.BACKENDS)) == "grouped_mm" and mix.set_experts_backend.value == "auto"
+    assert [*mix.BACKENDS] == ["few_tokens", "grouped_mm", "triton"] and mix.set_experts_backend.value == "auto"
     inputs = inputs_of(Where(torch.device("cpu"), torch.float32), (3, 2, 4, 8, 6))
     call: Callable[..., Tensor] = partial(
         ops.mix_experts, *inputs[:2], route("random", 3, 2, 4), *inputs[2:], activation=SILU
@@ -269,7 +269,7 @@ def test_the_default_is_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
         call(backend="triton")
     with ops.set_experts_backend("triton"), pytest.raises(BackendError, match="cannot serve"):
         call()
-    with pytest.raises(BackendError, match="'cutlass' is unknown; there are: auto, grouped_mm, triton"):
+    with pytest.raises(BackendError, match="'cutlass' is unknown; there are: auto, few_tokens, grouped_mm, triton"):
         ops.set_experts_backend("cutlass")
     assert torch.equal(call(), wanted)
 

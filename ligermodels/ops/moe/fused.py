@@ -112,6 +112,18 @@ class _FusedExperts(torch.autograd.Function):
         return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
+def combine(rows: Tensor, weights: Tensor, copies: int) -> Tensor:
+    """The weighted sums (N, H) of the rows (N * copies, H) of each token, in float32, without gradients.
+
+    Args:
+        rows: (N * copies, H), in the order of the tokens.
+        weights: float32 (N, copies).
+        copies: rows of a token.
+    """
+    out: Tensor = _combine(rows, weights, copies)
+    return out
+
+
 def _keeps_pairs(x: Tensor, gate_up: Tensor, *_: Any) -> bool:
     """Selective activation checkpointing keeps products that are at least as wide as their input."""
     return gate_up.shape[1] >= gate_up.shape[2]
@@ -133,10 +145,11 @@ def _experts_gate_up(
     if not is_fake(x) and R:
         x = as_rows(x)
         arguments = (
-            x, x.stride(0), tokens, gate_up, *gate_up.stride(), contiguous(bias), offsets, z if keep else None, h,
-            *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), N, K, len(offsets),
+            x, x.stride(0), None, tokens, gate_up, *gate_up.stride(), None, contiguous(bias), offsets,
+            z if keep else None, h, None, *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset),
+            N, K, len(offsets),
         )  # fmt: skip
-        _launch("gate_up", gate_up_kernel, lambda tiles: arguments, (R, N, K), offsets, x, ACTIVATION=activation)
+        launch_product("gate_up", gate_up_kernel, lambda tiles: arguments, (R, N, K), offsets, x, ACTIVATION=activation)
     return z, h
 
 
@@ -153,12 +166,25 @@ def _experts_product(
     a = a.contiguous()
     summed = places is not None and (copies > 1 or weights is not None)
     products = a.new_empty(R, N) if summed else out
-    arguments = a, w, *w.stride(), contiguous(bias), places, offsets, products, N, K, len(offsets)
-    _launch("product", product_kernel, lambda tiles: arguments, (R, N, K), offsets, a)
+    arguments = a, None, w, *w.stride(), None, contiguous(bias), places, offsets, products, N, K, len(offsets)
+    launch_product("product", product_kernel, lambda tiles: arguments, (R, N, K), offsets, a)
     if summed:
-        combine_kernel[(R // copies, -(-N // COMBINE_BLOCK))](
-            products, contiguous(weights), out, N, COPIES=copies, BLOCK=COMBINE_BLOCK, num_warps=4
-        )
+        combine_into(out, products, weights, copies)
+    return out
+
+
+def combine_into(out: Tensor, rows: Tensor, weights: Tensor | None, copies: int) -> None:
+    combine_kernel[(out.shape[0], -(-out.shape[1] // COMBINE_BLOCK))](
+        rows, contiguous(weights), out, out.shape[1], COPIES=copies, BLOCK=COMBINE_BLOCK, num_warps=4
+    )
+
+
+@custom_op()
+def _combine(rows: Tensor, weights: Tensor, copies: int) -> Tensor:
+    """The (weighted) sums (N, H) of the `copies` rows (N * copies, H) of each token."""
+    out = rows.new_empty(rows.shape[0] // copies, rows.shape[1])
+    if not is_fake(rows) and len(rows):
+        combine_into(out, rows.contiguous(), weights, copies)
     return out
 
 
@@ -182,13 +208,15 @@ def _experts_down_gradient(
         nonlocal parts
         parts = dweights.new_empty(-(-N // tiles.columns) if need_weights else 0, R)
         return (
-            dy, dy.stride(0), tokens, places, down, down.stride(0), down.stride(2), down.stride(1), contiguous(bias),
-            offsets, z, contiguous(weights), dz if need_z else None, hw if need_down else None,
-            parts if need_weights else None, *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset),
+            dy, dy.stride(0), None, tokens, places, down, down.stride(0), down.stride(2), down.stride(1), None,
+            contiguous(bias), offsets, z, contiguous(weights), dz if need_z else None, None, None,
+            hw if need_down else None, parts if need_weights else None,
+            *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset),
             R, N, K, len(offsets),
         )  # fmt: skip
 
-    _launch("down_gradient", down_gradient_kernel, arguments, (R, N, K), offsets, dy, ACTIVATION=activation)
+    options = {"ACTIVATION": activation, "GRADIENT_EXPONENT": 0}
+    launch_product("down_gradient", down_gradient_kernel, arguments, (R, N, K), offsets, dy, **options)
     if need_weights:
         torch.sum(parts, 0, out=dweights.view(-1))
     return dz, hw, dweights
@@ -235,7 +263,7 @@ def _experts_sum(
     return out
 
 
-def _launch(
+def launch_product(
     name: str, kernel: Any, arguments: Callable[[Tiles], tuple[Any, ...]], sizes: tuple[int, int, int],
     offsets: Tensor, like: Tensor, **constants: Any,
 ) -> None:  # fmt: skip

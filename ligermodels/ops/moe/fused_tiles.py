@@ -53,10 +53,15 @@ TILES: dict[str, tuple[Tiles, ...]] = {
         Tiles(128, 128, 32, 8, 6),
         Tiles(64, 128, 32, 4, 5),
     ),
+    "float8_gate_up": (Tiles(128, 256, 128, 8, 4), Tiles(64, 256, 64, 8, 4), Tiles(16, 256, 64, 8, 2)),
+    "float8_product": (Tiles(128, 128, 128, 8, 4), Tiles(64, 64, 128, 4, 3), Tiles(16, 64, 128, 4, 2)),
+    "float8_down_gradient": (Tiles(128, 128, 128, 8, 4), Tiles(64, 128, 64, 8, 4), Tiles(16, 128, 64, 8, 2)),
     "unaligned": (Tiles(64, 64, 64, 4, 2),),
 }
 """Kernel -> its launches in 16 bits, in order of preference; the first one that fits is used. "unaligned" has
-those of all kernels for sizes that are no multiples of 16, whose operands are loaded element by element.
+those of all kernels for sizes that are no multiples of 16, whose operands are loaded element by element. In float8,
+blocks of 128 elements have scales: as many as half of the columns of "gate_up", a step of "product", and the columns of
+"down_gradient".
 
 Where there is WGMMA, and shared memory enough for the first launch, steps are 64: rows of all operands in shared memory
 have 128 bytes or more, so that all are swizzled alike. (ptxas of CUDA 12.8 computes wrong descriptors where operands of
@@ -68,6 +73,12 @@ SMALLEST = (Tiles(32, 64, 64, 4, 2), Tiles(16, 32, 32, 4, 1))
 
 _too_large: dict[tuple[Any, ...], int] = {}
 """Number of the first options that a device has not the resources for; by kernel, device and the options."""
+
+
+def _launches(name: str, itemsize: int) -> tuple[Tiles, ...]:
+    if itemsize == 1:
+        return TILES[name]
+    return IN_FLOAT32 if itemsize == 4 else (*TILES[name], *SMALLEST)
 
 
 @cache
@@ -85,7 +96,7 @@ def tile_options(name: str, itemsize: int, memory: int, most_rows: int) -> tuple
     ahead = 2 if name == "outer" else 0  # stages that load indices, before rows
     options = []
     for fewest in (FEWEST_STAGES + ahead, 1):
-        for tiles in (*TILES[name], *SMALLEST) if itemsize < 4 else IN_FLOAT32:
+        for tiles in _launches(name, itemsize):
             tiles = tiles._replace(rows=min(tiles.rows, most_rows))
             stage = (tiles.rows + tiles.columns) * tiles.step * itemsize
             stages = min(tiles.stages, memory // stage + ahead)

@@ -1,7 +1,8 @@
 """Experts of a mixture: gated feed-forward layers for rows that are sorted by expert, or for tokens and their choices.
 
 `BACKENDS` lists the implementations in order of preference; the first one that can serve a call does, unless another is
-named. "grouped_mm" is torch's grouped GEMM between gathers, and serves every call. "triton" is `fused`.
+named. "few_tokens" is for decoding, "grouped_mm" is torch's grouped GEMM between gathers and serves every call,
+"triton" is `fused`.
 """
 
 import os
@@ -14,7 +15,9 @@ from torch import Tensor
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
 from ligermodels.ops.moe.experts import expert_order, gather_rows, grouped_mm, sort_by_expert
+from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.fused import Rows, fused_experts
+from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, Setting, set_backend, use_kernels
 from ligermodels.ops.runtime.signature import Signature
@@ -137,7 +140,31 @@ def _cast(operands: _Operands) -> list[Any]:
     return [x, operands.weights, *others]
 
 
+# -- few tokens --------------------------------------------------------------------------------------------------------
+
+
+def _few_tokens_refuses(operands: _Operands, activation: Activation) -> str | None:
+    x, weights, *others = operands
+    if not isinstance(activation, GLUOptions):
+        return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
+    if weights is None:
+        return "rows are sorted by expert already"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        return "it has no gradients"
+    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
+        return "the experts' weights are not of the tokens' dtype"
+    return expert_rows_refuse(x, weights.numel(), len(operands.gate_up), operands.gate_up, operands.down)
+
+
+def _mix_by_few_tokens(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:
+    x, weights, gate_up, down, *biases = operands
+    assert weights is not None and isinstance(activation, GLUOptions)
+    both = (gate_up.flatten(0, 1), None), (down.flatten(0, 1), None)
+    return few_tokens(x, weights, experts, *both, len(gate_up), *biases, activation=activation)
+
+
 BACKENDS = {
+    "few_tokens": _Backend(_few_tokens_refuses, _mix_by_few_tokens, _rows_by_grouped_mm),
     "grouped_mm": _Backend(lambda operands, activation: None, _mix_by_grouped_mm, _rows_by_grouped_mm),
     "triton": _Backend(_triton_refuses, _mix_by_triton, _rows_by_triton),
 }
@@ -151,7 +178,7 @@ class set_experts_backend(Setting):
     The environment variable LIGERMODELS_EXPERTS_BACKEND sets it when ligermodels is imported.
 
     Args:
-        backend: "auto", "grouped_mm" or "triton".
+        backend: "auto", "few_tokens", "grouped_mm" or "triton".
 
     Raises:
         BackendError: `backend` is something else.
@@ -174,6 +201,17 @@ def require_grouped_mm(experts: str) -> None:
     _check_name(name := set_experts_backend.value)
     if name not in ("auto", "grouped_mm"):
         raise BackendError(f"experts backend {name!r} cannot serve this call: {experts} run on grouped_mm alone")
+
+
+def takes_few_tokens(reason: str | None) -> bool:
+    """Whether a call that "few_tokens" cannot serve for this `reason`, or can (None), runs on it by the setting.
+
+    Raises BackendError if the setting is "few_tokens", and it cannot serve the call.
+    """
+    _check_name(name := set_experts_backend.value)
+    if name == "few_tokens" and reason is not None:
+        raise BackendError(f"experts backend {name!r} cannot serve this call: {reason}")
+    return reason is None and name in ("auto", "few_tokens")
 
 
 def _choose(name: str | None, operands: _Operands, activation: Activation) -> _Backend:
@@ -223,7 +261,7 @@ def mix_experts(
         gate_up_bias: (E, 2 * I), of x's dtype; None for none.
         down_bias: (E, H), of x's dtype; None for none.
         activation: a gated activation of the pairs; or a function (R, 2 * I) -> (R, I), for backend "grouped_mm".
-        backend: "auto", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
+        backend: "auto", "few_tokens", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
 
     Returns:
         (N, H), of x's dtype, or of the dtype of autocast.
@@ -259,7 +297,7 @@ def grouped_mlp(
         gate_up_bias: (E, 2 * I), of x's dtype; None for none.
         down_bias: (E, H), of x's dtype; None for none.
         activation: a gated activation of the pairs; or a function (R, 2 * I) -> (R, I), for backend "grouped_mm".
-        backend: "auto", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
+        backend: "auto", "few_tokens", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
 
     Returns:
         (R, H), of x's dtype, or of the dtype of autocast.

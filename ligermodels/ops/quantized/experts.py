@@ -1,7 +1,7 @@
 """The grouped product of experts with frozen, quantised weights.
 
 Weights are dequantised piece by piece, so that memory holds the codes and one piece of PIECE elements, in the forward
-and in the backward pass. A few rows dequantise their own experts alone. Nothing waits for the device.
+and in the backward pass. Few rows read the codes of their own experts alone. Nothing waits for the device.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.glu.glu import GLUOptions, gated_activation
 from ligermodels.ops.moe.experts import grouped_mm
+from ligermodels.ops.moe.few_tokens import few_tokens
+from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
-from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
+from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
+from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
 PIECE = 2**26
 """Elements of the weights of all experts that are dequantised at a time."""
 FEW_ROWS = 16
-"""Up to this number of rows, each row dequantises the weight of its expert."""
+"""Up to this number of rows, each row dequantises the weight of its expert, where there is no kernel for it."""
 
 
 def quantized_grouped_mm(
@@ -60,6 +64,51 @@ def quantized_grouped_mm(
     return y + _of_rows(biases.to(x.dtype), y, offsets)
 
 
+def quantized_mix_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, num_experts: int,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *, activation: GLUOptions,
+) -> Tensor:  # fmt: skip
+    """`mix_experts` of quantised weights, which are constants. Without gradients, few tokens read the codes of their
+    experts once, in two kernels.
+
+    Args:
+        x: tokens (N, H), any floating dtype; under autocast it is cast to autocast's dtype.
+        weights: (N, k), weights of the chosen experts, floating.
+        experts: (N, k), integers in [0, E), the chosen experts.
+        gate_up: codes and scales of a weight (E * 2 * I, H): pairs of gate and up rows, one expert below the other.
+        down: codes and scales of a weight (E * H, I).
+        num_experts: number E of experts.
+        gate_up_bias: (E, 2 * I), cast to the dtype of x; None for none.
+        down_bias: (E, H), cast to the dtype of x; None for none.
+        activation: the gated activation of the pairs.
+
+    Returns:
+        (N, H), dtype of x.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
+        BackendError: `set_experts_backend` names a backend that cannot serve this call.
+    """
+    (x,) = under_autocast(x)
+    name, size = "quantized_mix_experts", gate_up.codes.shape[0] // (2 * num_experts)
+    reject_dtensors(name, x, *gate_up, *down)
+    check_quantized(name, *gate_up, x.shape[1], x.device)
+    check_quantized(name, *down, size, x.device)
+    biases = [None if bias is None else bias.to(x.dtype) for bias in (gate_up_bias, down_bias)]
+    with_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *biases))
+    reason = "it has no gradients" if with_gradients else None
+    if takes_few_tokens(reason or expert_rows_refuse(x, weights.numel(), num_experts, gate_up.codes, down.codes)):
+        return few_tokens(x, weights, experts, gate_up, down, num_experts, *biases, activation=activation)
+
+    require_grouped_mm("more tokens with experts in 4 or 8 bits")
+
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        rows = gated_activation(quantized_grouped_mm(rows, *gate_up, offsets, biases[0]), activation)
+        return quantized_grouped_mm(rows, *down, offsets, biases[1])
+
+    return by_expert(x, weights, experts, num_experts, compute)
+
+
 def quantized_grouped_mm_reference(
     x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, biases: Tensor | None = None
 ) -> Tensor:
@@ -93,6 +142,8 @@ def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets
     y = x.new_empty(x.shape[0], outputs)
     if is_fake(x):
         return y
+    if expert_rows_refuse(x, x.shape[0], experts, codes) is None:
+        return expert_rows(x, _groups(x.shape[0], offsets), codes, scales, None, experts, x.shape[0])
     codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
     if x.shape[0] <= FEW_ROWS:
         own = _groups(x.shape[0], offsets)

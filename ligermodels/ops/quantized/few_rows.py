@@ -85,9 +85,30 @@ def _few_rows_kernel(
 ):  # fmt: skip
     """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group).
     KIND: the format, or "plain". NATIVE: see `unpack`. ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channel = tl.minimum(n, N - 1).to(tl.int64)
-    m, p = tl.arange(0, BLOCK_M), tl.arange(0, PARTS)
+    first = tl.program_id(0) * BLOCK_N
+    channel = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    m = tl.arange(0, BLOCK_M).to(tl.int64)
+    result = few_rows_product(
+        x, m * x_row, m < M, codes, scales, channel, K, G, steps,
+        KIND, NATIVE, ONE, WHOLE, BLOCK_M, BLOCK_N, PARTS, STEP, STAGES,
+    )  # fmt: skip
+    few_rows_store(
+        result, y, m, m < M, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N, ACTIVATION,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def few_rows_product(
+    x, rows, there, codes, scales, channel, K, G, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Float32 (BLOCK_N, BLOCK_M): some channels of the weight times some rows of x.
+
+    rows: int64 (BLOCK_M,), offsets of the rows in x; with ONE, x is the only row. there: whether each row exists.
+    channel: int64 (BLOCK_N,), rows of the weight. The others: see `_few_rows_kernel`."""
+    p = tl.arange(0, PARTS)
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     if KIND == "int4" or KIND == "nf4":
         byte = tl.arange(0, 64)
@@ -102,8 +123,8 @@ def _few_rows_kernel(
             place = channel[None, :, None] * (64 * G) + (g[:, None] * 64 + byte[None, :])[:, None, :]
             q = tl.load(codes + place, mask=((g < G) | WHOLE)[:, None, None], other=0)
             k = g[:, None] * 128 + byte[None, :]
-            v_low = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
-            v_high = _inputs(x, x_row, k + 64, m, M, K, ONE, WHOLE)
+            v_low = _inputs(x, rows, k, there, K, ONE, WHOLE)
+            v_high = _inputs(x, rows, k + 64, there, K, ONE, WHOLE)
             if KIND == "int4":
                 low, high = int4_values(q, v_low.dtype, NATIVE)
                 total = tl.dot(low, v_low)
@@ -120,32 +141,43 @@ def _few_rows_kernel(
             k = step * (PARTS * STEP) + within
             place = channel[None, :, None] * K + k[:, None, :]
             q = tl.load(codes + place, mask=((k < K) | WHOLE)[:, None, :], other=0.0)
-            v = _inputs(x, x_row, k, m, M, K, ONE, WHOLE)
+            v = _inputs(x, rows, k, there, K, ONE, WHOLE)
             acc = tl.dot(q if scales is None else float8_values(q, v.dtype, NATIVE), v, acc)
         result = tl.sum(acc, axis=0)
         if scales is not None:
             result = result * tl.load(scales + channel)[:, None]
+    return result
+
+
+@triton.jit
+def few_rows_store(
+    result, y, row, there, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Stores the result of `few_rows_product`, channels from `first` on, with the bias of each channel and a gated
+    activation, to the rows `row` (BLOCK_M,) of y that are `there`."""
     if bias is not None:
         result += tl.load(bias + channel).to(tl.float32)[:, None]
-    result, there, row = result.to(y.dtype.element_ty), (m < M)[None, :] & (n < N)[:, None], m.to(tl.int64)[None, :]
+    result, row = result.to(y.dtype.element_ty), row.to(tl.int64)[None, :]
     if ACTIVATION == "":
-        tl.store(y + row * N + n[:, None], result, mask=there)
+        n = first + tl.arange(0, BLOCK_N)
+        tl.store(y + row * N + n[:, None], result, mask=there[None, :] & (n < N)[:, None])
     else:
         pairs = tl.permute(tl.reshape(result, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
         gate, up = tl.split(pairs.to(tl.float32))
         result = gated_values(gate, up, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION)
-        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        there = (m < M)[None, :] & (n < N // 2)[:, None]
+        n = first // 2 + tl.arange(0, BLOCK_N // 2)
+        there = there[None, :] & (n < N // 2)[:, None]
         tl.store(y + row * (N // 2) + n[:, None], result.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _inputs(x, x_row, k, m, M, K, ONE: tl.constexpr, WHOLE: tl.constexpr):
-    """Loads the inputs k (PARTS, STEP) of the rows m: (PARTS, STEP, BLOCK_M)."""
+def _inputs(x, rows, k, there, K, ONE: tl.constexpr, WHOLE: tl.constexpr):
+    """Loads the inputs k (PARTS, STEP) of some rows: (PARTS, STEP, BLOCK_M)."""
     if ONE:
         v = tl.load(x + k, mask=(k < K) | WHOLE, other=0.0)
-        v = tl.broadcast_to(v[:, :, None], (k.shape[0], k.shape[1], m.shape[0]))
+        v = tl.broadcast_to(v[:, :, None], (k.shape[0], k.shape[1], rows.shape[0]))
     else:
-        there = ((k < K) | WHOLE)[:, :, None] & (m < M)[None, None, :]
-        v = tl.load(x + k[:, :, None] + m.to(tl.int64)[None, None, :] * x_row, mask=there, other=0.0)
+        inside = ((k < K) | WHOLE)[:, :, None] & there[None, None, :]
+        v = tl.load(x + k[:, :, None] + rows[None, None, :], mask=inside, other=0.0)
     return v
