@@ -26,7 +26,7 @@ from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import ModelInputs, requested_returns
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import output_of, run_decoder
-from ligermodels.models.routing import router_loss
+from ligermodels.models.routing import with_router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
 
@@ -198,12 +198,12 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         )  # fmt: skip
         if num_items_in_batch is not None:
             loss_options["num_items_in_batch"] = num_items_in_batch
-        if not DEPRECATED.isdisjoint(loss_options):
-            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
-            if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
-                return answer
         if loss_options:
+            if not DEPRECATED.isdisjoint(loss_options):
+                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+                states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+                if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
+                    return answer
             loss_options = check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:
             loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
@@ -214,10 +214,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         if decoded.targets is not None:
             result = decoded.targets.loss(0, self.head, decoded.hidden, **loss_options)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
-            loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
-            if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
+            if output.aux_loss is not None or output.router_z_loss is not None:
                 share = decoded.targets.share(num_items_in_batch, loss_options.get("reduction"))
-                output.loss = loss + share * of_routers
+                output.loss = with_router_loss(self, output, share)
         return output
 
     if TYPE_CHECKING:
@@ -317,10 +316,10 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     def layout(
         self,
         shape: tuple[int, int],
-        *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
         sharded: bool = True,
     ) -> TokenLayout:
         """How the tokens of a batch lie in a pass: without padding, packed, and divided over ranks.

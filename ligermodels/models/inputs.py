@@ -14,7 +14,7 @@ from ligermodels.generation import DecodingState
 from ligermodels.layers import Targets, TreeTokens
 from ligermodels.layers.packing import check_ids_kind, check_plain, check_same_tokens, check_token_ids
 from ligermodels.models.decoder import Decoder, DecoderConfig
-from ligermodels.models.routing import check_routing, checked_routers
+from ligermodels.models.routing import check_routing
 from ligermodels.ops.runtime.checks import assert_async
 
 
@@ -49,6 +49,11 @@ class ModelInputs(NamedTuple):
     routing: Tensor | None = None
     return_routing: bool = False
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss will be computed from the hidden states."""
+        return self.labels is not None or isinstance(self.token_indices, Targets)
+
 
 def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
     """Check the tokens that a model is called with.
@@ -80,10 +85,8 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
         _check_state(model, name, tokens, inputs)
     if inputs.tree is not None or inputs.token_indices is not None:
         _check_tree_and_indices(inputs, shape[0] * shape[1])
-    if inputs.routing is not None:
-        check_routing(model.decoder, inputs.routing, tokens)
-    if inputs.return_routing:
-        checked_routers(model.decoder, "return_routing")
+    if inputs.routing is not None or inputs.return_routing:
+        check_routing(model.decoder, inputs.routing, inputs.return_routing, tokens)
     return shape
 
 
