@@ -15,7 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
 from ligermodels.layers.packing import check_plain, check_same_tokens, document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, layout_without_padding, token_layout
-from ligermodels.ops.loss.chunks import SKIP_BELOW
+from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.devices import is_recording

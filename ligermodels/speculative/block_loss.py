@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX
+from ligermodels.ops.loss.chunks import GradientSum
 from ligermodels.ops.loss.divergences import DIVERGENCES, acceptance
-from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7

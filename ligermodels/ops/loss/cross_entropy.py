@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.loss_terms import LossTerms, LossWeights, has_one_weight, term_weights
-from ligermodels.ops.loss.loss_weights import (
+from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
+from ligermodels.ops.loss.sharded_statistics import sharded_statistics
+from ligermodels.ops.loss.token_losses import (
+    LogitRows,
+    LossOptions,
+    Reduction,
+    RowGradients,
+    RowOutputs,
     check_reduction,
     check_targets,
     checked_class_weights,
@@ -16,9 +23,6 @@ from ligermodels.ops.loss.loss_weights import (
     loss_weights,
     with_extras,
 )
-from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
-from ligermodels.ops.loss.sharded_statistics import sharded_statistics
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
