@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.layers.composed import Composed
+from ligermodels.layers.linear import Composed
 from ligermodels.layers.linear_parts import ComputePart, UpdatePart
 
 Projection = Literal["gate_up", "down"]

@@ -10,6 +10,7 @@ from torch import nn
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers import token_parts
+from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.linear import input_form
 from ligermodels.layers.sharding import TensorSharding
@@ -81,17 +82,18 @@ def declared(module: nn.Module) -> Layer:
     return module if isinstance(module, Layer) else _DEFAULTS
 
 
-def checked_layer(field: str, config: object, module: nn.Module) -> Layer:
-    """The module that the config of a layer has built.
+def built_layer(field: str, config: LayerConfig, hidden_size: int) -> Layer:
+    """The module that the config of a layer builds.
 
     Args:
         field: name of the block's field that holds the config, for the error.
         config: the layer's config.
-        module: the result of its `build`.
+        hidden_size: hidden size of the model.
 
     Raises:
         ConfigError: the module's class does not derive from `Layer`.
     """
+    module = config.build(hidden_size)
     if isinstance(module, Layer):
         return module
     name = type(module).__name__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers.attention import AttentionConfig
+from ligermodels.layers.attention_config import AttentionConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT

@@ -311,9 +311,9 @@ class TokenLayout(Tokens):
         """Position of each token in its document, long (1, length), for this rank's tokens x (rows, n, ...): of all
         ranks, because rotary frequencies may depend on the highest position of a row."""
         length = x.shape[1] if self.shard is None else self.shard.length
-        if self.cu_seqlens is not None:
-            return packed_positions(self.cu_seqlens, length)
-        return torch.arange(length, device=x.device)[None]
+        if self.cu_seqlens is None:
+            return torch.arange(length, device=x.device)[None]
+        return packed_positions(self.cu_seqlens, length)
 
 
 def token_layout(
@@ -364,6 +364,8 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     Returns:
         The layout of the pass.
     """
+    if cu_seqlens is None and mesh is None:
+        return TokenLayout(shape, Tokens())
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
     return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
