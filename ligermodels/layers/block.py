@@ -14,7 +14,7 @@ from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
 from ligermodels.layers.layer import Layer, built_layer, declared
-from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.norm import NormConfig, adds_residual
 from ligermodels.layers.sharding import TensorSharding
 
 
@@ -199,7 +199,7 @@ class Block(nn.Module):
         """
         if post_norm is None and self.residual_scale == 1.0:
             return residual, branch
-        if self.residual_scale == 1.0 and getattr(post_norm, "fused_add", False):
+        if self.residual_scale == 1.0 and adds_residual(post_norm):
             return cast(nn.Module, post_norm)(branch, residual), None
         branch = branch if post_norm is None else post_norm(branch)
         return residual, branch if self.residual_scale == 1.0 else self.residual_scale * branch
@@ -210,7 +210,7 @@ class Block(nn.Module):
         """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
         if self.in_float8 and getattr(norm.forward, "writes_float8", False):
             return cast("tuple[Tensor, Tensor]", norm(x, branch, form=declared(layer).input_form()))
-        if getattr(norm, "fused_add", False):
+        if adds_residual(norm):
             return cast("tuple[Tensor, Tensor]", norm(x, branch))
         total = x if branch is None else x + branch.to(x.dtype)
         normed = norm(total)

@@ -198,8 +198,12 @@ def loss_or_log_probs(
         numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
         if isinstance(numbers, Tensor):
             return HeadLoss(log_probs=numbers)
-        names = ("log_probs", "entropy", "predicted", "log_kept_mass")
-        return HeadLoss(**{name: getattr(numbers, name) for name in names})
+        return HeadLoss(
+            log_probs=numbers.log_probs,
+            entropy=numbers.entropy,
+            predicted=numbers.predicted,
+            log_kept_mass=numbers.log_kept_mass,
+        )
     return as_head_loss(ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options), options)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import token_parts
 from ligermodels.ops.runtime.collectives import Ranks
-from ligermodels.ops.runtime.library import PLAIN_OR_NONE
+from ligermodels.ops.runtime.library import is_plain
 
 TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "columns_to_all", "rows"]
 """How a parameter or a linear layer is distributed.
@@ -54,7 +54,7 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
         partial: a replicated parameter is used with this rank's channels only, so that its gradient is summed over
             ranks. It is also summed where each rank has some of the tokens. Default: False.
     """
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+    if is_plain(parameter) or not is_tensor_parallel(module):
         return parameter
     from ligermodels.ops.runtime.local_tensors import local as local_tensor  # imports DTensors, which takes long
 
@@ -64,7 +64,7 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
 def own_experts(parameter: Any) -> Any:
     """This rank's experts of a parameter with a row per expert, which expert parallelism or FSDP2 may have spread; None
     for None."""
-    return parameter if type(parameter) in PLAIN_OR_NONE else parameter.to_local()
+    return parameter if is_plain(parameter) else parameter.to_local()
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: in
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     """`local` of a replicated parameter that is added to a summand of `sum_over_ranks`: zeros except on rank 0."""
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+    if is_plain(parameter) or not is_tensor_parallel(module):
         return parameter
     first = cast(Any, module._tensor_mesh).get_local_rank() == 0
     return local(module, parameter, partial=True) * float(first)
@@ -187,6 +187,11 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 shards this module: it has then gathered its parameters when its forward runs."""
+    return callable(getattr(module, "unshard", None))
+
+
 def is_sharded(module: ModuleLike) -> bool:
     """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
@@ -213,7 +218,7 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     Returns:
         The function's result.
     """
-    if not callable(getattr(module, "unshard", None)):
+    if not is_fsdp(module):
         return function(*args, **options)
     if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import

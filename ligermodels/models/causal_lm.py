@@ -61,11 +61,17 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     @property
     def _tied(self) -> bool:
-        return isinstance(self.head, LMHead) and self.head.weight is getattr(self.decoder.embed, "weight", None)
+        return self._weight_to_tie is not None and self.head.weight is self._weight_to_tie
+
+    @property
+    def _weight_to_tie(self) -> Any:
+        """The weight of the embedding; None if a module that has no such weight stands in the place of the embedding,
+        or a module of another class in the place of the head."""
+        return getattr(self.decoder.embed, "weight", None) if isinstance(self.head, LMHead) else None
 
     def _tie(self) -> None:
-        if self.config.head.tied and isinstance(self.head, LMHead) and hasattr(self.decoder.embed, "weight"):
-            self.head.weight = self.decoder.embed.weight
+        if self.config.head.tied and self._weight_to_tie is not None:
+            self.head.weight = self._weight_to_tie
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
@@ -362,8 +368,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         decoded = run_decoder(self, inputs, with_logits or with_last_hidden_state)
         output = output_of(self, decoded, with_logits, with_last_hidden_state)
         result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
-        for name in ("log_probs", "entropy", "predicted", "log_kept_mass"):
-            setattr(output, name, getattr(result, name))
+        output.log_probs, output.entropy = result.log_probs, result.entropy
+        output.predicted, output.log_kept_mass = result.predicted, result.log_kept_mass
         return output
 
     def num_targets(

@@ -73,7 +73,7 @@ class Decoder(RefusesDropout):
         per_layer = config.per_layer_inputs
         self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)
         self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)
-        self._ends_token_wise = self.blocks[-1].token_wise
+        self._ends_token_wise = cast(Block, self.blocks[-1]).token_wise
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ligermodels.layers.sharding import is_fsdp
+
 Difference = tuple[str, Any, Any]
 """Path of a module, attribute or config field, and the value that each of the two has there."""
 
@@ -36,8 +38,7 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> Difference | None:
 
 def _same_class(module: nn.Module, twin: nn.Module) -> bool:
     """Whether both have one class, or `module` has the subclass that FSDP2 makes of it."""
-    sharded = callable(getattr(module, "unshard", None))
-    return type(module) is type(twin) or (sharded and type(twin) in type(module).__mro__)
+    return type(module) is type(twin) or (is_fsdp(module) and type(twin) in type(module).__mro__)
 
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> Difference | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,12 @@ class ModelInputs(NamedTuple):
     @property
     def has_loss(self) -> bool:
         """Whether a loss will be computed from the hidden states."""
-        return self.labels is not None or isinstance(self.token_indices, Targets)
+        return self.labels is not None or self.targets is not None
+
+    @property
+    def targets(self) -> Targets | None:
+        """The `Targets` that stand for token indices, or None."""
+        return self.token_indices if isinstance(self.token_indices, Targets) else None
 
 
 def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
@@ -117,8 +122,8 @@ def _check_tree_and_indices(inputs: ModelInputs, count: int) -> None:
         raise InputError("token_indices: with labels, the tokens with a target are taken; give one of the two")
     if inputs.attention_mask is not None and inputs.state is None:
         raise InputError("attention_mask: give no token_indices with it")
-    if not isinstance(inputs.token_indices, Targets):
-        check_token_indices(inputs.token_indices, count)
+    if inputs.targets is None:
+        check_token_indices(cast(Tensor, inputs.token_indices), count)
 
 
 def _check_tokens(

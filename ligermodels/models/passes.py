@@ -95,7 +95,8 @@ def _call_decoder(
 def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, int]) -> DecoderResult:
     """`run_decoder` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and
     returns the states of tokens (B, T), where only a prefill's padding is to fill, or (1, n) of the `token_indices`."""
-    state, needed, mask = inputs.state, inputs.token_indices, inputs.attention_mask
+    state, mask = inputs.state, inputs.attention_mask
+    needed = inputs.token_indices if inputs.targets is None else inputs.targets.tokens
     plain, seq_lens = layout_without_padding(shape, None), None
     rows, every_token = plain, plain
     if state is None:
@@ -112,9 +113,9 @@ def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, 
         state=state,
         seq_lens=seq_lens,
         tree=inputs.tree,
-        token_indices=needed.tokens if isinstance(needed, Targets) else needed,
+        token_indices=needed,
     )
-    return DecoderResult(hidden, every_token if needed is None else plain, None, **more)
+    return DecoderResult(hidden, every_token if inputs.token_indices is None else plain, None, **more)
 
 
 def _options_of_results(model: CausalLM, inputs: ModelInputs, rows: TokenLayout) -> dict[str, Any]:
