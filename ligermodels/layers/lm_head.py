@@ -18,8 +18,8 @@ from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute
-from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, used_in_parts
+from ligermodels.ops.runtime.checks import check_plain
 
 
 @dataclass(frozen=True)

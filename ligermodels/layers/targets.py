@@ -13,11 +13,11 @@ from torch import Tensor
 from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
-from ligermodels.layers.packing import check_plain, check_same_tokens, document_of
+from ligermodels.layers.packing import document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, layout_without_padding, token_layout
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import checked_on_host
 from ligermodels.ops.runtime.library import is_fake

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import document_bounds, packed_positions
+from ligermodels.ops.loss.linear_head import take_rows
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.collectives import Ranks
 
@@ -345,6 +346,7 @@ def token_layout(
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     if position_ids is not None or cu_seqlens is not None:
         raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
+    check_not_complex(attention_mask)
     unpad = KeptPadding(attention_mask) if torch.compiler.is_compiling() else Unpadding(attention_mask)
     if unpad.trivial:
         return layout_without_padding(shape, None, mesh)
@@ -371,6 +373,12 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
 
 
+def check_not_complex(attention_mask: Tensor) -> None:
+    """InputError for an attention mask of complex numbers."""
+    if attention_mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
+
+
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`x.reshape(shape)`, which is no view as far as autograd knows: FSDP2 warns of models that return views."""
     return torch.ops.aten._unsafe_view(x.contiguous(), shape)
@@ -379,21 +387,4 @@ def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:
     """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,), of the flattened ones; none occurs
     twice."""
-    return _TakeTokens.apply(x, indices)
-
-
-class _TakeTokens(torch.autograd.Function):
-    """The gradient is a copy, because no index occurs twice; torch's own indexing sums gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.shape = x.shape
-        return x.flatten(0, 1).index_select(0, indices)[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (indices,) = ctx.saved_tensors
-        dx = dy.new_zeros(ctx.shape)
-        dx.flatten(0, 1).index_copy_(0, indices, dy[0])
-        return dx, None
+    return take_rows(x, indices, 2)[None]

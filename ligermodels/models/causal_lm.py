@@ -23,9 +23,9 @@ from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
 from ligermodels.models.deprecated import DEPRECATED, DeprecatedNames, deprecated_call
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
-from ligermodels.models.inputs import ModelInputs, requested_returns
+from ligermodels.models.inputs import requested_returns
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.passes import output_of, run_decoder
+from ligermodels.models.passes import ModelInputs, output_of, run_decoder
 from ligermodels.models.routing import with_router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
@@ -60,13 +60,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             raise AttributeError(f"{error}; {ADVICE}") from None
 
     @property
-    def _tied(self) -> bool:
-        return self._weight_to_tie is not None and self.head.weight is self._weight_to_tie
-
-    @property
     def _weight_to_tie(self) -> Any:
-        """The weight of the embedding; None if a module that has no such weight stands in the place of the embedding,
-        or a module of another class in the place of the head."""
+        """The embedding's weight; None where a user's module without one is the embedding, or another head the head."""
         return getattr(self.decoder.embed, "weight", None) if isinstance(self.head, LMHead) else None
 
     def _tie(self) -> None:
@@ -75,7 +70,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
-        tied = self._tied
+        tied = self._weight_to_tie is not None and self.head.weight is self._weight_to_tie
         super()._apply(fn, recurse)
         if tied:
             self._tie()
@@ -341,8 +336,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             The layout.
 
         Raises:
-            InputError: an argument does not fit; or there is padding, and the model's rotary frequencies depend on the
-                length of a row.
+            InputError: an argument does not fit; or there is padding, and rotary frequencies depend on the length.
         """
         mesh = self.decoder._context_mesh if sharded else None
         layout = token_layout(shape, attention_mask, position_ids, cu_seqlens, mesh)

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ligermodels.layers import RouterOutput, Targets
+from ligermodels.errors import InputError
+from ligermodels.generation import DecodingState
+from ligermodels.layers import RouterOutput, Targets, TreeTokens
 from ligermodels.layers.tokens import FilledPadding, TokenLayout, layout_without_padding
-from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
+from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.models.inputs import check_boundaries, check_state, check_tree_and_indices, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.routing import RouterResults, given_experts, router_results
+from ligermodels.models.routing import RouterResults, check_routing, given_experts, router_results
+from ligermodels.ops.runtime.checks import check_id_range, check_ids_kind, check_plain, check_same_tokens
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+
+
+class InputModel(Protocol):
+    """A model, as far as its inputs have to fit it."""
+
+    config: DecoderConfig
+    decoder: Decoder
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class ModelInputs(NamedTuple):
+    """The tokens that a model is called with, and everything that belongs to them: see `CausalLM.forward`."""
+
+    input_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state: DecodingState | None = None
+    tree: TreeTokens | None = None
+    token_indices: Tensor | Targets | None = None
+    return_hidden_states: Sequence[int] | None = None
+    routing: Tensor | None = None
+    return_routing: bool = False
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss will be computed from the hidden states."""
+        return self.labels is not None or self.targets is not None
+
+    @property
+    def targets(self) -> Targets | None:
+        """The `Targets` that stand for token indices, or None."""
+        return self.token_indices if isinstance(self.token_indices, Targets) else None
 
 
 class DecoderResult(NamedTuple):
@@ -87,6 +134,58 @@ def _call_decoder(
     if outputs or asks_more:
         return hidden, _further_results(model, inputs, outputs or [], rows, every_token, options)
     return hidden, {}
+
+
+def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
+    """Check the tokens that a model is called with.
+
+    Args:
+        model: the model, for the sizes, dtype and device that the inputs have to fit.
+        inputs: the tokens, and everything that belongs to them.
+        token_weights: (B, T), or None.
+
+    Returns:
+        (B, T) of the inputs.
+
+    Raises:
+        InputError: an argument is of a wrong type, dtype, shape or device, or does not go with another.
+    """
+    ids, embeds = inputs.input_ids, inputs.inputs_embeds
+    name, tokens = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
+    if tokens is None or (ids is not None and embeds is not None):
+        raise InputError("give either input_ids or inputs_embeds, and not both")
+    check_plain(name, tokens)
+    if tokens.is_meta and model.device.type != "meta":
+        raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
+    if embeds is None:
+        check_ids_kind(tokens)
+    else:
+        _check_embeds(model, embeds)
+    shape = (tokens.shape[0], tokens.shape[1])
+    if inputs.state is None:
+        check_same_tokens(
+            tokens, labels=inputs.labels, attention_mask=inputs.attention_mask, token_weights=token_weights
+        )
+        if embeds is None:
+            check_id_range(tokens, model.config.vocab_size, inputs.attention_mask)
+    else:
+        check_state(model, tokens, inputs)
+    if inputs.tree is not None or inputs.token_indices is not None:
+        check_tree_and_indices(inputs, shape[0] * shape[1])
+    if inputs.routing is not None or inputs.return_routing:
+        check_routing(model.decoder, inputs.routing, inputs.return_routing, tokens)
+    return shape
+
+
+def _check_embeds(model: InputModel, tokens: Tensor) -> None:
+    """Check the shape and dtype of `inputs_embeds`."""
+    if tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
+        raise InputError(
+            f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
+            f"got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    if tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
+        raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
 
 
 # -- modes of a pass ---------------------------------------------------------------------------------------------------

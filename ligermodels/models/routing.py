@@ -18,10 +18,9 @@ from ligermodels.layers import (
     router_z_loss,
 )
 from ligermodels.layers.layer import declared
-from ligermodels.layers.packing import check_plain
 from ligermodels.layers.router import NOT_ROUTED
 from ligermodels.layers.tokens import TokenLayout
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_plain
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM

@@ -58,7 +58,7 @@ class RowSelection(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """(..., N) -> (n, N), or (...) -> (n,); differentiable."""
-        return _Take.apply(x, self.indices, len(self.shape))
+        return take_rows(x, self.indices, len(self.shape))
 
     @overload
     def restore(self, values: Tensor, fill: float) -> Tensor: ...
@@ -88,6 +88,21 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
         return None
     torch._assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
+
+
+def take_rows(x: Tensor, indices: Tensor, dims: int) -> Tensor:
+    """Some rows of x; differentiable.
+
+    Args:
+        x: (..., N), with `dims` dimensions of rows before N, of which there may be any number.
+        indices: int64 (n,), indices of the flattened rows; none occurs twice, so that gradients are copied.
+        dims: number of dimensions of rows.
+
+    Returns:
+        (n, N).
+    """
+    rows: Tensor = _Take.apply(x, indices, dims)
+    return rows
 
 
 class _Take(torch.autograd.Function):
