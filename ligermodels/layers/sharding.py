@@ -1,7 +1,7 @@
 """How modules compute with parameters that are sharded over ranks, by FSDP2 or tensor parallelism.
 
 Under tensor parallelism all parameters are DTensors, but modules compute with plain tensors. Hidden states are the same
-on all ranks, or each rank has some of the tokens (`layers.token_parts`). Between a projection by columns and a
+on all ranks, or each rank has some of the tokens (`layers.sequence_parallel`). Between a projection by columns and a
 projection by rows, each rank has some of the channels. A class of modules that supports this declares
 `tensor_parallel`: it maps the names of the class's own parameters, and of the linear layers in it, to a
 `TensorSharding`; other submodules have a `tensor_parallel` of their own. The module's forward reads its own parameters
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import token_parts
+from ligermodels.layers import sequence_parallel
 from ligermodels.ops.runtime.collectives import Ranks
 from ligermodels.ops.runtime.library import is_plain
 
@@ -58,7 +58,7 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
         return parameter
     from ligermodels.ops.runtime.local_tensors import local as local_tensor  # imports DTensors, which takes long
 
-    return local_tensor(parameter, partial=partial or token_parts.current() is not None)
+    return local_tensor(parameter, partial=partial or sequence_parallel.current() is not None)
 
 
 def own_experts(parameter: Any) -> Any:
@@ -71,7 +71,7 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for ranks that each use it with their shard of `module`. The gradient is summed over ranks."""
     if not is_tensor_parallel(module):
         return x
-    if (parts := _token_parts(module)) is not None:
+    if (parts := _sequence_parts(module)) is not None:
         return parts.gather(x)
     ranks = _ranks(module, x)
     return x if ranks is None else ranks.sum_gradients(x)
@@ -79,7 +79,7 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
 
 def sum_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
     """The sum over ranks of x, which each rank computed with its shard of `module`: all tokens, or this rank's."""
-    if (parts := _token_parts(module)) is not None:
+    if (parts := _sequence_parts(module)) is not None:
         return parts.reduce_scatter(x)
     ranks = _ranks(module, x)
     return x if ranks is None else ranks.total(x)
@@ -96,7 +96,7 @@ def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
 
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for computations that are the same on all ranks."""
-    parts = _token_parts(module)
+    parts = _sequence_parts(module)
     return x if parts is None else parts.restore(x)
 
 
@@ -160,9 +160,9 @@ def split_evenly(field: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def _token_parts(module: nn.Module) -> token_parts.TokenParts | None:
+def _sequence_parts(module: nn.Module) -> sequence_parallel.SequenceParts | None:
     """How the tokens are divided over the ranks that compute `module`; None if each rank has all tokens."""
-    return token_parts.current() if is_tensor_parallel(module) else None
+    return sequence_parallel.current() if is_tensor_parallel(module) else None
 
 
 def _ranks(module: nn.Module, x: Tensor) -> Ranks | None:

@@ -5,12 +5,12 @@ the tokens out anew, always in this order:
 
 1. Rows: `Unpadding` joins the tokens of all sequences, without padding, into one packed row (under torch.compile
    `KeptPadding` joins the rows with their padding); or `PackedRows` joins rows that hold packed documents.
-2. Context parallelism: `SequenceShard` takes this rank's part of each row.
+2. Context parallelism: `ContextShard` takes this rank's part of each row.
 3. Needed tokens: `SelectedTokens` takes the tokens whose states are needed, such as the tokens that have a target,
    after the last block that mixes tokens.
 
 A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence parallelism takes parts of these tokens
-(`layers.token_parts.TokenParts`).
+(`layers.sequence_parallel.SequenceParts`).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class PackedRows(Tokens):
 
 
 @dataclass(frozen=True)
-class SequenceShard(Tokens):
+class ContextShard(Tokens):
     """This rank's part of the tokens under context parallelism.
 
     Each row is cut into 2 n chunks for n ranks. Rank i has the chunks i and 2 n - 1 - i, so that all ranks have as much
@@ -292,7 +292,7 @@ class TokenLayout(Tokens):
 
     shape: tuple[int, int]
     packing: Tokens
-    shard: SequenceShard | None = None
+    shard: ContextShard | None = None
     cu_seqlens: Tensor | None = None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -350,7 +350,7 @@ def token_layout(
     unpad = KeptPadding(attention_mask) if torch.compiler.is_compiling() else Unpadding(attention_mask)
     if unpad.trivial:
         return layout_without_padding(shape, None, mesh)
-    shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)
+    shard = None if mesh is None else ContextShard(mesh, 1, unpad.num_tokens)
     return TokenLayout(shape, unpad, shard, unpad.cu_seqlens)
 
 
@@ -370,7 +370,7 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
         return TokenLayout(shape, Tokens())
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
-    return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
+    return TokenLayout(shape, packing, None if mesh is None else ContextShard(mesh, *sizes), cu_seqlens)
 
 
 def check_not_complex(attention_mask: Tensor) -> None:

@@ -23,9 +23,9 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.sequence_parallel import SequenceParts, parts_of
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import TokensWithTarget
-from ligermodels.layers.token_parts import TokenParts, parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
 from ligermodels.models.decoder_config import DecoderConfig as DecoderConfig
 
@@ -58,7 +58,7 @@ class Decoder(RefusesDropout):
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     _ends_token_wise = True  # whether the last block mixed no tokens when it was built
     _tensor_ranks = 1  # number of tensor-parallel ranks
-    _token_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.token_parts`
+    _sequence_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.sequence_parallel`
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
     expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
     """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
@@ -187,7 +187,7 @@ class Decoder(RefusesDropout):
         router_outputs: list[RouterOutput] | None,
     ) -> Tensor:
         """Run the blocks of these numbers."""
-        if self._token_mesh is not None and blocks and state is None and context.needed is None:
+        if self._sequence_mesh is not None and blocks and state is None and context.needed is None:
             return self._run_in_parts(blocks, x, context, router_outputs)
         for i in blocks:
             x = self._block(i, x, context, state, router_outputs)
@@ -200,7 +200,7 @@ class Decoder(RefusesDropout):
         context: ForwardContext,
         state: DecodingState | None,
         router_outputs: list[RouterOutput] | None,
-        parts: TokenParts | None = None,
+        parts: SequenceParts | None = None,
     ) -> Tensor:
         """The hidden states after block i. Its other results go to the context and to `router_outputs`."""
         own = context.of_block(i) if context.routing else context
