@@ -170,7 +170,7 @@ class Linear(Composed[Compute, Update], nn.Linear):
 
         Returns (..., out_features) of the dtype of `input`, or the result of the activation.
         """
-        gated = activation.options if type(activation) is GatedActivation and form is None else None
+        gated = options_of(activation) if form is None else None
         if self.split is None and self.update is None and (activation is None or gated is not None):
             return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
         if self.split is None:
@@ -238,6 +238,12 @@ def activate(y: Tensor, activation: Callable[..., Tensor] | None, form: Float8Fo
     """`activation(y)`, as a `Float8Tensor` where there is a `form` and it can write one; y without an activation."""
     if activation is None:
         return y
-    if form is None or type(activation) is not GatedActivation:
+    if form is None or options_of(activation) is None:
         return activation(y)
     return activation(y, form=form)
+
+
+def options_of(activation: Callable[..., Tensor] | None) -> GLUOptions | None:
+    """The options of a `GatedActivation`, with which an op computes it in its own kernel; None for any other
+    function."""
+    return activation.options if isinstance(activation, GatedActivation) else None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import sequence_parallel
 from ligermodels.ops.runtime.collectives import Ranks
-from ligermodels.ops.runtime.library import is_plain
+from ligermodels.ops.runtime.library import is_dtensor, is_plain
 
 TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "columns_to_all", "rows"]
 """How a parameter or a linear layer is distributed.
@@ -184,7 +184,7 @@ def reshard(module: ModuleLike) -> None:
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor. For a DTensor this is a collective call of all ranks."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return cast(Any, tensor).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -194,7 +194,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 def is_sharded(module: ModuleLike) -> bool:
     """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
-    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
+    return any(is_dtensor(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def check_not_partitioned(name: str, parameter: Tensor) -> None:
