@@ -16,7 +16,6 @@ from ligermodels.ops.loss.token_losses import (
     Reduction,
     RowGradients,
     RowOutputs,
-    check_reduction,
     check_targets,
     checked_class_weights,
     checked_loss_weights,
@@ -93,8 +92,7 @@ def cross_entropy(
 
         logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
     _TENSORS.check("cross_entropy", logits, target, token_weights)
-    options.check("cross_entropy")
-    check_reduction("cross_entropy", reduction)
+    options.check("cross_entropy", reduction)
     V = logits.shape[-1] if shard is None else shard.num_classes
     row_reduction = reduction
     if class_weights is not None:

@@ -33,7 +33,6 @@ from ligermodels.ops.loss.token_losses import (
     LogitRows,
     LossOptions,
     Reduction,
-    check_reduction,
     checked_class_weights,
     checked_loss_weights,
 )
@@ -101,11 +100,11 @@ def take_rows(x: Tensor, indices: Tensor, dims: int) -> Tensor:
     Returns:
         (n, N).
     """
-    rows: Tensor = _Take.apply(x, indices, dims)
+    rows: Tensor = _TakeRows.apply(x, indices, dims)
     return rows
 
 
-class _Take(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     """Its backward pass copies, because no index occurs twice; the backward pass of torch's indexing sums."""
 
     @staticmethod
@@ -115,12 +114,11 @@ class _Take(torch.autograd.Function):
         return x.reshape(-1, *x.shape[dims:]).index_select(0, indices)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         gradient = grad.new_zeros(ctx.shape)
         gradient.view(-1, *ctx.shape[ctx.dims :]).index_copy_(0, indices, grad)
-        return (gradient,)
+        return gradient, None, None
 
 
 class LinearHead(NamedTuple):
@@ -182,8 +180,7 @@ def checked_head(
         hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     _TENSORS.check(op, hidden, weight, bias, target, token_weights)
-    options.check(op)
-    check_reduction(op, reduction)
+    options.check(op, reduction)
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
     if class_weights is not None:

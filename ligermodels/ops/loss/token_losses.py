@@ -43,8 +43,9 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
 
-    def check(self, op: str) -> None:
-        """Raises InputError, naming `op`, for a number out of its range."""
+    def check(self, op: str, reduction: str) -> None:
+        """Raises InputError, naming `op`, for a number out of its range, or an unknown reduction."""
+        check_reduction(op, reduction)
         if self[1:] == LossOptions()[1:]:
             return
         for name, (least, most, requirement) in _RANGES.items():
