@@ -58,7 +58,7 @@ def check_context_parallel(decoder: Any) -> None:
     for i, block in enumerate(decoder.blocks):
         for name, layer in block.declarations().items():
             if not layer.context_parallel and (name == "mixer" or not layer.token_wise):
-                layer_class = type(getattr(block, name)).__name__
+                layer_class = type(block.get_submodule(name)).__name__
                 raise ConfigError(
                     f"context: blocks[{i}].{name} ({layer_class}) cannot be given a part of a sequence; its class "
                     "has no `context_parallel`, see ligermodels.layers.Layer. Spread the model by shard and replicate"

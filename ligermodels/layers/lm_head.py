@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_flag, check_number
+from ligermodels.arguments import check_flag, check_number, is_sequence
 from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
@@ -78,7 +78,7 @@ def _check_items(name: str, value: Any) -> None:
 
 
 def _check_items_of_heads(name: str, value: Any) -> None:
-    for each in value if isinstance(value, list | tuple) else [value]:
+    for each in value if is_sequence(value) else [value]:
         _check_items(name, each)
 
 

@@ -241,15 +241,19 @@ class QuantizedExperts(ExpertCompute):
         self.codes[projection].fill(weight)
 
 
+def _compute_of(module: nn.Module) -> Any:
+    return getattr(module, "compute", None)
+
+
 def weight_codes(module: nn.Module) -> QuantizedCompute | None:
     """The quantised weight of a linear layer or a head; None for any other module."""
-    compute = getattr(module, "compute", None)
+    compute = _compute_of(module)
     return compute if isinstance(compute, QuantizedCompute) else None
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
     """The linear layers, the mixtures, and the head, in `module` whose weights are quantised, by name."""
-    named = ((name, layer, getattr(layer, "compute", None)) for name, layer in module.named_modules())
+    named = ((name, layer, _compute_of(layer)) for name, layer in module.named_modules())
     return {name: layer for name, layer, compute in named if isinstance(compute, QuantizedCompute | QuantizedExperts)}
 
 

@@ -178,8 +178,8 @@ def reshard(module: ModuleLike) -> None:
     gathered parameters.
     """
     for submodule in module.modules():
-        if callable(shard := getattr(type(submodule), "reshard", None)):  # a method of FSDP2's modules
-            shard(submodule)
+        if is_fsdp(submodule):
+            cast(Any, submodule).reshard()
 
 
 def gathered(tensor: Tensor) -> Tensor:

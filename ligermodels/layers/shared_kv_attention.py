@@ -42,7 +42,7 @@ class SharedKVAttentionConfig(AttentionConfig):
         super().__post_init__()
         check_sizes(self, "kv_from", least=0)
         for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate"):
-            if getattr(self, name):
+            if vars(self)[name]:
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
         if self.qk_norm is not None and self.qk_norm.over != "head":
             raise ConfigError("qk_norm: over the whole projection is not implemented for shared keys and values")

@@ -51,9 +51,11 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> Difference | Non
     """
     if ours == theirs:
         return None
-    if is_dataclass(ours) and type(ours) is type(theirs):
-        parts = [(f".{f.name}", getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours) if f.compare]
-    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+    alike = type(ours) is type(theirs)
+    if alike and is_dataclass(ours):
+        values = vars(ours), vars(theirs)
+        parts = [(f".{f.name}", *(value[f.name] for value in values)) for f in fields(ours) if f.compare]
+    elif alike and isinstance(ours, tuple) and len(ours) == len(theirs):
         parts = [(f"[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
     else:
         return path.lstrip("."), ours, theirs

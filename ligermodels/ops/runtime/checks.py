@@ -140,8 +140,8 @@ def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is None:
             continue
-        if not isinstance(other, Tensor) or tuple(other.shape) != shape:
-            actual = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+        actual = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+        if actual != shape:
             raise InputError(f"{name}: must have the inputs' shape {shape}, got {actual}")
         if other.device != inputs.device:
             raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
