@@ -26,8 +26,8 @@ from ligermodels.generation.routing import GenerateOutput, RoutingBuffer
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
-from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import chosen_together, end_of_decoding, is_sharded, require_same_on_ranks
+from ligermodels.ops.runtime.checks import check_plain
 
 DEFAULT_NEW_TOKENS = 64
 

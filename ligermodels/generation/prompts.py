@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.arguments import is_sequence, is_whole
 from ligermodels.errors import InputError, short
-from ligermodels.layers.packing import check_plain
+from ligermodels.ops.runtime.checks import check_plain
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.integrations.modules import OnModules, native_of, part, part_named
 from ligermodels.layers import AttentionConfig, ForwardContext
-from ligermodels.layers.attention import Attention
+from ligermodels.layers.attention import Attention, Tables
 from ligermodels.layers.kv_cache import LayerKV
-from ligermodels.layers.qkv import Tables
 from ligermodels.layers.rope import pairs_to_halves
 from ligermodels.layers.shared_kv_attention import SharedKVAttention
 

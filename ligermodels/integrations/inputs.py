@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError, arguments_named
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.packing import check_bounds, check_plain, check_token_ids
+from ligermodels.layers.packing import check_bounds
 from ligermodels.layers.tokens import TokenLayout, Unpadding
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_plain, check_token_ids
 from ligermodels.ops.runtime.dispatch import checked_on_host
 
 

@@ -1,7 +1,8 @@
 """The modules that models are composed of, each with its config."""
 
 from ligermodels.layers.activation import GatedActivation
-from ligermodels.layers.attention import Attention, AttentionConfig
+from ligermodels.layers.attention import Attention, SplitQKV
+from ligermodels.layers.attention_config import AttentionConfig, QKNormConfig, ValueConfig
 from ligermodels.layers.block import Block, BlockConfig, BlockOutput
 from ligermodels.layers.config import LayerConfig, LayerState
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput, TreeTokens
@@ -20,7 +21,6 @@ from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
 from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
-from ligermodels.layers.qkv import QKNormConfig, SplitQKV, ValueConfig
 from ligermodels.layers.recurrent_state import RecurrentState
 from ligermodels.layers.rope import (
     DynamicScaling,

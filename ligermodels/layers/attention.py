@@ -1,176 +1,32 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention with rotary positions.
+
+The fused projection is split into queries, keys and values, normalised and rotated in one pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
-from ligermodels.errors import ConfigError
-from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
+from ligermodels.errors import InputError
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
-from ligermodels.layers.kv_cache import KVCache, LayerKV
+from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.qkv import ProjectionNormSplitQKV, QKNormConfig, SplitQKV, Tables, ValueConfig
-from ligermodels.layers.query_scaling import QueryScaling
-from ligermodels.layers.rope import RopeConfig
-from ligermodels.layers.sharding import TensorSharding, local, split_evenly
+from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
+from ligermodels.ops.norm.rms_norm import rms_norm_reference
 from ligermodels.ops.runtime.tensors import as_dtype
 
+if TYPE_CHECKING:
+    from ligermodels.layers.attention_config import AttentionConfig, QKNormConfig, ValueConfig
 
-@dataclass(frozen=True)
-class AttentionConfig(LayerConfig):
-    """Heads and behaviour of one attention layer.
-
-    `rope` None means no positions at all; `softmax_scale` None means head_dim ** -0.5; `window` counts the token
-    itself; `softcap` caps the scores; `bias` and `o_bias` are those of q/k/v and of the output projection; `backend`
-    names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
-    rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
-    computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With
-    `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
-    checkpoints have within `q_proj`: of each head its rows of q, then those of its gate. With `sinks` each query head
-    has a learned logit, one more in the denominator of its softmax (gpt-oss). `values` says how values come from the
-    projection where they are not simply in it. With `shares_kv`, later layers can attend to the keys and values of
-    this one: see `SharedKVAttentionConfig`.
-    """
-
-    NAMES: ClassVar[Mapping[str, str]] = {
-        **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkvo"},
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "attention.sinks": "self_attn.sinks",
-    }
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig | None
-    bias: bool = False
-    o_bias: bool = False
-    qk_norm: QKNormConfig | None = None
-    softmax_scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
-    stored_as_pairs: bool = False
-    query_scaling: QueryScaling | None = None
-    output_gate: bool = False
-    sinks: bool = False
-    values: ValueConfig | None = None
-    shares_kv: bool = False
-    backend: str = field(default="auto", compare=False)
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
-        check_multiple(self, "num_heads", "num_kv_heads")
-        check_numbers(self, "softcap", positive=True)
-        if self.rope is not None and self.rope.channels > self.head_dim:
-            raise ConfigError(f"rope: rotates {self.rope.channels} channels of heads that have {self.head_dim}")
-        for name, has_it in (("stored_as_pairs", self.stored_as_pairs), ("values", self._values_from_keys)):
-            if self.output_gate and has_it:  # the weight map has no rule for them
-                raise ConfigError(f"output_gate: is not implemented together with {name}")
-
-    def build(self, hidden_size: int) -> nn.Module:
-        return Attention(hidden_size, self)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads a key/value head serves."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def _values_from_keys(self) -> bool:
-        return self.values is not None and self.values.from_keys
-
-    @property
-    def _heads_of_group(self) -> int:
-        """Heads that the projection has for each key/value head: queries, key, value, and output gates."""
-        return self.group_size * (1 + self.output_gate) + (1 if self._values_from_keys else 2)
-
-    @property
-    def has_extra_output(self) -> bool:
-        return self.shares_kv
-
-    @property
-    def ropes(self) -> Sequence[RopeConfig]:
-        return () if self.rope is None else (self.rope,)
-
-    def new_state(
-        self,
-        num_layers: int,
-        batch_size: int,
-        max_length: int,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KVCache:
-        return KVCache(num_layers, batch_size, max_length, self.num_kv_heads, self.head_dim, dtype=dtype, device=device)
-
-    def weight_mappings(
-        self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
-    ) -> list[WeightMapping]:
-        """q, k and v are tensors of their own, or one, all queries first, where `names` has an "attention.qkv"."""
-        there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
-        shape = (self.num_kv_heads, self.group_size, self.head_dim, pairs)
-        found = []
-        for kind in ("weight", "bias") if self.bias else ("weight",):
-            target = f"{native}.qkv.{kind}"
-            if self.output_gate:
-                sources = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(rows(target, self._gated_rows(*sources)))
-            elif "attention.qkv" in names:
-                found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
-            else:
-                q, k, v = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(grouped_qkv(target, q, k, None if self._values_from_keys else v, *shape))
-        for kind in ("weight", "bias") if self.o_bias else ("weight",):
-            found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
-        if self.sinks:
-            found.append(rename(f"{native}.sinks", there["attention.sinks"]))
-        return [*found, *self._norm_mappings(native, there, pairs)]
-
-    def _norm_mappings(self, native: str, there: Mapping[str, str], pairs: int) -> Iterator[WeightMapping]:
-        """The norms of queries and keys, of one head or of all; `there` are the names of parts in the checkpoint."""
-        if self.qk_norm is None:
-            return
-        for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
-            source = f"{there[f'attention.{norm}']}.weight"
-            count = count if self.qk_norm.over == "projection" else 1
-            yield heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs)
-
-    def _gated_rows(self, q: str, k: str, v: str) -> Iterator[tuple[str, int, int, int]]:
-        """For `rows`: within each key/value head its query heads, its key, its value, its query heads' gates."""
-        dim, group, at = self.head_dim, self.group_size, 0
-        for kv in range(self.num_kv_heads):
-            starts = [2 * (kv * group + head) * dim for head in range(group)]
-            gates = [(q, start + dim) for start in starts]
-            for source, start in [*((q, start) for start in starts), (k, kv * dim), (v, kv * dim), *gates]:
-                yield source, start, at, dim
-                at += dim
-
-    def tensor_shard(self, ranks: int) -> AttentionConfig:
-        """By key/value heads, each with its query heads."""
-        kv_heads = split_evenly("num_kv_heads (num_key_value_heads)", self.num_kv_heads, ranks)
-        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
-
-    def with_attention_backend(self, name: str) -> AttentionConfig:
-        return replace(self, backend=name)
-
-    def state_elements(self, max_length: int) -> int:
-        return 2 * max_length * self.num_kv_heads * self.head_dim
-
-    def info(self) -> dict[str, Any]:
-        return {"heads": self.num_heads, "kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+Tables = tuple[Tensor | None, Tensor | None]
 
 
 class Attention(Layer):
@@ -261,12 +117,160 @@ class Attention(Layer):
             q (B, T, num_heads, D); k and v (B, T, num_kv_heads, D), in a decoding pass all slots of the state; and the
             gates (B, T, num_heads * D) or None.
         """
-        config = self.config
-        tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
-        qkv, gate = self.qkv(x), None
-        if config.output_gate:
-            # of all key/value heads, or of those of this rank
-            heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))
-            parts = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
-            qkv, gate = (part.flatten(2) for part in parts)
+        rope, qkv, gate = self.config.rope, self.qkv(x), None
+        tables: Tables = (None, None) if rope is None else context.rope_tables[rope]
+        if self.config.output_gate:
+            qkv, gate = self._without_gates(qkv)
         return *self.split(qkv, tables, state, context.cache_seqlens), gate
+
+    def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The projection (B, T, C) without the output gates, and the gates (B, T, num_heads * D)."""
+        config = self.config
+        heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))  # with key/value heads of this rank
+        qkv, gates = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
+        return qkv.flatten(2), gates.flatten(2)
+
+
+class SplitQKV(nn.Module):
+    """Splits the fused projection, normalises queries and keys, and rotates them.
+
+    It owns the weights of both norms, `q_norm` and `k_norm`, if there are any: norm and rotation are one kernel. The
+    number of key/value heads is that of the projection it is given, which may be a tensor-parallel shard.
+    """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q_norm": "replicated", "k_norm": "replicated"}
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm: QKNormConfig | None,
+        values: ValueConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
+        self.values = values
+        self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
+        if qk_norm is not None:
+            whole = qk_norm.over == "projection"
+            self.q_norm = nn.Parameter(torch.empty(head_dim * (num_heads if whole else 1)))
+            self.k_norm = nn.Parameter(torch.empty(head_dim * (num_kv_heads if whole else 1)))
+            self.init_weights()
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Scales one."""
+        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            for weight in (self.q_norm, self.k_norm):
+                nn.init.constant_(weight, 1.0 - self.qk_norm.norm.offset)
+
+    def extra_repr(self) -> str:
+        norm = "" if self.qk_norm is None else f", qk_norm over each {self.qk_norm.over}"
+        return f"group_size={self.group_size}, head_dim={self.head_dim}{norm}"
+
+    def forward(
+        self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv (B, T, Hkv * (group + 2) * D) -> q (B, T, Hq, D), k and v (B, T, Hkv, D), q and k rotated. The width is
+        Hkv * (group + 1) * D where values are `from_keys`.
+
+        With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
+        returned are all slots of it.
+        """
+        kv_heads = self._num_kv_heads(qkv)
+        norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
+        if cache is not None and cache_seqlens is not None:
+            return self._cached(qkv, tables, cache, cache_seqlens, *norms)
+        if self.values is not None:
+            qkv = self._with_values(qkv)
+        return ops.rope_qkv(qkv, *tables, kv_heads, self.group_size, self.head_dim, *norms, **self.norm_options)
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """The options of the norms of queries and keys, as arguments of ops; none without norms."""
+        return {} if self.qk_norm is None else self.qk_norm.norm.options
+
+    def _num_kv_heads(self, qkv: Tensor) -> int:
+        """Key/value heads of the projection; InputError unless it has as many heads for each of them."""
+        kv_heads, rest = divmod(qkv.shape[-1], self._group_width)
+        if rest:
+            raise InputError(
+                f"qkv: width {qkv.shape[-1]} is no multiple of {self._group_width}, a key/value head with its "
+                "query heads; shard the projection by key/value heads"
+            )
+        return kv_heads
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """(B, T, Hkv * (group + 1 or 2) * D) -> (..., Hkv * (group + 2) * D), of each group the values last."""
+        if self.values is None:
+            return qkv
+        heads = qkv.unflatten(-1, (self._num_kv_heads(qkv), -1, self.head_dim))
+        v = heads[..., -1:, :]
+        v = v if self.values.norm_eps is None else ops.rms_norm(v, None, self.values.norm_eps)
+        return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
+
+    def _cached(
+        self,
+        qkv: Tensor,
+        tables: Tables,
+        cache: LayerKV,
+        cache_seqlens: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` in a decoding pass: the queries, and all slots of the cache."""
+        options: dict[str, Any] = dict(self.norm_options)
+        kv_heads, values = self._num_kv_heads(qkv), self.values
+        if values is not None and not values.from_keys:  # the norm of values is in the same kernel
+            options["value_norm_eps"] = values.norm_eps
+        else:
+            qkv = self._with_values(qkv)
+        qkv, shape = as_dtype(qkv, cache.keys.dtype), (kv_heads, self.group_size, self.head_dim)
+        q = ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens, q_norm, k_norm, **options)
+        return q, cache.keys, cache.values
+
+
+class ProjectionNormSplitQKV(SplitQKV):
+    """The same with norms over all heads together, `QKNormConfig.over` "projection": before the rotation, and under
+    tensor parallelism by the mean square over all ranks, each of which has its heads' part of the weights."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q_norm": 0, "k_norm": 0}
+
+    def forward(
+        self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `SplitQKV.forward`."""
+        shape = self._num_kv_heads(qkv), self.group_size, self.head_dim
+        q, k, v = ops.rope_qkv(self._with_values(qkv), None, None, *shape)
+        q, k = self._normalised(q, k)
+        if cache is None or cache_seqlens is None:
+            cos, sin = tables
+            return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
+        heads = [each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)]
+        qkv = as_dtype(torch.cat(heads, dim=3).flatten(2), cache.keys.dtype)
+        return ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens), cache.keys, cache.values
+
+    def _normalised(self, *heads: Tensor) -> list[Tensor]:
+        """q and k, (B, T, heads, D), each normalised over all of its heads."""
+        rows = [each.flatten(2) for each in heads]
+        weights = [local(self, weight) for weight in (self.q_norm, self.k_norm)]
+        for x, weight in zip(rows, weights, strict=True):
+            if len(weight) != x.shape[-1]:
+                raise InputError(
+                    f"the norm over the whole projection has {len(weight)} channels, the projection {x.shape[-1]}: "
+                    "shard both by heads (ligermodels.parallel.tensor)"
+                )
+        if not is_tensor_parallel(self):
+            found = [ops.rms_norm(x, weight, **self.norm_options) for x, weight in zip(rows, weights, strict=True)]
+        else:
+            squares = mean_over_ranks(self, torch.stack([_mean_square(x) for x in rows]))
+            parts = zip(rows, weights, squares, strict=True)
+            found = [rms_norm_reference(x, weight, mean_square=each, **self.norm_options) for x, weight, each in parts]
+        return [x.view_as(each) for x, each in zip(found, heads, strict=True)]
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """(..., n) -> (..., 1), float32; of float64 float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)

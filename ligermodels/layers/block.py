@@ -13,8 +13,8 @@ from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
-from ligermodels.layers.layer import Layer, checked_layer, declared
-from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.layer import Layer, built_layer, declared
+from ligermodels.layers.norm import NormConfig, adds_residual
 from ligermodels.layers.sharding import TensorSharding
 
 
@@ -83,6 +83,15 @@ class BlockConfig:
             ),
         ]
 
+    def build_norm_before(self, part: str, hidden_size: int) -> nn.Module:
+        """The norm before the layer `part`, "mixer" or "mlp"; the identity if there is none."""
+        has_norm = self.pre_norm and not self._own_norm(part)
+        return self.norm.build_before(hidden_size) if has_norm else nn.Identity()
+
+    def build_norm_after(self, hidden_size: int) -> nn.Module | None:
+        """The norm after a layer, or None."""
+        return self.norm.build_after(hidden_size) if self.post_norm else None
+
     def _own_norm(self, part: str) -> bool:
         return part == "mlp" and self.mlp.normalizes
 
@@ -117,27 +126,17 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
         super().__init__()
 
-        def before(part: str) -> nn.Module:
-            norm = config.pre_norm and not config._own_norm(part)
-            return config.norm.build_before(hidden_size) if norm else nn.Identity()
-
-        def after() -> nn.Module | None:
-            return config.norm.build_after(hidden_size) if config.post_norm else None
-
-        def layer(field: str, layer_config: LayerConfig) -> nn.Module:
-            return checked_layer(field, layer_config, layer_config.build(hidden_size))
-
         self.hidden_size, self.config = hidden_size, config
         self.residual_scale = config.residual_scale
         self.mixer_has_extra_output = config.mixer.has_extra_output
         self.mlp_has_extra_output = config.mlp.has_extra_output
-        self.mixer_norm = before("mixer")
-        self.mixer = layer("mixer", config.mixer)
-        self.mixer_post_norm = after()
-        self.mlp_norm = before("mlp")
-        self.mlp = layer("mlp", config.mlp)
-        self.mlp_post_norm = after()
-        self.after = None if config.after is None else layer("after", config.after)
+        self.mixer_norm = config.build_norm_before("mixer", hidden_size)
+        self.mixer = built_layer("mixer", config.mixer, hidden_size)
+        self.mixer_post_norm = config.build_norm_after(hidden_size)
+        self.mlp_norm = config.build_norm_before("mlp", hidden_size)
+        self.mlp = built_layer("mlp", config.mlp, hidden_size)
+        self.mlp_post_norm = config.build_norm_after(hidden_size)
+        self.after = None if config.after is None else built_layer("after", config.after, hidden_size)
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -200,7 +199,7 @@ class Block(nn.Module):
         """
         if post_norm is None and self.residual_scale == 1.0:
             return residual, branch
-        if self.residual_scale == 1.0 and getattr(post_norm, "fused_add", False):
+        if self.residual_scale == 1.0 and adds_residual(post_norm):
             return cast(nn.Module, post_norm)(branch, residual), None
         branch = branch if post_norm is None else post_norm(branch)
         return residual, branch if self.residual_scale == 1.0 else self.residual_scale * branch
@@ -211,7 +210,7 @@ class Block(nn.Module):
         """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
         if self.in_float8 and getattr(norm.forward, "writes_float8", False):
             return cast("tuple[Tensor, Tensor]", norm(x, branch, form=declared(layer).input_form()))
-        if getattr(norm, "fused_add", False):
+        if adds_residual(norm):
             return cast("tuple[Tensor, Tensor]", norm(x, branch))
         total = x if branch is None else x + branch.to(x.dtype)
         normed = norm(total)

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd  # of nn.Dropout, nn.AlphaDropou
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.errors import InputError
-from ligermodels.layers.token_parts import TokenParts
+from ligermodels.layers.sequence_parallel import SequenceParts
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.library import keeps_results
 
@@ -37,7 +37,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: TokenParts | None = None) -> Any:
+def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: SequenceParts | None = None) -> Any:
     """`module(*args)`, with activation checkpointing where gradients are recorded.
 
     Args:

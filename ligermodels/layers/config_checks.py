@@ -13,8 +13,7 @@ from ligermodels.errors import ConfigError, short
 def check_sizes(config: Any, *names: str, least: int = 1) -> None:
     """Raise ConfigError unless these fields of `config` are whole numbers of at least `least`; None is allowed if it is
     the default of the field."""
-    for name in names:
-        value = getattr(config, name)
+    for name, value in _fields(config, *names):
         if not _is_absent(config, name, value) and (not is_whole(value) or value < least):
             raise ConfigError(f"{name}: must be a whole number of at least {least}, got {short(value)}")
 
@@ -22,8 +21,7 @@ def check_sizes(config: Any, *names: str, least: int = 1) -> None:
 def check_numbers(config: Any, *names: str, positive: bool = False) -> None:
     """Raise ConfigError unless these fields of `config` are finite numbers of at least 0, or above 0 if `positive`;
     None is allowed if it is the default of the field."""
-    for name in names:
-        value = getattr(config, name)
+    for name, value in _fields(config, *names):
         if _is_absent(config, name, value):
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -34,16 +32,20 @@ def check_numbers(config: Any, *names: str, positive: bool = False) -> None:
 
 def check_choice(config: Any, name: str, choices: Collection[str]) -> None:
     """Raise ConfigError unless the field `name` of `config` is one of `choices`."""
-    value = getattr(config, name)
+    ((_, value),) = _fields(config, name)
     if value not in tuple(choices):
         raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {short(value)}")
 
 
 def check_multiple(config: Any, name: str, divisor: str) -> None:
     """Raise ConfigError unless the field `name` of `config` is a multiple of the field `divisor`."""
-    value, unit = getattr(config, name), getattr(config, divisor)
+    (_, value), (_, unit) = _fields(config, name, divisor)
     if value % unit:
         raise ConfigError(f"{name}: must be a multiple of {divisor}, {unit}; got {value}")
+
+
+def _fields(config: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, getattr(config, name)) for name in names]
 
 
 def _is_absent(config: Any, name: str, value: Any) -> bool:

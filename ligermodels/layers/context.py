@@ -12,7 +12,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import document_of
 from ligermodels.layers.rope import RopeConfig
-from ligermodels.layers.tokens import SelectedTokens, SequenceShard, Tokens
+from ligermodels.layers.tokens import ContextShard, SelectedTokens, Tokens
 
 
 class TreeTokens(NamedTuple):
@@ -78,7 +78,7 @@ class ForwardContext:
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
-    shard: SequenceShard | None = None
+    shard: ContextShard | None = None
     seq_lens: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree: TreeTokens | None = None
@@ -92,7 +92,7 @@ class ForwardContext:
         """The context of one block: with `experts`, if the caller gives them."""
         return replace(self, experts=self.routing.get(number)) if self.routing else self
 
-    def of_shard(self, shard: SequenceShard) -> ForwardContext:
+    def of_shard(self, shard: ContextShard) -> ForwardContext:
         """The context of this rank's tokens under context parallelism, from the context of all tokens. Its
         `per_layer_inputs` are this rank's already."""
         return replace(

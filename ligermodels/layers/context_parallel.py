@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of a group has a part of the tokens of every row (`layers.tokens.SequenceShard`).
+"""Context parallelism: each rank of a group has a part of the tokens of every row (`layers.tokens.ContextShard`).
 
 Keys and values are gathered from all ranks, and each chunk of queries attends to the keys up to its end, as in the
 training of Llama 3 (2024, https://arxiv.org/abs/2407.21783, section 3.3.2). This is exact for everything that
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import ConfigError
-from ligermodels.layers.tokens import SequenceShard
+from ligermodels.layers.tokens import ContextShard
 
 
 def shard_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, shard: SequenceShard, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, shard: ContextShard, **options: Any
 ) -> Tensor:
     """`ops.attention` of this rank's queries over the keys and values of all ranks.
 
@@ -58,7 +58,7 @@ def check_context_parallel(decoder: Any) -> None:
     for i, block in enumerate(decoder.blocks):
         for name, layer in block.declarations().items():
             if not layer.context_parallel and (name == "mixer" or not layer.token_wise):
-                layer_class = type(getattr(block, name)).__name__
+                layer_class = type(block.get_submodule(name)).__name__
                 raise ConfigError(
                     f"context: blocks[{i}].{name} ({layer_class}) cannot be given a part of a sequence; its class "
                     "has no `context_parallel`, see ligermodels.layers.Layer. Spread the model by shard and replicate"

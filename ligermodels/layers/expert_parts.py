@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.layers.composed import Composed
+from ligermodels.layers.linear import Composed
 from ligermodels.layers.linear_parts import ComputePart, UpdatePart
 from ligermodels.ops import GLUOptions
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers import token_parts
+from ligermodels.layers import sequence_parallel
+from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.linear import input_form
 from ligermodels.layers.sharding import TensorSharding
@@ -33,7 +34,7 @@ class Layer(nn.Module):
     context_parallel: ClassVar[bool] = False
     """Whether a layer that is not `token_wise`, or a token mixer, supports context parallelism: if `context.shard` is
     not None, `x` holds only this rank's tokens, and the layer exchanges with the other ranks through that
-    `SequenceShard`. Tokens beyond the end of a row are padding, which must not influence other tokens; in a causal
+    `ContextShard`. Tokens beyond the end of a row are padding, which must not influence other tokens; in a causal
     mixer it does not. A `token_wise` mixer declares it too, because it may read keys of other tokens from the
     context."""
 
@@ -69,7 +70,7 @@ class Layer(nn.Module):
         linears = [getattr(self, name, None) for name, source in self.float8_linears.items() if source == INPUT]
         forms = {input_form(linear) for linear in linears if linear is not None}
         form = forms.pop() if len(forms) == 1 else None
-        return None if form is None or token_parts.current() is not None else form
+        return None if form is None or sequence_parallel.current() is not None else form
 
 
 _DEFAULTS = Layer()
@@ -81,17 +82,18 @@ def declared(module: nn.Module) -> Layer:
     return module if isinstance(module, Layer) else _DEFAULTS
 
 
-def checked_layer(field: str, config: object, module: nn.Module) -> Layer:
-    """The module that the config of a layer has built.
+def built_layer(field: str, config: LayerConfig, hidden_size: int) -> Layer:
+    """The module that the config of a layer builds.
 
     Args:
         field: name of the block's field that holds the config, for the error.
         config: the layer's config.
-        module: the result of its `build`.
+        hidden_size: hidden size of the model.
 
     Raises:
         ConfigError: the module's class does not derive from `Layer`.
     """
+    module = config.build(hidden_size)
     if isinstance(module, Layer):
         return module
     name = type(module).__name__

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_flag, check_number
+from ligermodels.arguments import check_flag, check_number, is_sequence
 from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute
-from ligermodels.layers.packing import check_plain
 from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, used_in_parts
+from ligermodels.ops.runtime.checks import check_plain
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _check_items(name: str, value: Any) -> None:
 
 
 def _check_items_of_heads(name: str, value: Any) -> None:
-    for each in value if isinstance(value, list | tuple) else [value]:
+    for each in value if is_sequence(value) else [value]:
         _check_items(name, each)
 
 
@@ -198,8 +198,12 @@ def loss_or_log_probs(
         numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)
         if isinstance(numbers, Tensor):
             return HeadLoss(log_probs=numbers)
-        names = ("log_probs", "entropy", "predicted", "log_kept_mass")
-        return HeadLoss(**{name: getattr(numbers, name) for name in names})
+        return HeadLoss(
+            log_probs=numbers.log_probs,
+            entropy=numbers.entropy,
+            predicted=numbers.predicted,
+            log_kept_mass=numbers.log_kept_mass,
+        )
     return as_head_loss(ops.linear_cross_entropy(hidden, weight, targets, bias, **scaling, **options), options)
 
 

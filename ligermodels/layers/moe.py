@@ -28,7 +28,7 @@ from ligermodels.layers.context import ForwardContext, RouterOutput
 from ligermodels.layers.expert_parallel import on_ranks
 from ligermodels.layers.expert_parts import ComposedExperts, Mix, Product, plain_product
 from ligermodels.layers.layer import Layer
-from ligermodels.layers.linear import Linear
+from ligermodels.layers.linear import Linear, options_of
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.sharding import (
@@ -305,7 +305,7 @@ def mix_experts(
         (N, H), in the dtype of the experts' computation.
     """
 
-    activates = activation.options if isinstance(activation, GatedActivation) else activation
+    activates = options_of(activation) or activation
     is_plain = product is plain_product
     if is_plain and mesh is None:
         return ops.mix_experts(

@@ -140,6 +140,12 @@ class RMSNormAdd(RMSNorm):
         return ops.rms_norm(branch, local(self, self.weight), residual=x, **self.config.options)
 
 
+def adds_residual(norm: nn.Module | None) -> bool:
+    """Whether a norm also adds the residual, by its attribute `fused_add`; any module may stand in the place of a
+    norm."""
+    return getattr(norm, "fused_add", False)
+
+
 class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * (offset + weight) + bias over the last axis."""
 

@@ -1,66 +1,15 @@
-"""Packed documents in a row: bounds and positions; and checks of token tensors."""
+"""Packed documents in a row: bounds and positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.checks import assert_async, rises
-
-
-def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """InputError unless the token ids are usable.
-
-    Args:
-        ids: int64 or int32 (B, T), with T > 0 and values in [0, vocab_size).
-        vocab_size: number of tokens in the vocabulary.
-        name: name of the argument, for the error.
-    """
-    check_ids_kind(ids, name)
-    assert_async((ids >= 0) & (ids < vocab_size), f"{name}: token ids must lie in [0, {vocab_size})", ids)
-
-
-def check_ids_kind(ids: Tensor, name: str = "input_ids") -> None:
-    """InputError unless token ids are int64 or int32 (B, T), with T > 0."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
-    if ids.ndim != 2 or ids.numel() == 0:
-        raise InputError(f"{name}: must be (batch, tokens) with at least one token, got shape {tuple(ids.shape)}")
-
-
-def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
-    """InputError unless an argument is a dense tensor.
-
-    Args:
-        name: name of the argument, for the error.
-        value: the argument.
-        dtypes: the dtypes that it may have; by default any.
-    """
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name}: must be a tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise InputError(f"{name}: must be a dense tensor, got {value.layout}")
-    if dtypes and value.dtype not in dtypes:
-        raise InputError(f"{name}: must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
-
-
-def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
-    """InputError unless each tensor of `others` has one element per token of the inputs (B, T, ...), on their
-    device."""
-    shape = tuple(inputs.shape[:2])
-    for name, other in others.items():
-        if other is None:
-            continue
-        if not isinstance(other, Tensor) or tuple(other.shape) != shape:
-            actual = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
-            raise InputError(f"{name}: must have the inputs' shape {shape}, got {actual}")
-        if other.device != inputs.device:
-            raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
+from ligermodels.ops.runtime.checks import assert_async, check_plain, rises
 
 
 def check_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> None:

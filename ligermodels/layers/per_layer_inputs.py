@@ -18,7 +18,7 @@ from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.norm import NormConfig
+from ligermodels.layers.norm import NormConfig, adds_residual
 from ligermodels.layers.sharding import TensorSharding
 
 
@@ -161,4 +161,4 @@ class PerLayerInput(Layer):
         gate = self.gate(x)
         gated = ACTIVATIONS[self.config.activation](gate, own.to(gate.dtype))
         y = self.projection(gated)
-        return cast(Tensor, self.norm(y, x) if getattr(self.norm, "fused_add", False) else x + self.norm(y))
+        return cast(Tensor, self.norm(y, x) if adds_residual(self.norm) else x + self.norm(y))

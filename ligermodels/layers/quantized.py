@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -125,6 +125,10 @@ class QuantizedCompute(Codes, Compute):
     holds_weight: ClassVar[bool] = True
     unexportable: ClassVar[str | None] = UNEXPORTABLE
 
+    def named_codes(self) -> Iterable[tuple[str, Codes]]:
+        """The codes by the name of the parameter that they replace."""
+        return [("weight", self)]
+
     @classmethod
     def of(cls, weight: Tensor, kind: QuantizedFormat) -> QuantizedCompute:
         """`weight` (out_features, in_features), rounded; on the meta device not filled. InputError for values that are
@@ -228,6 +232,10 @@ class QuantizedExperts(ExpertCompute):
         """The codes of each weight."""
         return {"gate_up": self.gate_up, "down": self.down}
 
+    def named_codes(self) -> Iterable[tuple[str, Codes]]:
+        """The codes by the name of the parameter that they replace."""
+        return cast("Iterable[tuple[str, Codes]]", self.codes.items())
+
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         return cast(Tensor, self.codes[projection](rows, offsets, bias))
 
@@ -247,27 +255,26 @@ class QuantizedExperts(ExpertCompute):
         self.codes[projection].fill(weight)
 
 
+def _compute_of(module: nn.Module) -> Any:
+    return getattr(module, "compute", None)
+
+
 def weight_codes(module: nn.Module) -> QuantizedCompute | None:
     """The quantised weight of a linear layer or a head; None for any other module."""
-    compute = getattr(module, "compute", None)
+    compute = _compute_of(module)
     return compute if isinstance(compute, QuantizedCompute) else None
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
     """The linear layers, the mixtures, and the head, in `module` whose weights are quantised, by name."""
-    named = ((name, layer, getattr(layer, "compute", None)) for name, layer in module.named_modules())
+    named = ((name, layer, _compute_of(layer)) for name, layer in module.named_modules())
     return {name: layer for name, layer, compute in named if isinstance(compute, QuantizedCompute | QuantizedExperts)}
 
 
 def quantized_weights(module: nn.Module) -> dict[str, Codes]:
     """Name of the parameter that a quantised weight replaces -> its codes, for all quantised weights in `module`."""
-    weights: dict[str, Codes] = {}
-    for name, layer in quantized_layers(module).items():
-        if isinstance(layer.compute, QuantizedExperts):
-            weights |= {f"{name}.{projection}": codes for projection, codes in layer.compute.codes.items()}
-        else:
-            weights[f"{name}.weight"] = layer.compute
-    return weights
+    layers = quantized_layers(module).items()
+    return {f"{name}.{weight}": codes for name, layer in layers for weight, codes in layer.compute.named_codes()}
 
 
 def dense_state(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

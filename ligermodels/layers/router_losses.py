@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers.context import RouterOutput
 from ligermodels.layers.router import softmax
-from ligermodels.layers.tokens import SequenceShard
+from ligermodels.layers.tokens import ContextShard
 
 
 class CountedTokens(NamedTuple):
@@ -23,7 +23,7 @@ class CountedTokens(NamedTuple):
     """
 
     mask: Tensor | None = None
-    shard: SequenceShard | None = None
+    shard: ContextShard | None = None
 
     def weights(self, router_outputs: Sequence[RouterOutput]) -> Tensor:
         """(tokens, 1), 1 for tokens that count and 0 for other tokens, at least float32.
@@ -50,7 +50,7 @@ class CountedTokens(NamedTuple):
 def load_balancing_loss(
     router_outputs: Sequence[RouterOutput],
     mask: Tensor | None = None,
-    shard: SequenceShard | None = None,
+    shard: ContextShard | None = None,
     *,
     replayed: bool = False,
 ) -> Tensor:
@@ -89,7 +89,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(
-    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
+    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: ContextShard | None = None
 ) -> Tensor:
     """The router z-loss (Zoph et al., 2022, https://arxiv.org/abs/2202.08906, equation 5): the mean over the tokens of
     all layers of logsumexp(logits)^2. It keeps logits small.
@@ -114,7 +114,7 @@ def router_z_loss(
 
 
 def count_tokens_per_expert(
-    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: SequenceShard | None = None
+    router_outputs: Sequence[RouterOutput], mask: Tensor | None = None, shard: ContextShard | None = None
 ) -> Tensor:
     """How many tokens each expert computed. Nothing waits for the GPU.
 

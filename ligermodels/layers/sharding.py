@@ -1,7 +1,7 @@
 """How modules compute with parameters that are sharded over ranks, by FSDP2 or tensor parallelism.
 
 Under tensor parallelism all parameters are DTensors, but modules compute with plain tensors. Hidden states are the same
-on all ranks, or each rank has some of the tokens (`layers.token_parts`). Between a projection by columns and a
+on all ranks, or each rank has some of the tokens (`layers.sequence_parallel`). Between a projection by columns and a
 projection by rows, each rank has some of the channels. A class of modules that supports this declares
 `tensor_parallel`: it maps the names of the class's own parameters, and of the linear layers in it, to a
 `TensorSharding`; other submodules have a `tensor_parallel` of their own. The module's forward reads its own parameters
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import token_parts
+from ligermodels.layers import sequence_parallel
 from ligermodels.ops.runtime.collectives import Ranks
-from ligermodels.ops.runtime.library import PLAIN_OR_NONE
+from ligermodels.ops.runtime.library import is_dtensor, is_plain
 
 TensorSharding = int | Literal["replicated", "columns", "gathered_columns", "columns_to_all", "rows"]
 """How a parameter or a linear layer is distributed.
@@ -54,24 +54,24 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
         partial: a replicated parameter is used with this rank's channels only, so that its gradient is summed over
             ranks. It is also summed where each rank has some of the tokens. Default: False.
     """
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+    if is_plain(parameter) or not is_tensor_parallel(module):
         return parameter
     from ligermodels.ops.runtime.local_tensors import local as local_tensor  # imports DTensors, which takes long
 
-    return local_tensor(parameter, partial=partial or token_parts.current() is not None)
+    return local_tensor(parameter, partial=partial or sequence_parallel.current() is not None)
 
 
 def own_experts(parameter: Any) -> Any:
     """This rank's experts of a parameter with a row per expert, which expert parallelism or FSDP2 may have spread; None
     for None."""
-    return parameter if type(parameter) in PLAIN_OR_NONE else parameter.to_local()
+    return parameter if is_plain(parameter) else parameter.to_local()
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for ranks that each use it with their shard of `module`. The gradient is summed over ranks."""
     if not is_tensor_parallel(module):
         return x
-    if (parts := _token_parts(module)) is not None:
+    if (parts := _sequence_parts(module)) is not None:
         return parts.gather(x)
     ranks = _ranks(module, x)
     return x if ranks is None else ranks.sum_gradients(x)
@@ -79,7 +79,7 @@ def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:
 
 def sum_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
     """The sum over ranks of x, which each rank computed with its shard of `module`: all tokens, or this rank's."""
-    if (parts := _token_parts(module)) is not None:
+    if (parts := _sequence_parts(module)) is not None:
         return parts.reduce_scatter(x)
     ranks = _ranks(module, x)
     return x if ranks is None else ranks.total(x)
@@ -96,7 +96,7 @@ def mean_over_ranks(module: nn.Module, x: Tensor) -> Tensor:
 
 def of_all_tokens(module: nn.Module, x: Tensor) -> Tensor:
     """x with all tokens, for computations that are the same on all ranks."""
-    parts = _token_parts(module)
+    parts = _sequence_parts(module)
     return x if parts is None else parts.restore(x)
 
 
@@ -141,7 +141,7 @@ def own_part_of_each(module: nn.Module, x: Tensor, parts: Sequence[int], dim: in
 
 def on_first_rank(module: nn.Module, parameter: Any) -> Any:
     """`local` of a replicated parameter that is added to a summand of `sum_over_ranks`: zeros except on rank 0."""
-    if type(parameter) in PLAIN_OR_NONE or not is_tensor_parallel(module):
+    if is_plain(parameter) or not is_tensor_parallel(module):
         return parameter
     first = cast(Any, module._tensor_mesh).get_local_rank() == 0
     return local(module, parameter, partial=True) * float(first)
@@ -160,9 +160,9 @@ def split_evenly(field: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def _token_parts(module: nn.Module) -> token_parts.TokenParts | None:
+def _sequence_parts(module: nn.Module) -> sequence_parallel.SequenceParts | None:
     """How the tokens are divided over the ranks that compute `module`; None if each rank has all tokens."""
-    return token_parts.current() if is_tensor_parallel(module) else None
+    return sequence_parallel.current() if is_tensor_parallel(module) else None
 
 
 def _ranks(module: nn.Module, x: Tensor) -> Ranks | None:
@@ -178,18 +178,23 @@ def reshard(module: ModuleLike) -> None:
     gathered parameters.
     """
     for submodule in module.modules():
-        if callable(shard := getattr(type(submodule), "reshard", None)):  # a method of FSDP2's modules
-            shard(submodule)
+        if is_fsdp(submodule):
+            cast(Any, submodule).reshard()
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor. For a DTensor this is a collective call of all ranks."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return cast(Any, tensor).full_tensor() if is_dtensor(tensor) else tensor
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 shards this module: it has then gathered its parameters when its forward runs."""
+    return callable(getattr(module, "unshard", None))
 
 
 def is_sharded(module: ModuleLike) -> bool:
     """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
-    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
+    return any(is_dtensor(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def check_not_partitioned(name: str, parameter: Tensor) -> None:
@@ -213,7 +218,7 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     Returns:
         The function's result.
     """
-    if not callable(getattr(module, "unshard", None)):
+    if not is_fsdp(module):
         return function(*args, **options)
     if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import

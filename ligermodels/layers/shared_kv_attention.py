@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, heads, rename
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers.attention import AttentionConfig
+from ligermodels.layers.attention_config import AttentionConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
@@ -42,7 +42,7 @@ class SharedKVAttentionConfig(AttentionConfig):
         super().__post_init__()
         check_sizes(self, "kv_from", least=0)
         for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate"):
-            if getattr(self, name):
+            if vars(self)[name]:
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
         if self.qk_norm is not None and self.qk_norm.over != "head":
             raise ConfigError("qk_norm: over the whole projection is not implemented for shared keys and values")

@@ -13,11 +13,11 @@ from torch import Tensor
 from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
-from ligermodels.layers.packing import check_plain, check_same_tokens, document_of
+from ligermodels.layers.packing import document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, layout_without_padding, token_layout
-from ligermodels.ops.loss.chunks import SKIP_BELOW
+from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.dispatch import checked_on_host
 from ligermodels.ops.runtime.library import is_fake
@@ -278,15 +278,16 @@ class Targets:
     def _restored(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
         """The results of a head: scalars are summed over the ranks that share the tokens, and divided by `divisor`;
         results of each token are (B, T), filled where there is no target."""
-        found = {name: x for name, x in result._asdict().items() if x is not None}
-        for name, x in found.items():
-            if x.dim() == 0:
-                total = self.layout.sum(x)
-                found[name] = total if divisor is None else per_item(total, divisor)
-            else:
-                fill = WITHOUT_TARGET[name]
-                found[name] = self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
-        return HeadLoss(**found)
+        found = ((name, x) for name, x in result._asdict().items() if x is not None)
+        return HeadLoss(**{name: self._by_token(name, x) if x.dim() else self._total(x, divisor) for name, x in found})
+
+    def _total(self, x: Tensor, divisor: Tensor | float | None) -> Tensor:
+        total = self.layout.sum(x)
+        return total if divisor is None else per_item(total, divisor)
+
+    def _by_token(self, name: str, x: Tensor) -> Tensor:
+        fill = WITHOUT_TARGET[name]
+        return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers import token_parts
+from ligermodels.layers import sequence_parallel
 from ligermodels.layers.linear_parts import Shard
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, sum_over_ranks, used_in_parts
 
@@ -56,7 +56,7 @@ class TensorShard(Shard):
         Returns this rank's output channels, or all of them for "rows", "columns_to_all" and "replicated". Under
         sequence parallelism input and result are parts of the tokens where they have all channels.
         """
-        parts = token_parts.current()
+        parts = sequence_parallel.current()
         fused = parts is not None and linear.compute is None and linear.update is None
         weight, bias = local(linear, linear.weight), local(linear, linear.bias)
         if self.kind == "rows":
@@ -81,7 +81,7 @@ class TensorShard(Shard):
 
         if not hasattr(parameter, "device_mesh"):
             return parameter
-        return local_tensors.local(parameter, partial=self.dim is not None or token_parts.current() is not None)
+        return local_tensors.local(parameter, partial=self.dim is not None or sequence_parallel.current() is not None)
 
     def inputs(self, parameter: Tensor) -> Tensor:
         """This rank's input channels of a tensor (..., in_features), such as a replicated parameter."""
@@ -101,7 +101,7 @@ class TensorShard(Shard):
         the mask of the whole input and takes its part, so that ranks with the same input drop the same elements.
         """
         dim = x.ndim - 1 if self.dim == 1 else None
-        if self.dim is None and token_parts.current() is not None:
+        if self.dim is None and sequence_parallel.current() is not None:
             dim = x.ndim - 2
         if dim is None or x.is_meta:
             return F.dropout(x, p)

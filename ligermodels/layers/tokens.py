@@ -5,12 +5,12 @@ the tokens out anew, always in this order:
 
 1. Rows: `Unpadding` joins the tokens of all sequences, without padding, into one packed row (under torch.compile
    `KeptPadding` joins the rows with their padding); or `PackedRows` joins rows that hold packed documents.
-2. Context parallelism: `SequenceShard` takes this rank's part of each row.
+2. Context parallelism: `ContextShard` takes this rank's part of each row.
 3. Needed tokens: `SelectedTokens` takes the tokens whose states are needed, such as the tokens that have a target,
    after the last block that mixes tokens.
 
 A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence parallelism takes parts of these tokens
-(`layers.token_parts.TokenParts`).
+(`layers.sequence_parallel.SequenceParts`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import document_bounds, packed_positions
+from ligermodels.ops.loss.linear_head import take_rows
 from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.collectives import Ranks
 
@@ -186,7 +187,7 @@ class PackedRows(Tokens):
 
 
 @dataclass(frozen=True)
-class SequenceShard(Tokens):
+class ContextShard(Tokens):
     """This rank's part of the tokens under context parallelism.
 
     Each row is cut into 2 n chunks for n ranks. Rank i has the chunks i and 2 n - 1 - i, so that all ranks have as much
@@ -291,7 +292,7 @@ class TokenLayout(Tokens):
 
     shape: tuple[int, int]
     packing: Tokens
-    shard: SequenceShard | None = None
+    shard: ContextShard | None = None
     cu_seqlens: Tensor | None = None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -311,9 +312,9 @@ class TokenLayout(Tokens):
         """Position of each token in its document, long (1, length), for this rank's tokens x (rows, n, ...): of all
         ranks, because rotary frequencies may depend on the highest position of a row."""
         length = x.shape[1] if self.shard is None else self.shard.length
-        if self.cu_seqlens is not None:
-            return packed_positions(self.cu_seqlens, length)
-        return torch.arange(length, device=x.device)[None]
+        if self.cu_seqlens is None:
+            return torch.arange(length, device=x.device)[None]
+        return packed_positions(self.cu_seqlens, length)
 
 
 def token_layout(
@@ -345,10 +346,11 @@ def token_layout(
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     if position_ids is not None or cu_seqlens is not None:
         raise InputError("attention_mask: give no position_ids or cu_seqlens with it")
+    check_not_complex(attention_mask)
     unpad = KeptPadding(attention_mask) if torch.compiler.is_compiling() else Unpadding(attention_mask)
     if unpad.trivial:
         return layout_without_padding(shape, None, mesh)
-    shard = None if mesh is None else SequenceShard(mesh, 1, unpad.num_tokens)
+    shard = None if mesh is None else ContextShard(mesh, 1, unpad.num_tokens)
     return TokenLayout(shape, unpad, shard, unpad.cu_seqlens)
 
 
@@ -364,9 +366,17 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     Returns:
         The layout of the pass.
     """
+    if cu_seqlens is None and mesh is None:
+        return TokenLayout(shape, Tokens())
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
-    return TokenLayout(shape, packing, None if mesh is None else SequenceShard(mesh, *sizes), cu_seqlens)
+    return TokenLayout(shape, packing, None if mesh is None else ContextShard(mesh, *sizes), cu_seqlens)
+
+
+def check_not_complex(attention_mask: Tensor) -> None:
+    """InputError for an attention mask of complex numbers."""
+    if attention_mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -377,21 +387,4 @@ def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:
     """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,), of the flattened ones; none occurs
     twice."""
-    return _TakeTokens.apply(x, indices)
-
-
-class _TakeTokens(torch.autograd.Function):
-    """The gradient is a copy, because no index occurs twice; torch's own indexing sums gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.shape = x.shape
-        return x.flatten(0, 1).index_select(0, indices)[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (indices,) = ctx.saved_tensors
-        dx = dy.new_zeros(ctx.shape)
-        dx.flatten(0, 1).index_copy_(0, indices, dy[0])
-        return dx, None
+    return take_rows(x, indices, 2)[None]

@@ -23,10 +23,10 @@ from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
 from ligermodels.models.deprecated import DEPRECATED, DeprecatedNames, deprecated_call
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
-from ligermodels.models.inputs import ModelInputs, requested_returns
+from ligermodels.models.inputs import requested_returns
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.passes import output_of, run_decoder
-from ligermodels.models.routing import router_loss
+from ligermodels.models.passes import ModelInputs, output_of, run_decoder
+from ligermodels.models.routing import with_router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
 
@@ -60,16 +60,17 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             raise AttributeError(f"{error}; {ADVICE}") from None
 
     @property
-    def _tied(self) -> bool:
-        return isinstance(self.head, LMHead) and self.head.weight is getattr(self.decoder.embed, "weight", None)
+    def _weight_to_tie(self) -> Any:
+        """The embedding's weight; None where a user's module without one is the embedding, or another head the head."""
+        return getattr(self.decoder.embed, "weight", None) if isinstance(self.head, LMHead) else None
 
     def _tie(self) -> None:
-        if self.config.head.tied and isinstance(self.head, LMHead) and hasattr(self.decoder.embed, "weight"):
-            self.head.weight = self.decoder.embed.weight
+        if self.config.head.tied and self._weight_to_tie is not None:
+            self.head.weight = self._weight_to_tie
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
-        tied = self._tied
+        tied = self._weight_to_tie is not None and self.head.weight is self._weight_to_tie
         super()._apply(fn, recurse)
         if tied:
             self._tie()
@@ -198,12 +199,12 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         )  # fmt: skip
         if num_items_in_batch is not None:
             loss_options["num_items_in_batch"] = num_items_in_batch
-        if not DEPRECATED.isdisjoint(loss_options):
-            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
-            states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
-            if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
-                return answer
         if loss_options:
+            if not DEPRECATED.isdisjoint(loss_options):
+                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
+                states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
+                if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
+                    return answer
             loss_options = check_loss_options(loss_options, labels)
         if return_z_loss or return_predicted:
             loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
@@ -214,10 +215,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         if decoded.targets is not None:
             result = decoded.targets.loss(0, self.head, decoded.hidden, **loss_options)
             output.loss, output.z_loss, output.predicted = result.loss, result.z_loss, result.predicted
-            loss, of_routers = cast(Tensor, result.loss), router_loss(self, output)
-            if of_routers is not None and loss.ndim == 0:  # a loss for each token has no share of the routers' losses
+            if output.aux_loss is not None or output.router_z_loss is not None:
                 share = decoded.targets.share(num_items_in_batch, loss_options.get("reduction"))
-                output.loss = loss + share * of_routers
+                output.loss = with_router_loss(self, output, share)
         return output
 
     if TYPE_CHECKING:
@@ -317,10 +317,10 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     def layout(
         self,
         shape: tuple[int, int],
-        *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
         sharded: bool = True,
     ) -> TokenLayout:
         """How the tokens of a batch lie in a pass: without padding, packed, and divided over ranks.
@@ -336,8 +336,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             The layout.
 
         Raises:
-            InputError: an argument does not fit; or there is padding, and the model's rotary frequencies depend on the
-                length of a row.
+            InputError: an argument does not fit; or there is padding, and rotary frequencies depend on the length.
         """
         mesh = self.decoder._context_mesh if sharded else None
         layout = token_layout(shape, attention_mask, position_ids, cu_seqlens, mesh)
@@ -363,8 +362,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         decoded = run_decoder(self, inputs, with_logits or with_last_hidden_state)
         output = output_of(self, decoded, with_logits, with_last_hidden_state)
         result = cast(Targets, decoded.targets).log_probs(0, self.head, decoded.hidden, **options)
-        for name in ("log_probs", "entropy", "predicted", "log_kept_mass"):
-            setattr(output, name, getattr(result, name))
+        output.log_probs, output.entropy = result.log_probs, result.entropy
+        output.predicted, output.log_kept_mass = result.predicted, result.log_kept_mass
         return output
 
     def num_targets(

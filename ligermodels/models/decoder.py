@@ -23,9 +23,9 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.sequence_parallel import SequenceParts, parts_of
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import TokensWithTarget
-from ligermodels.layers.token_parts import TokenParts, parts_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
 from ligermodels.models.decoder_config import DecoderConfig as DecoderConfig
 
@@ -56,8 +56,9 @@ class Decoder(RefusesDropout):
     """Embedding, blocks and final norm. `activation_checkpointing` may be changed at any time: see `CausalLM`."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+    _ends_token_wise = True  # whether the last block mixed no tokens when it was built
     _tensor_ranks = 1  # number of tensor-parallel ranks
-    _token_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.token_parts`
+    _sequence_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.sequence_parallel`
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
     expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
     """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
@@ -72,6 +73,7 @@ class Decoder(RefusesDropout):
         per_layer = config.per_layer_inputs
         self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)
         self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)
+        self._ends_token_wise = cast(Block, self.blocks[-1]).token_wise
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
@@ -83,7 +85,7 @@ class Decoder(RefusesDropout):
     @property
     def narrows(self) -> bool:
         """Whether the last blocks mix no tokens (Gemma 4), so that passes with `token_indices` save their work."""
-        return first_token_wise(self.blocks) < len(self.blocks)
+        return self._ends_token_wise and first_token_wise(self.blocks) < len(self.blocks)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -146,8 +148,13 @@ class Decoder(RefusesDropout):
                 position_ids=position_ids, router_outputs=router_outputs, per_layer_inputs=per_layer_inputs,
                 routing=routing,
             )  # fmt: skip
-        x, per_layer_inputs = self._embed(layout, input_ids, inputs_embeds, per_layer_inputs)
-        context = self._context(layout, x, position_ids, state, seq_lens, tree, per_layer_inputs, routing or {})
+        ids = None if input_ids is None else layout.take(input_ids)
+        x = self.embed(ids) if inputs_embeds is None else layout.take(inputs_embeds)
+        fields: dict[str, Any] = {"seq_lens": seq_lens, "tree": tree, "routing": routing or {}}
+        if self.per_layer_inputs is not None:
+            fields["per_layer_inputs"] = self._inputs_of_layers(layout, ids, x, per_layer_inputs)
+        x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
+        context = self._context(layout, x, position_ids, state, **fields)
         blocks = range(len(self.blocks))
         if hidden_states is not None:
             x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, state, router_outputs)
@@ -155,43 +162,19 @@ class Decoder(RefusesDropout):
             x, blocks, context = self._narrowed(token_indices, blocks, x, context, state, router_outputs)
         return self.norm(self._run(blocks, x, context, state, router_outputs))
 
-    def _embed(
-        self, layout: TokenLayout, input_ids: Tensor | None, inputs_embeds: Tensor | None, per_layer: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The input of the first block (rows, length, H), and the inputs of each layer (rows, length, layers, P)."""
-        input_ids = None if input_ids is None else layout.take(input_ids)
-        x = self.embed(input_ids) if inputs_embeds is None else layout.take(inputs_embeds)
-        if self.config.per_layer_inputs is not None:
-            if input_ids is None and per_layer is None:
-                raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
-            per_layer = None if per_layer is None else layout.take(per_layer)
-            per_layer = cast(PerLayerInputs, self.per_layer_inputs)(input_ids, x, per_layer)
-        return x if self.config.input_scale == 1.0 else x * self.config.input_scale, per_layer
-
     def _context(
-        self,
-        layout: TokenLayout,
-        x: Tensor,
-        position_ids: Tensor | None,
-        state: DecodingState | None,
-        seq_lens: Tensor | None,
-        tree: TreeTokens | None,
-        per_layer: Tensor | None,
-        routing: Mapping[int, Tensor],
+        self, layout: TokenLayout, x: Tensor, position_ids: Tensor | None, state: DecodingState | None, **fields: Any
     ) -> ForwardContext:
-        """Positions, rotary tables and the layout, for the blocks."""
+        """Positions, rotary tables and the layout, for the blocks; `fields` are further fields of the context."""
         cache_seqlens = None if state is None else state.cache_seqlens
         if position_ids is not None:
             positions = layout.packing.take(position_ids)
         elif state is not None:
-            positions = _new_positions(x, cache_seqlens, seq_lens, tree)
+            positions = _new_positions(x, cache_seqlens, fields["seq_lens"], fields["tree"])
         else:
             positions = layout.positions(x)
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
-        context = ForwardContext(
-            tables, layout.cu_seqlens, positions, None, seq_lens, cache_seqlens, tree, per_layer_inputs=per_layer,
-            routing=routing,
-        )  # fmt: skip
+        context = ForwardContext(tables, layout.cu_seqlens, positions, cache_seqlens=cache_seqlens, **fields)
         # Scalings may depend on a row's highest position, and another rank may hold it: tables are divided last.
         return context if layout.shard is None else context.of_shard(layout.shard)
 
@@ -204,7 +187,7 @@ class Decoder(RefusesDropout):
         router_outputs: list[RouterOutput] | None,
     ) -> Tensor:
         """Run the blocks of these numbers."""
-        if self._token_mesh is not None and blocks and state is None and context.needed is None:
+        if self._sequence_mesh is not None and blocks and state is None and context.needed is None:
             return self._run_in_parts(blocks, x, context, router_outputs)
         for i in blocks:
             x = self._block(i, x, context, state, router_outputs)
@@ -217,7 +200,7 @@ class Decoder(RefusesDropout):
         context: ForwardContext,
         state: DecodingState | None,
         router_outputs: list[RouterOutput] | None,
-        parts: TokenParts | None = None,
+        parts: SequenceParts | None = None,
     ) -> Tensor:
         """The hidden states after block i. Its other results go to the context and to `router_outputs`."""
         own = context.of_block(i) if context.routing else context
@@ -233,6 +216,14 @@ class Decoder(RefusesDropout):
         return cast(Tensor, output.hidden)
 
     # -- modes of a pass -----------------------------------------------------------------------------------------------
+
+    def _inputs_of_layers(self, layout: TokenLayout, ids: Tensor | None, x: Tensor, per_layer: Tensor | None) -> Tensor:
+        """The inputs of each layer (rows, length, layers, P), by token ids in the layout or the `per_layer` given."""
+        if ids is None and per_layer is None:
+            raise InputError("inputs_embeds: this model has inputs for each layer by token too; give input_ids")
+        per_layer = None if per_layer is None else layout.take(per_layer)
+        inputs: Tensor = cast(PerLayerInputs, self.per_layer_inputs)(ids, x, per_layer)
+        return inputs
 
     def _run_in_parts(
         self, blocks: range, x: Tensor, context: ForwardContext, router_outputs: list[RouterOutput] | None

@@ -10,8 +10,9 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.lm_head import as_head_loss, check_log_prob_options, check_loss_options, given_options
-from ligermodels.models.inputs import ModelInputs, requested_returns
+from ligermodels.models.inputs import requested_returns
 from ligermodels.models.output import CausalLMOutput
+from ligermodels.models.passes import ModelInputs
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ligermodels.layers.sharding import is_fsdp
+
 Difference = tuple[str, Any, Any]
 """Path of a module, attribute or config field, and the value that each of the two has there."""
 
@@ -36,8 +38,7 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> Difference | None:
 
 def _same_class(module: nn.Module, twin: nn.Module) -> bool:
     """Whether both have one class, or `module` has the subclass that FSDP2 makes of it."""
-    sharded = callable(getattr(module, "unshard", None))
-    return type(module) is type(twin) or (sharded and type(twin) in type(module).__mro__)
+    return type(module) is type(twin) or (is_fsdp(module) and type(twin) in type(module).__mro__)
 
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> Difference | None:
@@ -50,9 +51,11 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> Difference | Non
     """
     if ours == theirs:
         return None
-    if is_dataclass(ours) and type(ours) is type(theirs):
-        parts = [(f".{f.name}", getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours) if f.compare]
-    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+    alike = type(ours) is type(theirs)
+    if alike and is_dataclass(ours):
+        values = vars(ours), vars(theirs)
+        parts = [(f".{f.name}", *(value[f.name] for value in values)) for f in fields(ours) if f.compare]
+    elif alike and isinstance(ours, tuple) and len(ours) == len(theirs):
         parts = [(f"[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
     else:
         return path.lstrip("."), ours, theirs

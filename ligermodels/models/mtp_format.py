@@ -181,6 +181,6 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
     full = [i for i in attention if getattr(mixers[i], "window", None) is None]
     layer = (full or attention)[-1]
     block, mixer = config.blocks[layer], mixers[layer]
-    if getattr(mixer, "shares_kv", False):
+    if mixer.has_extra_output:  # keys and values, for later layers
         block = replace(block, mixer=replace(mixer, shares_kv=False))  # type: ignore[type-var]
     return layer, block

@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ligermodels.layers import RouterOutput, Targets
+from ligermodels.errors import InputError
+from ligermodels.generation import DecodingState
+from ligermodels.layers import RouterOutput, Targets, TreeTokens
 from ligermodels.layers.tokens import FilledPadding, TokenLayout, layout_without_padding
-from ligermodels.models.inputs import ModelInputs, check_boundaries, check_inputs, prefill_lengths
+from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.models.inputs import check_boundaries, check_state, check_tree_and_indices, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.routing import RouterResults, given_experts, router_results
+from ligermodels.models.routing import RouterResults, check_routing, given_experts, router_results
+from ligermodels.ops.runtime.checks import check_id_range, check_ids_kind, check_plain, check_same_tokens
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+
+
+class InputModel(Protocol):
+    """A model, as far as its inputs have to fit it."""
+
+    config: DecoderConfig
+    decoder: Decoder
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class ModelInputs(NamedTuple):
+    """The tokens that a model is called with, and everything that belongs to them: see `CausalLM.forward`."""
+
+    input_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state: DecodingState | None = None
+    tree: TreeTokens | None = None
+    token_indices: Tensor | Targets | None = None
+    return_hidden_states: Sequence[int] | None = None
+    routing: Tensor | None = None
+    return_routing: bool = False
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss will be computed from the hidden states."""
+        return self.labels is not None or self.targets is not None
+
+    @property
+    def targets(self) -> Targets | None:
+        """The `Targets` that stand for token indices, or None."""
+        return self.token_indices if isinstance(self.token_indices, Targets) else None
 
 
 class DecoderResult(NamedTuple):
@@ -30,8 +78,8 @@ class DecoderResult(NamedTuple):
     hidden: Tensor
     layout: TokenLayout
     targets: Targets | None
-    routers: RouterResults
-    hidden_states: tuple[Tensor, ...] | None
+    routers: RouterResults = RouterResults()
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 def run_decoder(
@@ -52,39 +100,102 @@ def run_decoder(
         InputError: the inputs do not fit.
     """
     shape = check_inputs(model, inputs, token_weights)
-    states = _unfilled(model, inputs)
     if inputs.state is not None or inputs.token_indices is not None:
-        return _run_without_layout(model, inputs, shape, states)
-    layout = model.layout(
-        shape, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens
-    )
+        return _run_without_layout(model, inputs, shape)
+    layout = model.layout(shape, inputs.attention_mask, inputs.position_ids, inputs.cu_seqlens)
     targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
     needed = None if targets is None else targets.tokens
-    hidden, routers = _hidden(
-        model, inputs, routing_layout=layout, layout=layout, token_indices=needed, hidden_states=states
-    )
-    return DecoderResult(hidden, layout, targets, routers, _restored(states, inputs, layout))
+    hidden, more = _call_decoder(model, inputs, layout, layout, layout=layout, token_indices=needed)
+    return DecoderResult(hidden, layout, targets, **more)
 
 
-def _hidden(
-    model: CausalLM, inputs: ModelInputs, *, routing_layout: TokenLayout, **options: Any
-) -> tuple[Tensor, RouterResults]:
-    """Call the decoder with the inputs and `options`: its result, and the results of the routers, whose tokens lie in
-    `routing_layout`."""
-    router_outputs = _router_outputs(inputs)
-    if inputs.routing is not None:
-        options["routing"] = given_experts(model.decoder, inputs.routing, routing_layout, inputs.attention_mask)
+def _call_decoder(
+    model: CausalLM, inputs: ModelInputs, rows: TokenLayout, every_token: TokenLayout, **options: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """Call the decoder.
+
+    Args:
+        model: the model.
+        inputs: the tokens, and the results that they ask for.
+        rows: layout of the tokens in the blocks.
+        every_token: layout that restores the states of all tokens to (B, T, H).
+        options: further arguments of `Decoder.forward`.
+
+    Returns:
+        The states after the final norm; and further results, as fields of `DecoderResult`.
+    """
+    asks_more = inputs.return_hidden_states is not None or bool(model.decoder.expert_routers)
+    if asks_more:
+        options |= _options_of_results(model, inputs, rows)
+    # Without a list the routers' logits are not kept.
+    outputs: list[RouterOutput] | None = [] if inputs.has_loss or inputs.return_routing else None
     tokens = {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
-    hidden = model.decoder(inputs.input_ids, router_outputs=router_outputs, **tokens, **options)
-    return hidden, _routers(model, inputs, router_outputs, routing_layout)
+    hidden = model.decoder(inputs.input_ids, router_outputs=outputs, **tokens, **options)
+    if outputs or asks_more:
+        return hidden, _further_results(model, inputs, outputs or [], rows, every_token, options)
+    return hidden, {}
 
 
-def _run_without_layout(
-    model: CausalLM, inputs: ModelInputs, shape: tuple[int, int], states: dict[int, Tensor] | None
-) -> DecoderResult:
+def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
+    """Check the tokens that a model is called with.
+
+    Args:
+        model: the model, for the sizes, dtype and device that the inputs have to fit.
+        inputs: the tokens, and everything that belongs to them.
+        token_weights: (B, T), or None.
+
+    Returns:
+        (B, T) of the inputs.
+
+    Raises:
+        InputError: an argument is of a wrong type, dtype, shape or device, or does not go with another.
+    """
+    ids, embeds = inputs.input_ids, inputs.inputs_embeds
+    name, tokens = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
+    if tokens is None or (ids is not None and embeds is not None):
+        raise InputError("give either input_ids or inputs_embeds, and not both")
+    check_plain(name, tokens)
+    if tokens.is_meta and model.device.type != "meta":
+        raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
+    if embeds is None:
+        check_ids_kind(tokens)
+    else:
+        _check_embeds(model, embeds)
+    shape = (tokens.shape[0], tokens.shape[1])
+    if inputs.state is None:
+        check_same_tokens(
+            tokens, labels=inputs.labels, attention_mask=inputs.attention_mask, token_weights=token_weights
+        )
+        if embeds is None:
+            check_id_range(tokens, model.config.vocab_size, inputs.attention_mask)
+    else:
+        check_state(model, tokens, inputs)
+    if inputs.tree is not None or inputs.token_indices is not None:
+        check_tree_and_indices(inputs, shape[0] * shape[1])
+    if inputs.routing is not None or inputs.return_routing:
+        check_routing(model.decoder, inputs.routing, inputs.return_routing, tokens)
+    return shape
+
+
+def _check_embeds(model: InputModel, tokens: Tensor) -> None:
+    """Check the shape and dtype of `inputs_embeds`."""
+    if tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
+        raise InputError(
+            f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
+            f"got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    if tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
+        raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
+
+
+# -- modes of a pass ---------------------------------------------------------------------------------------------------
+
+
+def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, int]) -> DecoderResult:
     """`run_decoder` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and
     returns the states of tokens (B, T), where only a prefill's padding is to fill, or (1, n) of the `token_indices`."""
-    state, needed, mask = inputs.state, inputs.token_indices, inputs.attention_mask
+    state, mask = inputs.state, inputs.attention_mask
+    needed = inputs.token_indices if inputs.targets is None else inputs.targets.tokens
     plain, seq_lens = layout_without_padding(shape, None), None
     rows, every_token = plain, plain
     if state is None:
@@ -92,63 +203,51 @@ def _run_without_layout(
     elif mask is not None:
         seq_lens = prefill_lengths(mask, state)
         rows = every_token = replace(plain, packing=FilledPadding(mask.bool()))
-    hidden, routers = _hidden(
+    hidden, more = _call_decoder(
         model,
         inputs,
-        routing_layout=rows,
+        rows,
+        every_token,
         cu_seqlens=rows.cu_seqlens,
         state=state,
         seq_lens=seq_lens,
         tree=inputs.tree,
-        token_indices=needed.tokens if isinstance(needed, Targets) else needed,
-        hidden_states=states,
+        token_indices=needed,
     )
-    layout = every_token if needed is None else plain
-    return DecoderResult(hidden, layout, None, routers, _restored(states, inputs, every_token))
+    return DecoderResult(hidden, every_token if inputs.token_indices is None else plain, None, **more)
 
 
-def _has_losses(inputs: ModelInputs) -> bool:
-    """Whether a loss will be computed from the hidden states."""
-    return inputs.labels is not None or isinstance(inputs.token_indices, Targets)
+def _options_of_results(model: CausalLM, inputs: ModelInputs, rows: TokenLayout) -> dict[str, Any]:
+    """The arguments `hidden_states` and `routing` of `Decoder.forward`.
 
-
-def _router_outputs(inputs: ModelInputs) -> list[RouterOutput] | None:
-    """The argument `router_outputs` of `Decoder.forward`; None, so that no logits are kept, where it is not needed."""
-    return [] if _has_losses(inputs) or inputs.return_routing else None
-
-
-def _routers(
-    model: CausalLM, inputs: ModelInputs, outputs: list[RouterOutput] | None, layout: TokenLayout
-) -> RouterResults:
-    """The results of the routers of a pass in `layout`."""
-    if not outputs and not inputs.return_routing:
-        return RouterResults()
-    return router_results(
-        model,
-        outputs or (),
-        layout,
-        with_losses=_has_losses(inputs),
-        with_routing=inputs.return_routing,
-        replayed=inputs.routing is not None,
-    )
-
-
-def _unfilled(model: CausalLM, inputs: ModelInputs) -> dict[int, Tensor] | None:
-    """The argument `hidden_states` of `Decoder.forward`.
-
-    The last boundary is in it where routers must see all tokens: blocks before it are not given fewer tokens."""
+    The last boundary is in `hidden_states` where routers must see all tokens: blocks before it are not given fewer
+    tokens."""
     num_blocks, boundaries = len(model.decoder.blocks), inputs.return_hidden_states
     checked = [] if boundaries is None else check_boundaries("return_hidden_states", boundaries, num_blocks)
-    if model.decoder.expert_routers and (_has_losses(inputs) or inputs.return_routing or inputs.routing is not None):
+    if model.decoder.expert_routers and (inputs.has_loss or inputs.return_routing or inputs.routing is not None):
         checked = [*checked, num_blocks]
-    return cast("dict[int, Tensor]", dict.fromkeys(checked)) if checked or boundaries is not None else None
+    given = given_experts(model.decoder, inputs.routing, rows, inputs.attention_mask)
+    return {"routing": given, "hidden_states": dict.fromkeys(checked) if checked or boundaries is not None else None}
 
 
-def _restored(states: dict[int, Tensor] | None, inputs: ModelInputs, layout: TokenLayout) -> tuple[Tensor, ...] | None:
-    """The `states` by boundary as `CausalLM.forward` returns them: (B, T, H), with zeros on padding."""
-    if states is None or inputs.return_hidden_states is None:
-        return None
-    return tuple([layout.restore(states[boundary]) for boundary in inputs.return_hidden_states])
+def _further_results(
+    model: CausalLM,
+    inputs: ModelInputs,
+    outputs: list[RouterOutput],
+    rows: TokenLayout,
+    every_token: TokenLayout,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The results of the routers, by their `outputs` in the layout `rows`; and the residual streams (B, T, H) of
+    `return_hidden_states`, with zeros on padding, from the `options` of the decoder."""
+    results: dict[str, Any] = {}
+    if outputs or inputs.return_routing:
+        asked = {"with_losses": inputs.has_loss, "with_routing": inputs.return_routing}
+        results["routers"] = router_results(model, outputs, rows, **asked, replayed=inputs.routing is not None)
+    if inputs.return_hidden_states is not None:
+        states = options["hidden_states"]
+        results["hidden_states"] = tuple([every_token.restore(states[each]) for each in inputs.return_hidden_states])
+    return results
 
 
 def output_of(

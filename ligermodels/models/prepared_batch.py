@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import Targets
-from ligermodels.layers.packing import check_plain, check_same_tokens
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.checks import check_plain, check_same_tokens
 
 
 class PreparedBatch(NamedTuple):

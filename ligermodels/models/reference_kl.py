@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.sharding import is_sharded, is_tensor_parallel
+from ligermodels.layers.sharding import is_fsdp, is_sharded, is_tensor_parallel
 from ligermodels.ops.runtime.library import once_differentiable
 
 Head = Callable[[Tensor], Tensor]
@@ -67,7 +67,7 @@ def divergence(
     parameters = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     total: Tensor = _Divergence.apply(
         # FSDP2's hooks would release the head's gathered parameters after the first chunk.
-        head.forward if callable(getattr(head, "unshard", None)) else head,
+        head.forward if is_fsdp(head) else head,
         reference_head,
         chunks,
         wide,

@@ -18,10 +18,9 @@ from ligermodels.layers import (
     router_z_loss,
 )
 from ligermodels.layers.layer import declared
-from ligermodels.layers.packing import check_plain
 from ligermodels.layers.router import NOT_ROUTED
 from ligermodels.layers.tokens import TokenLayout
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_plain
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -55,7 +54,14 @@ def router_loss(model: CausalLM, results: Any) -> Tensor | None:
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def checked_routers(decoder: Decoder, name: str) -> Mapping[int, RouterConfig]:
+def with_router_loss(model: CausalLM, output: Any, share: Tensor | float) -> Tensor:
+    """The loss of an output and `share` times the `router_loss`; a loss for each token stays as it is."""
+    of_routers = router_loss(model, output)
+    loss: Tensor = output.loss
+    return loss if of_routers is None or loss.ndim else loss + share * of_routers
+
+
+def _checked_routers(decoder: Decoder, name: str) -> Mapping[int, RouterConfig]:
     """The configs of the routers of a decoder by number of the block, for the argument `name`.
 
     Raises:
@@ -69,19 +75,22 @@ def checked_routers(decoder: Decoder, name: str) -> Mapping[int, RouterConfig]:
     return routers
 
 
-def check_routing(decoder: Decoder, routing: Any, tokens: Tensor) -> None:
-    """Check the type and the shape of a routing.
+def check_routing(decoder: Decoder, routing: Any, return_routing: bool, tokens: Tensor) -> None:
+    """Check a routing: that the model has one, and the type and shape of the given one.
 
     Args:
         decoder: the model's decoder.
         routing: the argument `routing` of `CausalLM.forward`.
+        return_routing: the argument `return_routing` of `CausalLM.forward`.
         tokens: the inputs (B, T, ...).
 
     Raises:
         InputError: it does not fit the model or the tokens; the model has no experts, or a layer with experts does not
             declare that it uses given experts.
     """
-    routers = checked_routers(decoder, "routing")
+    routers = _checked_routers(decoder, "return_routing" if routing is None else "routing")
+    if routing is None:
+        return
     for number in routers:
         mlp = cast(Block, decoder.blocks[number]).mlp
         if not declared(mlp).reads_experts:

@@ -2,8 +2,8 @@
 
 Attention is split by key/value heads, Gated DeltaNet by key heads, feed-forward layers and experts by intermediate
 channels, embedding and head by the vocabulary (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053). Norms and
-routers are replicated. Between projections each rank has some of the tokens (`layers.token_parts`). In decoding, each
-rank has all tokens, and a block sums over ranks twice.
+routers are replicated. Between projections each rank has some of the tokens (`layers.sequence_parallel`). In decoding,
+each rank has all tokens, and a block sums over ranks twice.
 
 A layer's config (`LayerConfig.tensor_shard`) and its class (`tensor_parallel`) define how it is split. This file knows
 no kind of layer.
@@ -26,9 +26,9 @@ from ligermodels.layers import Block, Layer, Linear
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.sequence_parallel import divide_tokens
 from ligermodels.layers.sharding import TensorSharding, is_sharded
 from ligermodels.layers.tensor_shard import RULES, TensorShard
-from ligermodels.layers.token_parts import divide_tokens
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 
@@ -202,7 +202,7 @@ def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh)
 def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
     """A model with the sizes of one rank's shard of `model`, on the meta device.
 
-    It computes the tokens of that rank (`layers.token_parts`), with the same trainable parameters and activation
+    It computes the tokens of that rank (`layers.sequence_parallel`), with the same trainable parameters and activation
     checkpointing as `model`.
 
     Args:

@@ -92,7 +92,7 @@ def trace(
         model = tensor_part(model, FirstRank(shares.tensor))
         linears = modules_of(model.decoder.blocks, Linear)
         fused = any(linear.compute is None and linear.update is None for linear in linears)  # the others are traced
-        if fused and model.decoder._token_mesh is not None:
+        if fused and model.decoder._sequence_mesh is not None:
             exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
         shares = Shares(model)
     computes: list[Compute] = modules_of(model, Compute)

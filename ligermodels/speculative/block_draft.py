@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ligermodels.arguments import MOST_HEADS, check_count, check_number
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
-from ligermodels.layers.packing import check_plain, packed_positions
+from ligermodels.layers.packing import packed_positions
 from ligermodels.layers.targets import per_item, shift_labels
 from ligermodels.layers.tokens import token_layout
 from ligermodels.models.capture import boundaries_of
@@ -23,6 +23,7 @@ from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
+from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter

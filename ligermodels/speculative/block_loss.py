@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import IGNORE_INDEX
+from ligermodels.ops.loss.chunks import GradientSum
 from ligermodels.ops.loss.divergence_rows import divergence_in_place
 from ligermodels.ops.loss.divergences import DistillationOptions, Labels
-from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 

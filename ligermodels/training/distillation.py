@@ -16,8 +16,7 @@ from ligermodels.layers import IGNORE_INDEX, LMHead, Targets
 from ligermodels.layers.sharding import call_gathered
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.inputs import ModelInputs
-from ligermodels.models.passes import DecoderResult, run_decoder
+from ligermodels.models.passes import DecoderResult, ModelInputs, run_decoder
 from ligermodels.models.routing import RouterResults
 from ligermodels.pretrained import from_config, from_pretrained
 from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput

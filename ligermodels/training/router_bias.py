@@ -16,8 +16,8 @@ from ligermodels.arguments import check_number
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Router
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.packing import check_plain
 from ligermodels.models.decoder import Decoder
+from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.parallel.ranks import DataRanks
 
 NO_BIAS = (

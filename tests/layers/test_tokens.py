@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.layers.tokens import PackedRows, SelectedTokens, SequenceShard, Tokens, Unpadding, token_layout
+from ligermodels.layers.tokens import ContextShard, PackedRows, SelectedTokens, Tokens, Unpadding, token_layout
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1, 1, 1]])
 STEPS: dict[str, Tokens] = {
@@ -35,11 +35,11 @@ def test_one_row_of_positions_stands_for_all_rows() -> None:
     assert torch.equal(step.take(row), step.take(row.expand(3, 5)))
 
 
-def shards(length: int, ranks: int) -> list[SequenceShard]:
+def shards(length: int, ranks: int) -> list[ContextShard]:
     def mesh(rank: int) -> SimpleNamespace:
         return SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: rank)
 
-    return [SequenceShard(mesh(rank), 2, length) for rank in range(ranks)]
+    return [ContextShard(mesh(rank), 2, length) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("length", [1, 7, 12, 13])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.chunks import GradientSum
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

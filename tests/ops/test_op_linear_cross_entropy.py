@@ -7,8 +7,7 @@ from op_harness import check, contiguous, strided_rows, transposed
 
 from ligermodels.errors import InputError
 from ligermodels.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference, set_backend
-from ligermodels.ops.loss.chunks import chunk_rows
-from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.chunks import GradientSum, chunk_rows
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 

@@ -11,7 +11,7 @@ from op_harness import check, contiguous, strided_rows, transposed, wide
 
 from ligermodels.errors import InputError
 from ligermodels.ops import linear_distillation, linear_distillation_reference
-from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.chunks import GradientSum
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 DIVERGENCES: dict[str, dict[str, Any]] = {

@@ -8,9 +8,8 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check
 
-from ligermodels.ops.loss.loss_weights import loss_weights
 from ligermodels.ops.loss.row_statistics import rows_in_place
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs, loss_weights
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
 
 

@@ -7,7 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.loss_weights import checked_loss_weights
+from ligermodels.ops.loss.token_losses import checked_loss_weights
 from ligermodels.ops.runtime import dispatch
 
 

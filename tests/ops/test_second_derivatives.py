@@ -42,7 +42,7 @@ MORE = {
         lambda q, k, v: ops.attention(q, k, v, softcap=5.0), ((1, 5, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)), ()
     ),
 }
-DIFFERENTIABLE = {"_GatherRows", "_TakeTokens"}
+DIFFERENTIABLE = {"_GatherRows", "_TakeRows"}
 """Functions whose backward passes are plain torch, and linear in the gradient."""
 
 

@@ -36,7 +36,7 @@ def states_of(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
             assert not found.states.requires_grad
         assert sharded == [isinstance(p, DTensor) for p in model.parameters()]  # none stays gathered
-        assert (model.decoder._token_mesh is not None) == (name == "tensor")  # sequence parallelism
+        assert (model.decoder._sequence_mesh is not None) == (name == "tensor")  # sequence parallelism
         # A loss of states beside the model's own: its gradients reach the parameters before them.
         for each in (plain, model):
             loss_of(each, INPUTS["padded"]).backward()

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 from two_ranks import in_ranks, in_two_ranks
 
 import ligermodels as lm
-from ligermodels.layers import token_parts
+from ligermodels.layers import sequence_parallel
 from ligermodels.layers.attention import Attention
 from ligermodels.models import decoder
 from ligermodels.ops.linear.parallel_linear import all_gather_linear, linear_reduce_scatter
@@ -161,7 +161,7 @@ def exchanges_and_memory(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def of_a_block(
-    mode: Any, lora: int, mesh: DeviceMesh | None = None, parts_of: Any = token_parts.parts_of
+    mode: Any, lora: int, mesh: DeviceMesh | None = None, parts_of: Any = sequence_parallel.parts_of
 ) -> tuple[float, int]:
     """The bytes that a block keeps, and those at the peak of four; without a mesh those that a plan expects."""
     kept = []
@@ -181,7 +181,7 @@ def of_a_block(
         decoder.parts_of = parts_of
         size, peak = kept_and_peak(model)
         kept.append(size)
-        decoder.parts_of = token_parts.parts_of
+        decoder.parts_of = sequence_parallel.parts_of
     return (kept[1] - kept[0]) / 2, peak
 
 

@@ -76,7 +76,8 @@ def attention(
         torch.Size([2, 5, 8, 64])
     """
     _check(q, k, v, mask, cu_seqlens, sinks)
-    check_scores("attention", softmax_scale, window, softcap)
+    if softmax_scale is not None or window is not None or softcap is not None:
+        check_scores("attention", softmax_scale, window, softcap)
     num_keys, head_dim, value_dim = k.shape[1], q.shape[3], v.shape[3]
     request = AttentionRequest(
         device=q.device.type, dtype=q.dtype, head_dim=head_dim, query_length=q.shape[1], key_length=num_keys,

@@ -6,7 +6,7 @@ It supports every device and dtype, windows, masks, packed sequences, sinks and 
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +56,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tens
     if q.is_cuda and q.shape[2] != k.shape[2] and _needs_equal_heads(q, mask):
         k, v = repeat_heads(q, k, v)
     # Branches, because torch's function takes no symbolic bool from torch.compile.
-    options = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    options: dict[str, Any] = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     if mask is None and request.query_length > 1:
         options["is_causal"] = True
-    is_long = q.is_cuda and request.query_length >= _LONG and not request.compiling
-    with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if is_long else nullcontext():
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=request.softmax_scale, **options)
-    return out.transpose(1, 2)
+    options |= {"attn_mask": mask, "scale": request.softmax_scale}
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.is_cuda and request.query_length >= _LONG and not request.compiling:
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 def _needs_equal_heads(q: Tensor, mask: Tensor | None) -> bool:

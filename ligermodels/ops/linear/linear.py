@@ -19,7 +19,7 @@ from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import PLAIN, PLAIN_OR_NONE, custom_op, is_fake
+from ligermodels.ops.runtime.library import custom_op, is_fake, is_plain
 
 DECODE_ROWS = 8
 """Rows up to which "few_rows" reads the weight faster than cuBLAS, on an H200."""
@@ -70,9 +70,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the operands are plain tensors with data, on one device, with shapes and dtypes that fit, and autocast is
     disabled."""
     return (
-        type(x) in PLAIN
-        and type(weight) in PLAIN
-        and type(bias) in PLAIN_OR_NONE
+        is_plain(x, weight, bias)
         and x.dim() > 0
         and x.numel() > 0
         and weight.is_contiguous()

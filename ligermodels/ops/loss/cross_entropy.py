@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.loss_terms import LossTerms, LossWeights, has_one_weight, term_weights
-from ligermodels.ops.loss.loss_weights import (
-    check_reduction,
+from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
+from ligermodels.ops.loss.sharded_statistics import sharded_statistics
+from ligermodels.ops.loss.token_losses import (
+    LogitRows,
+    LossOptions,
+    Reduction,
+    RowGradients,
+    RowOutputs,
     check_targets,
     checked_class_weights,
     checked_loss_weights,
     loss_weights,
     with_extras,
 )
-from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
-from ligermodels.ops.loss.sharded_statistics import sharded_statistics
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
@@ -89,8 +92,7 @@ def cross_entropy(
 
         logits, shard = shard_of_classes("cross_entropy", "logits", logits, -1)
     _TENSORS.check("cross_entropy", logits, target, token_weights)
-    options.check("cross_entropy")
-    check_reduction("cross_entropy", reduction)
+    options.check("cross_entropy", reduction)
     V = logits.shape[-1] if shard is None else shard.num_classes
     row_reduction = reduction
     if class_weights is not None:

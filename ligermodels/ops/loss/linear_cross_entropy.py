@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
-from ligermodels.ops.loss.linear_head import checked_head
-from ligermodels.ops.loss.linear_loss import LinearLoss
+from ligermodels.ops.loss.linear_head import LinearLoss, checked_head
 from ligermodels.ops.loss.linear_terms import linear_loss_terms
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction
 

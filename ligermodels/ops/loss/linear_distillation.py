@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.chunks import ChunkedHead, chunk_rows, empty_gradients
+from ligermodels.ops.loss.chunks import ChunkedHead, chunk_rows, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence
-from ligermodels.ops.loss.gradient_sum import keep_gradients, kept_gradients
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
-from ligermodels.ops.loss.loss_weights import check_reduction, loss_weights, with_extras
-from ligermodels.ops.loss.token_losses import Reduction
+from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import empty_gradients, logits_into, rows_per_chunk
-from ligermodels.ops.loss.gradient_sum import GradientSum
+from ligermodels.ops.loss.chunks import GradientSum, empty_gradients, logits_into, rows_per_chunk
 from ligermodels.ops.loss.kept_logits import KeptLogits
 from ligermodels.ops.loss.row_statistics import bytes_per_logit, gradient_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients

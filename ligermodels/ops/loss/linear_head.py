@@ -1,17 +1,44 @@
-"""The checked arguments of a loss that starts from hidden states and the weight of a linear head, and the selection of
-the rows that have a target, so that the matrix products skip the others."""
+"""The loss of a linear head, by chunks of rows, so that the logits never exist whole: the checked arguments, the
+selection of the rows that have a target, so that the matrix products skip the others, and the loss and its gradients.
 
+For each chunk x of rows of hidden states, with the weight W and bias b of the head:
+
+    logits = x W^T + b                        one GEMM
+    losses, and dlogits in place of logits    one kernel
+    dx = dlogits W                            one GEMM each, if the gradient is needed
+    dW += dlogits^T x
+
+With reduction "mean" or "sum" the forward pass computes the gradients too, and the backward pass only scales them. The
+backward pass recomputes the logits with reduction "none", because only it knows the weights of the rows, and in
+float16, because gradients of logits underflow without the loss scale.
+"""
+
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.loss_weights import check_reduction, checked_class_weights, checked_loss_weights
-from ligermodels.ops.loss.token_losses import LossOptions, Reduction
-from ligermodels.ops.runtime.library import is_dtensor, once_differentiable
+from ligermodels.ops.loss.chunks import (
+    ChunkedHead,
+    bytes_beside,
+    chunk_rows,
+    empty_gradients,
+    keep_gradients,
+    kept_gradients,
+)
+from ligermodels.ops.loss.row_statistics import rows_in_place
+from ligermodels.ops.loss.token_losses import (
+    LogitRows,
+    LossOptions,
+    Reduction,
+    checked_class_weights,
+    checked_loss_weights,
+)
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import under_autocast
+from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
 if TYPE_CHECKING:
     from ligermodels.ops.runtime.class_shards import ClassShard
@@ -30,7 +57,7 @@ class RowSelection(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """(..., N) -> (n, N), or (...) -> (n,); differentiable."""
-        return _Take.apply(x, self.indices, len(self.shape))
+        return take_rows(x, self.indices, len(self.shape))
 
     @overload
     def restore(self, values: Tensor, fill: float) -> Tensor: ...
@@ -62,7 +89,22 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
 
 
-class _Take(torch.autograd.Function):
+def take_rows(x: Tensor, indices: Tensor, dims: int) -> Tensor:
+    """Some rows of x; differentiable.
+
+    Args:
+        x: (..., N), with `dims` dimensions of rows before N, of which there may be any number.
+        indices: int64 (n,), indices of the flattened rows; none occurs twice, so that gradients are copied.
+        dims: number of dimensions of rows.
+
+    Returns:
+        (n, N).
+    """
+    rows: Tensor = _TakeRows.apply(x, indices, dims)
+    return rows
+
+
+class _TakeRows(torch.autograd.Function):
     """Its backward pass copies, because no index occurs twice; the backward pass of torch's indexing sums."""
 
     @staticmethod
@@ -72,12 +114,11 @@ class _Take(torch.autograd.Function):
         return x.reshape(-1, *x.shape[dims:]).index_select(0, indices)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         gradient = grad.new_zeros(ctx.shape)
         gradient.view(-1, *ctx.shape[ctx.dims :]).index_copy_(0, indices, grad)
-        return (gradient,)
+        return gradient, None, None
 
 
 class LinearHead(NamedTuple):
@@ -139,8 +180,7 @@ def checked_head(
         hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     _TENSORS.check(op, hidden, weight, bias, target, token_weights)
-    options.check(op)
-    check_reduction(op, reduction)
+    options.check(op, reduction)
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
     if class_weights is not None:
@@ -150,8 +190,7 @@ def checked_head(
     )
     selection = select_rows(target != options.ignore_index, num_targets, "num_targets")
     if selection is not None:
-        hidden, target = selection.take(hidden), selection.take(target)
-        loss_weights = selection.take(loss_weights)
+        hidden, target, loss_weights = map(selection.take, (hidden, target, loss_weights))
     needs = needed_gradients(hidden, weight, bias)
     return LinearHead(
         hidden, weight, bias, target, loss_weights, needs, class_weights, memory_budget, selection, shard
@@ -169,3 +208,66 @@ def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
     mode is off."""
     graded = torch.is_grad_enabled()
     return tuple(graded and x is not None and x.requires_grad for x in inputs)
+
+
+@custom_op()
+def linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_weights: Tensor, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, memory_budget: int,
+    needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The loss of each row of a head, and the gradients of sum(loss_weights * losses).
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: int64 (...), contiguous, checked.
+        loss_weights: float32 or float64 (...), contiguous; gives the dtype of the losses.
+        ignore_index: as the following options, see `LossOptions`.
+        label_smoothing: in [0, 1].
+        z_loss: 0 or above.
+        softcap: positive, or None.
+        logit_scale: positive.
+        memory_budget: bytes for a chunk.
+        needs: whether the gradients of hidden, weight and bias are needed.
+
+    Returns:
+        The losses (...); and the three gradients, without elements where not needed.
+    """
+    losses, gradients = empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
+    if is_fake(hidden):
+        return [losses, *gradients]
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    rows = LogitRows(target, losses, weights=loss_weights if any(needs) else None)
+    size = chunk_rows(target.numel(), weight, bytes_beside(weight, options), memory_budget, needs[1])
+    head = ChunkedHead(hidden, weight, bias, size, gradients)
+    for chunk, logits in head.chunks():
+        rows_in_place(logits, rows.chunk(chunk), options)  # the losses, and dlogits in place of the logits
+        head.add_gradients(chunk, logits)
+    head.close()
+    return [losses, *gradients]
+
+
+class LinearLoss(torch.autograd.Function):
+    """The reduced loss of a head, or the weighted loss of each row."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, loss_weights, needs, options, memory_budget, reduced):
+        inputs = hidden, weight, bias, target, loss_weights
+        now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
+        losses, *gradients = linear_loss(*inputs, *options, memory_budget, now)
+        keep_gradients(ctx, inputs, gradients, now)
+        ctx.options, ctx.memory_budget = options, memory_budget
+        losses = losses * loss_weights
+        return losses.sum() if reduced else losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        kept = kept_gradients(ctx, grad)
+        if kept is not None:
+            return kept
+        *inputs, loss_weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        return linear_loss(*inputs, loss_weights * grad, *ctx.options, ctx.memory_budget, needs)[1:]

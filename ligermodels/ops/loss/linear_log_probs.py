@@ -11,10 +11,9 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.linear_head import checked_head
 from ligermodels.ops.loss.linear_statistics import linear_statistics
-from ligermodels.ops.loss.loss_weights import check_targets
 from ligermodels.ops.loss.row_statistics import effective_logits, ranks_reference
 from ligermodels.ops.loss.sampler import checked_sampler, dropped_reference, inverse_temperatures
-from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs
+from ligermodels.ops.loss.token_losses import LossOptions, RowOutputs, check_targets
 
 
 class TokenLogProbs(NamedTuple):

@@ -8,13 +8,11 @@ recomputes the logits.
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.gradient_sum import keep_gradients
-from ligermodels.ops.loss.linear_head import LinearHead
-from ligermodels.ops.loss.linear_loss import LinearLoss
+from ligermodels.ops.loss.chunks import keep_gradients
+from ligermodels.ops.loss.linear_head import LinearHead, LinearLoss
 from ligermodels.ops.loss.linear_statistics import linear_rows, linear_statistics
 from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, term_weights
-from ligermodels.ops.loss.loss_weights import with_extras
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, with_extras
 
 
 def linear_loss_terms(

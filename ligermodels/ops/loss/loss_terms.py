@@ -20,8 +20,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.loss_weights import normalised
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs, normalised
 
 
 class LossWeights(NamedTuple):

@@ -40,10 +40,8 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     V, smoothing, z_loss = logits.shape[1], options.label_smoothing, options.z_loss
     valid = rows.target != options.ignore_index
     y = torch.where(valid, rows.target, 0).unsqueeze(1)
-    if rows.ranks is not None:
-        rows.ranks.copy_(ranks_reference(logits, y, valid))
-    if rows.predicted is not None:
-        rows.predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
+    if rows.ranks is not None or rows.predicted is not None:
+        _fill_indices(logits, rows, y, valid)
     x, slope = effective(logits.to(rows.losses.dtype), options, rows.inverse_temperatures)
     if rows.means is not None and class_weights is not None:
         rows.means.copy_((x @ class_weights).div_(V).masked_fill_(~valid, 0.0))
@@ -53,8 +51,7 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     x.sub_(maxima.unsqueeze(1))
     at_y, mean = x.gather(1, y).squeeze(1), x.mean(1) if smoothing else 0.0
     below = x.clamp_(min=VANISHED)  # -inf times its exp would be NaN
-    exps = below.exp()
-    totals = exps.sum(1)
+    totals = below.exp().sum(1)
     log_totals = totals.log()
     lses = maxima + log_totals
     losses = log_totals - (1 - smoothing) * at_y - smoothing * mean + z_loss * lses.square()
@@ -62,7 +59,7 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
         losses.masked_fill_(at_y.isneginf(), torch.inf)  # NaN where all classes are dropped
     rows.losses.copy_(losses.masked_fill_(~valid, 0.0))
     if rows.entropies is not None:
-        rows.entropies.copy_((log_totals - exps.mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
+        rows.entropies.copy_((log_totals - below.exp().mul_(below).sum(1) / totals).masked_fill_(~valid, 0.0))
     if rows.maxima is not None and rows.totals is not None:
         rows.maxima.copy_(maxima.masked_fill(~valid, 0.0))
         rows.totals.copy_(totals.masked_fill(~valid, 1.0))
@@ -72,6 +69,14 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
             (1 - smoothing) * w, lses=(smoothing + 2 * z_loss * lses) * w, means=-smoothing * w if smoothing else None
         )
         _write_gradient(logits, below, slope, rows._replace(totals=totals), gradients, options, None, 0, V)
+
+
+def _fill_indices(logits: Tensor, rows: LogitRows, y: Tensor, valid: Tensor) -> None:
+    """Fills the requested ranks of the classes y (M, 1) and predicted classes; -1 in rows that are not valid (M,)."""
+    if rows.ranks is not None:
+        rows.ranks.copy_(ranks_reference(logits, y, valid))
+    if rows.predicted is not None:
+        rows.predicted.copy_(logits.argmax(1).masked_fill_(~valid, -1))
 
 
 def gradient_in_place(

@@ -16,7 +16,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import PLAIN, Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
@@ -132,7 +132,7 @@ def rms_norm_reference(
 
 def _has_torch_op(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's own rms_norm computes the same: nothing is rounded. It has no rule for all DTensors."""
-    return x.dtype == weight.dtype and x.dtype in EXACT and type(x) in PLAIN and type(weight) in PLAIN
+    return x.dtype == weight.dtype and x.dtype in EXACT and is_plain(x, weight)
 
 
 def add_rms_norm_reference(

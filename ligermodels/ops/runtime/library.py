@@ -15,6 +15,16 @@ from ligermodels.errors import InputError
 
 PLAIN = (Tensor, torch.nn.Parameter)
 PLAIN_OR_NONE = (*PLAIN, type(None))
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether each argument is None, a `Tensor` or a `Parameter`, and of no subclass such as a DTensor."""
+    for tensor in tensors:  # noqa: SIM110  # a plain loop is the fastest: each op begins with it
+        if type(tensor) not in PLAIN_OR_NONE:
+            return False
+    return True
+
+
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
 
@@ -136,10 +146,7 @@ def replicated(op: str, x: Tensor, **others: Tensor | None) -> list[Any]:
         InputError: another argument is a DTensor, but x is not.
     """
     tensors = list(others.values())
-    for tensor in (x, *tensors):  # a plain loop is the fastest: each op begins with it
-        if type(tensor) not in PLAIN_OR_NONE:
-            break
-    else:
+    if is_plain(x, *tensors):
         return tensors
     if torch.compiler.is_compiling() or not any(is_dtensor(t) for t in (x, *tensors) if t is not None):
         return tensors
@@ -148,10 +155,7 @@ def replicated(op: str, x: Tensor, **others: Tensor | None) -> list[Any]:
 
 def reject_dtensors(op: str, *tensors: Tensor | None) -> None:
     """Raise InputError if a tensor is a DTensor: for ops that have no rule in `sharding`."""
-    for t in tensors:  # a plain loop is the fastest: each op begins with it
-        if type(t) not in PLAIN_OR_NONE:
-            break
-    else:
+    if is_plain(*tensors):
         return
     if not torch.compiler.is_compiling() and any(is_dtensor(t) for t in tensors if t is not None):
         raise InputError(

@@ -29,13 +29,13 @@ from ligermodels.ops.runtime.collectives import Ranks
 class _Current:
     """Belongs to the process, not to a thread: ranks exchange in one order, so no two passes compute at once."""
 
-    parts: TokenParts | None = None
+    parts: SequenceParts | None = None
 
 
 _current = _Current()
 
 
-def current() -> TokenParts | None:
+def current() -> SequenceParts | None:
     """How the tokens of the block that computes now are divided over ranks; None where each rank has all of them."""
     return _current.parts
 
@@ -45,10 +45,10 @@ def divide_tokens(decoder: Any, mesh: Any) -> None:
     support it."""
     layers = (layer for block in decoder.blocks for layer in block.declarations().values())
     able = all(layer.sequence_parallel or layer.token_wise for layer in layers)
-    decoder._token_mesh = mesh if able else None
+    decoder._sequence_mesh = mesh if able else None
 
 
-def parts_of(decoder: Any, batch: int, length: int) -> TokenParts | None:
+def parts_of(decoder: Any, batch: int, length: int) -> SequenceParts | None:
     """How a `Decoder` divides the tokens (B, T) of a pass.
 
     Args:
@@ -59,14 +59,14 @@ def parts_of(decoder: Any, batch: int, length: int) -> TokenParts | None:
     Returns:
         The parts; None if each rank has all tokens: the decoder is not divided, or there are fewer tokens than ranks.
     """
-    mesh = decoder._token_mesh
+    mesh = decoder._sequence_mesh
     if mesh is None or batch * length < mesh.size():
         return None
-    return TokenParts(Ranks.of(mesh), batch, length)
+    return SequenceParts(Ranks.of(mesh), batch, length)
 
 
 @dataclass(frozen=True)
-class TokenParts(Tokens):
+class SequenceParts(Tokens):
     """How the `batch` * `length` tokens of a pass are divided over `ranks`.
 
     All tokens are (B, T, ...), or in two dimensions (B * T, ...); this rank's part is (1, n, ...), or (n, ...). Where
