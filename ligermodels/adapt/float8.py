@@ -12,7 +12,8 @@ from ligermodels.adapt.exclusion import Exclusion
 from ligermodels.arguments import check_count, check_flag
 from ligermodels.errors import BackendError, Float8Warning, InputError
 from ligermodels.layers import Block, Layer, Linear, MoE
-from ligermodels.layers.float8 import Float8, Float8Experts, float8_slots
+from ligermodels.layers.float8 import Float8, float8_slots
+from ligermodels.layers.float8_experts import Float8Experts, float8_expert_slots
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -77,7 +78,8 @@ def float8(
     layers: dict[str, Any] = {}
     unsupported: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
-        prefix, supported = f"decoder.blocks.{i}", dict(float8_slots(block, experts))
+        prefix, supported = f"decoder.blocks.{i}", dict[str, nn.Module](float8_slots(block))
+        supported |= float8_expert_slots(block) if experts else {}
         kept = {f"{prefix}.{name}": linear for name, linear in supported.items() if not excluded(prefix, name)}
         others = [name for name in _other_weights(block, supported) if not excluded(prefix, name)]
         if exclude_first <= i < len(blocks) - exclude_last:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels import ops
-from ligermodels.layers.expert_parts import ComposedExperts, ExpertCompute
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.lora import LoRA
 from ligermodels.layers.sharding import TensorSharding
@@ -106,44 +105,6 @@ class Float8(Compute):
         return {**self.__dict__, "_frozen": None}
 
 
-class Float8Experts(ExpertCompute):
-    """Experts' products in float8, forward and backward: see `ops.float8_mix_experts`. It is active as `Float8`, and
-    keeps the float8 forms of frozen weights likewise.
-
-    Args:
-        recipe: formats.
-    """
-
-    holds_weight: ClassVar[bool] = False
-
-    def __init__(self, recipe: Float8Recipe) -> None:
-        super().__init__()
-        self.gate_up, self.down = Float8(recipe), Float8(recipe)
-
-    def extra_repr(self) -> str:
-        return f"{self.gate_up.recipe}"
-
-    def mix(
-        self,
-        tokens: Tensor,
-        weights: Tensor,
-        experts: Tensor,
-        gate_up: Tensor | None,
-        down: Tensor | None,
-        activation: GLUOptions,
-        biases: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor | None:
-        """See `ExpertCompute.mix`. In float8 the channels of experts, of a rank's part too, must be multiples of 16
-        (InputError)."""
-        if not self.gate_up.active:
-            return None
-        own = cast(Tensor, gate_up), cast(Tensor, down)
-        frozen = self.gate_up.frozen(own[0]), self.down.frozen(own[1])
-        return ops.float8_mix_experts(
-            tokens, weights, experts, *own, *biases, activation=activation, recipe=self.gate_up.recipe, frozen=frozen
-        )
-
-
 class _FrozenCast:
     """The float8 form of a weight, and what it was cast from."""
 
@@ -187,11 +148,9 @@ def float8_lora_form(compute: Float8, update: LoRA, weight: Tensor) -> Float8For
     return compute.recipe.form(weight, tail=ops.tail_of(update.rank))
 
 
-def float8_slots(block: nn.Module, experts: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of a block that can compute in float8, by name; and the mixtures, named as their `experts`."""
+def float8_slots(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a block that can compute in float8, by name."""
     for name, module in block.named_modules():
-        if experts and isinstance(module, ComposedExperts):
-            yield f"{name}.experts", module
         for part in _rules(module):
             if isinstance(linear := getattr(module, part, None), nn.Module):
                 yield f"{name}.{part}", linear

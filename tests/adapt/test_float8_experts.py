@@ -10,7 +10,7 @@ from float8_models import FAMILIES, agreement, family, gradients, losses_of_trai
 import ligermodels as lm
 from ligermodels.errors import Float8Warning, InputError
 from ligermodels.layers import MoE
-from ligermodels.layers.float8 import Float8Experts
+from ligermodels.layers.float8_experts import Float8Experts
 from ligermodels.layers.modules import modules_of
 
 MIXTURES = ("mixtral", "gpt_oss, with sinks", "qwen3_next", "gemma4, with experts")

@@ -146,7 +146,7 @@ def _divergence_kernel(
         x_y = 0.0
         if targets is not None:
             y = tl.load(targets + row)
-            x_y, slope_of_y = effective(tl.load(start + y, mask=y >= 0, other=0.0), scale, softcap, SCALED, CAPPED)
+            x_y, _slope_of_y = effective(tl.load(start + y, mask=y >= 0, other=0.0), scale, softcap, SCALED, CAPPED)
 
         kls, cs, distances, shares, whole_shares, before = lanes, lanes, lanes, lanes, lanes, lanes.to(tl.int32)
         near, masses, student_masses = lowest, lanes, lanes

@@ -6,6 +6,7 @@ from torch import Tensor
 from ligermodels.ops.loss.divergence_kernels import launch_divergence
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Labels, acceptance
 from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.library import is_fake
 
 
 def divergence_in_place(
@@ -32,6 +33,8 @@ def divergence_in_place(
         overlaps: (M,), filled with the acceptance over these V classes; None: not computed.
         labels: a cross entropy beside the divergence; the gradient is of their weighted sum. None: the divergence's.
     """
+    if is_fake(student):
+        return
     if use_kernels(student, teacher):
         launch_divergence(
             student, teacher, losses, valid, loss_weights, options, accepted, agreed, teacher_lses, overlaps, labels
@@ -52,7 +55,7 @@ def divergence_in_place(
     losses.copy_(row_losses.masked_fill_(~valid, 0.0))
     if loss_weights is None:
         return
-    if labels is not None:
+    if labels is not None and of_labels is not None:
         gradient.mul_(labels.divergence_weight).add_(of_labels, alpha=labels.weight)
     gradient.mul_((loss_weights * (options.logit_scale / options.temperature)).unsqueeze(1))
     if slope is not None:
