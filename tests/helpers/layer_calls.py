@@ -132,6 +132,14 @@ def mix_experts(
     backward(ops.grouped_mlp(x, offsets, *operands, activation=activation, backend="triton"))
 
 
+@calls("take_rows, sum_rows", dtype=PRODUCTS, width=(48, 5120), weighted=BOTH, grads=GRADS)
+def rows_of_choices(dtype: torch.dtype, width: int, weighted: bool, grads: tuple[bool, bool]) -> None:
+    x, weights = leaf(8, width, dtype=dtype, grad=grads[0]), leaf(8, 4, dtype=F32, grad=grads[1])
+    chosen = ops.ChosenRows(torch.arange(20), torch.arange(32).view(8, 4))
+    rows = ops.take_rows(x, chosen)
+    backward(ops.sum_rows(rows, weights if weighted else None, chosen))
+
+
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
 

@@ -178,9 +178,11 @@ def test_experts_and_projections_are_divided() -> None:
     assert {each.weights for each in experts} == {whole.weights}
     gathered = [each.gathered for each in (whole, *experts)]
     assert gathered == sorted(gathered, reverse=True)
-    assert all(each.activations == pytest.approx(experts[0].activations, rel=1e-5) for each in experts)
-    rows = 512 * 8 * 2048 * 2  # what arrives, and the same sorted by expert, of three layers
-    assert whole.activations < experts[0].activations <= whole.activations + 3 * 2 * rows
+    rows = 512 * 8 * 2048 * 2
+    # Beside the rows themselves only the choices of the tokens of all ranks are kept, for three layers.
+    choices = [3 * n * 512 * 8 * (4 + 4) for n in (2, 4, 8)]
+    for each, kept in zip(experts, choices, strict=True):
+        assert abs(each.activations - whole.activations) < kept + rows / 100
     loads = [step_memory(model, 1, 512, shard=8, expert=8, expert_load=load) for load in (1, 1.5, 8)]
     more, most = (each.activations - loads[0].activations for each in loads[1:])
     assert most == pytest.approx(14 * more, rel=1e-3) and more > 3 * rows
