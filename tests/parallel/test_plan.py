@@ -243,17 +243,17 @@ def test_costs_by_hand() -> None:
     assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
     gathered = step_cost(replace(size, gathered=30), 10, 4, {"tensor": 2}, hardware=hardware)
     assert gathered.sent["tensor"] == several.sent["tensor"] + 2 * 10 * 30 * 2 / 2
-    # Of 200 bytes 80 of experts; a token goes to 3 of them in all layers: of 6 ranks that have one, 2 are elsewhere.
-    mixture = replace(size, experts=80, expert_gradients=80, routed=3)
+    # Of 200 bytes 80 of experts. In one layer a token goes to all 6 ranks, in the other to the rank of its one expert.
+    mixture = replace(size, experts=80, expert_gradients=80, routed=(6, 1))
     spread = step_cost(mixture, 12, 4, {"shard": 12, "expert": 6, "replicate": 2}, hardware=hardware)
     assert spread.sent["shard"] == pytest.approx(3 * 120 * 11 / 12 + 3 * (80 / 6) / 2)
     assert spread.sent["replicate"] == pytest.approx(2 * (120 / 12 + 80 / 12) / 2)
-    assert spread.sent["expert"] == pytest.approx(4 * (12 * 3 * 5 * 2) * 5 / 6)
+    assert spread.sent["expert"] == pytest.approx(4 * (12 * 5 * 2) * (5 + 5 / 6))
     # 3 of 5 are in the host of 4; the ring of 12 crosses by 4 adapters, that of every sixth by one.
-    assert spread.sent_s["expert"] == pytest.approx(max(1200 * 3 / 5 / 100, 1200 * 2 / 5 / 10))
+    assert spread.sent_s["expert"] == pytest.approx(max(2800 * 3 / 5 / 100, 2800 * 2 / 5 / 10))
     assert spread.sent_s["shard"] == pytest.approx(330 / 40 + 20 / 10)
     again = step_cost(mixture, 12, 4, {"shard": 6, "expert": 6}, activation_checkpointing="full", hardware=hardware)
-    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 6 / 4)
+    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 5 / 4)
     assert step_cost(mixture, 10, 4, {"shard": 2}).sent == step_cost(size, 10, 4, {"shard": 2}).sent
     with pytest.raises(InputError, match=r"expert: 2 does not divide the 1 ranks"):
         step_cost(mixture, 10, 4, {"expert": 2})
