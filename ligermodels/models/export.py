@@ -136,6 +136,7 @@ class ExportMixin(nn.Module):
                 from the config that its config.json composes to; the message names the field.
 
         Examples:
+            >>> import torch
             >>> import ligermodels as lm
             >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")
             >>> for bucket in model.iter_hf_weights(dtype=torch.bfloat16):
