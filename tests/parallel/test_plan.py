@@ -206,7 +206,7 @@ def test_experts_and_projections_are_divided() -> None:
         step_memory(model, 1, 512, shard=3, expert=3)
     with pytest.raises(ConfigError, match=r"expert: 8 does not divide the 4 ranks"):
         step_memory(model, 1, 512, shard=4, expert=8)
-    with pytest.raises(ConfigError, match="expert: is not supported beside tensor"):
+    with pytest.raises(ConfigError, match="expert: the memory of a plan with both expert and tensor is not estimated"):
         step_memory(model, 1, 512, shard=2, tensor=2, expert=2)
     with pytest.raises(InputError, match="expert_load: must be from 1, balanced, to expert, 8, got 9"):
         step_memory(model, 1, 512, shard=8, expert=8, expert_load=9)
