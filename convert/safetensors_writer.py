@@ -118,14 +118,14 @@ def _index(split: StateDictSplit, digests: Mapping[str, str] | None = None) -> s
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of `size`, a number or text with a unit. InputError unless it is one of these and above zero."""
+def parse_size(size: int | str, field: str = "max_shard_size") -> int:
+    """Bytes of `size`, a number or text with a unit. InputError for the `field` if it is neither, or below 1."""
     count = size if is_int(size) else 0
     if isinstance(size, str):
         match = re.fullmatch(r"(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]?I?)B?", size.strip().upper())
         count = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if count < 1:
-        raise InputError(f"max_shard_size: {short(size)} is not a size; give bytes, or text such as '5GB' or '500MB'")
+        raise InputError(f"{field}: {short(size)} is not a size; give bytes, or text such as '5GB' or '500MB'")
     return count
 
 

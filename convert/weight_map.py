@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -286,6 +286,29 @@ class WeightMap:
         twice = [name for name in targets if targets[name] > 1]
         faults["in the weight map twice"] = twice + [name for name, start in sources if sources[name, start] > 1]
         return parts, faults
+
+
+def in_buckets(
+    tensors: Iterable[LazyTensor], limit: int, dtype: torch.dtype | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Names and contiguous tensors, in buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
+
+    A bucket is fetched when it is asked for, and not kept here. `dtype`: of floating tensors; None for their own."""
+
+    def of(tensor: LazyTensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+    buckets: list[list[LazyTensor]] = []
+    room = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * of(tensor).itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(tensor)
+        room -= size
+    for bucket in buckets:
+        yield [(tensor.name, tensor.read().detach().to(of(tensor)).contiguous()) for tensor in bucket]
 
 
 _Filled = tuple[Tensor, list[loading.Piece]]

@@ -68,6 +68,8 @@ class Attention(Layer):
         q, k, v, gate = self.project(x, context, state)
         if self.config.query_scaling is not None:
             q = self.config.query_scaling.scale(q, context.positions)
+        if context.shard is not None:  # once, also for the layers that share them
+            k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
         if state is None:
             out = self._attend(q, k, v, context)
         else:
@@ -79,11 +81,10 @@ class Attention(Layer):
         return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D) -> (B, T, num_heads, D)."""
+        """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
         options = {**self.score_options, "backend": self.config.backend}
         if context.shard is None:
             return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
-        k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
         return shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
 
     def _attend_with_state(

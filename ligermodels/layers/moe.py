@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,7 +24,7 @@ from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, RouterOutput
-from ligermodels.layers.expert_parallel import on_ranks
+from ligermodels.layers.expert_parallel import ExpertExchange, Experts, Pending
 from ligermodels.layers.expert_parts import ComposedExperts, Mix, Product, plain_product
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear, options_of
@@ -33,6 +32,7 @@ from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.sharding import (
     TensorSharding,
+    is_tensor_parallel,
     local,
     of_all_tokens,
     on_first_rank,
@@ -243,33 +243,42 @@ class MoE(ComposedExperts, Layer):
             (..., H), dtype of x, and the router's output.
         """
         tokens = x.flatten(0, -2)
+        rows, top_k, mesh = used_in_parts(self, tokens), self.config.router.top_k, self._expert_mesh
+        exchange = None if mesh is None else ExpertExchange(rows, top_k, mesh, context)
         given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
-        rows, weights, experts = (used_in_parts(self, tensor) for tensor in (tokens, weights, chosen))
-        if self._expert_mesh is None:
+        mixed = self._mix(rows, used_in_parts(self, weights), used_in_parts(self, chosen), exchange)
+        shared = None if self.shared is None else cast(Tensor, self.shared(tokens))
+        if shared is not None and self.shared_gate is not None:
+            shared = self.shared_gate(tokens).sigmoid() * shared
+        out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
+        out = (out if shared is None else out + shared).view_as(x)
+        out = out if mesh is None else out.clone()  # FSDP2 warns of modules that return views
+        logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
+        return out, RouterOutput(logits, top_k, chosen, self.config.aux_loss)
+
+    def _mix(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, exchange: ExpertExchange | None
+    ) -> Tensor | Pending:
+        """The weighted sum of the chosen experts, as `mix_experts`; through the `exchange`, a sum on its way."""
+        if exchange is None:
             gate_up, down, gate_up_bias = (local(self, p) for p in (self.gate_up, self.down, self.gate_up_bias))
+            biases = gate_up_bias, on_first_rank(self, self.down_bias)
+            return mix_experts(
+                tokens, weights, experts, gate_up, down, self.activation, biases, self.product,
+                self.config.router.num_experts, self.mix,
+            )  # fmt: skip
+        parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        if is_tensor_parallel(self):
+            gate_up, down, gate_up_bias = (local(self, p) for p in parameters[:3])
             down_bias = on_first_rank(self, self.down_bias)
         else:
-            parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
             if self.compute is not None and not self.compute.holds_weight:
                 raise InputError("experts that compute in float8 cannot be divided over ranks: leave out experts=True")
-        biases = gate_up_bias, down_bias
-        parts = {
-            "mesh": self._expert_mesh,
-            "product": self.product,
-            "mix": self.mix,
-            "num_experts": self.config.router.num_experts,
-        }
-        out = mix_experts(rows, weights, experts, gate_up, down, self.activation, biases, **parts)
-        out = sum_over_ranks(self, out)
-        if self.shared is not None:
-            shared = cast(Tensor, self.shared(tokens))
-            out = out + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
-        out = out.view_as(x)
-        out = out if self._expert_mesh is None else out.clone()  # FSDP2 warns of modules that return views
-        logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
-        return out, RouterOutput(logits, self.config.router.top_k, chosen, self.config.aux_loss)
+        compute = of_rows(gate_up, down, self.activation, (gate_up_bias, down_bias), self.product)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return exchange.sum_of(experts, weights, self.config.router.num_experts, compute)
 
 
 def mix_experts(
@@ -280,7 +289,6 @@ def mix_experts(
     down: Tensor | None,
     activation: Callable[[Tensor], Tensor],
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    mesh: Any = None,
     product: Product = plain_product,
     num_experts: int | None = None,
     mix: Mix | None = None,
@@ -295,37 +303,58 @@ def mix_experts(
         down: (E, H, size).
         activation: (R, 2 * size) -> (R, size).
         biases: biases (E, 2 * size) of gate_up and (E, H) of down. Default: none.
-        mesh: a DeviceMesh over which experts are divided evenly; weights and biases are then of this rank's experts.
-            Default: None.
         product: computes gate_up and down; experts with parts have their own. Default: `plain_product`.
-        num_experts: number E of experts of all ranks. Default: the rows of `gate_up`.
-        mix: computes all at once where experts are not divided; it may return None. Default: None.
+        num_experts: number E of experts. Default: the rows of `gate_up`.
+        mix: computes all at once; it may return None. Default: None.
 
     Returns:
         (N, H), in the dtype of the experts' computation.
     """
-
     activates = options_of(activation) or activation
-    is_plain = product is plain_product
-    if is_plain and mesh is None:
+    if product is plain_product:
         return ops.mix_experts(
             tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
         )
-
-    if mix is not None and mesh is None and isinstance(activates, ops.GLUOptions):
+    if mix is not None and isinstance(activates, ops.GLUOptions):
         mixed = mix(tokens, weights, experts, gate_up, down, activates, biases)
         if mixed is not None:
             return mixed
+    count = num_experts or len(cast(Tensor, gate_up))
+    return ops.by_expert(tokens, weights, experts, count, of_rows(gate_up, down, activation, biases, product))
+
+
+def of_rows(
+    gate_up: Tensor | None,
+    down: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    product: Product,
+) -> Experts:
+    """A function that computes experts for rows that are sorted by expert.
+
+    Args:
+        gate_up: (E, 2 * size, H).
+        down: (E, H, size).
+        activation: (R, 2 * size) -> (R, size).
+        biases: biases (E, 2 * size) of gate_up and (E, H) of down.
+        product: computes gate_up and down; see `mix_experts`.
+
+    Returns:
+        The function: rows (R, H) and the offsets (E,) where the rows of each expert end -> (R, H).
+    """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        if is_plain:
+        if product is plain_product:
             return ops.grouped_mlp(
-                rows, offsets, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
+                rows,
+                offsets,
+                cast(Tensor, gate_up),
+                cast(Tensor, down),
+                *biases,
+                activation=options_of(activation) or activation,
             )
         ops.require_grouped_mm("experts with LoRA, or with weights in 4 or 8 bits,")
-        rows = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
-        return product("down", rows, offsets, down, biases[1])
+        hidden = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
+        return product("down", hidden, offsets, down, biases[1])
 
-    count = num_experts or len(cast(Tensor, gate_up))
-    of_rows = compute if mesh is None else partial(on_ranks, experts=compute, mesh=mesh)
-    return ops.by_expert(tokens, weights, experts, count, of_rows)
+    return compute

@@ -16,6 +16,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.attention_config import AttentionConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.layer import Layer
@@ -95,6 +96,7 @@ class SharedKVAttention(Layer):
     decoding, from the state of that layer."""
 
     token_wise = True
+    context_parallel: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"q": INPUT, "o": None}
 
@@ -138,7 +140,11 @@ class SharedKVAttention(Layer):
             ).to(x.dtype)
         elif config.kv_from in context.keys_values:
             k, v = context.keys_values[config.kv_from]
-            out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, backend=config.backend, **windowed)
+            windowed["backend"] = config.backend
+            if context.shard is None:
+                out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **windowed)
+            else:
+                out = shard_attention(q, k, v, context.cu_seqlens, context.shard, **windowed)
         else:
             raise InputError(f"kv_from: layer {config.kv_from} shares no keys and values; set its shares_kv")
         out = out.flatten(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.convert.safetensors_writer import parse_size
+from ligermodels.convert.weight_map import FLOATS, in_buckets
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.layers.sharding import reshard
@@ -106,6 +108,46 @@ class ExportMixin(nn.Module):
         spec = self.checked_export_spec()
         reshard(self)
         spec.save(folder, persistent_tensors(self), max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+
+    def iter_hf_weights(
+        self, *, dtype: torch.dtype | None = None, bucket_bytes: int | str = "1GB"
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """The weights with the names and shapes of `save_pretrained`, in buckets, to send them to a server: for the
+        `load_weights` of vLLM or SGLang.
+
+        If the model is sharded, all ranks call this and iterate to the end, and each rank gets all tensors. A bucket is
+        gathered when the iterator reaches it. Nothing is copied to the host. Tensors that
+        `save_pretrained` copies from the source checkpoint (a vision tower, draft heads) are left out, as is the head
+        of a tied model.
+
+        Args:
+            dtype: dtype of floating-point tensors. Default: the dtypes that `save_pretrained` writes.
+            bucket_bytes: largest bucket in bytes, or text such as "1GB" (10^9) or "1GiB" (2^30). A larger tensor is a
+                bucket of its own.
+
+        Returns:
+            An iterator of buckets: lists of a name and a contiguous tensor on the model's device, detached. A tensor
+            may share memory with the model: use it before the model changes.
+
+        Raises:
+            InputError: the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`), or an argument
+                is not usable.
+            ConfigError: the model was built from a `DecoderConfig` and has no `export_spec`, or `model.config` differs
+                from the config that its config.json composes to; the message names the field.
+
+        Examples:
+            >>> import torch
+            >>> import ligermodels as lm
+            >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B")
+            >>> for bucket in model.iter_hf_weights(dtype=torch.bfloat16):
+            ...     for name, tensor in bucket:
+            ...         pass  # server.load_weights(bucket)
+        """
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype in FLOATS)):
+            raise InputError(f"dtype: must be one of {', '.join(sorted(map(str, FLOATS)))}, got {short(dtype)}")
+        spec, limit = self.checked_export_spec(), parse_size(bucket_bytes, "bucket_bytes")
+        reshard(self)
+        return in_buckets(spec.whole_map.export(persistent_tensors(self)), limit, dtype)
 
     def push_to_hub(
         self,

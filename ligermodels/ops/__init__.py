@@ -44,6 +44,7 @@ from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_refe
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
+from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import Routes, gather_rows, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.moe.float8_experts import float8_mix_experts
 from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
@@ -64,6 +65,7 @@ from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_ref
 from ligermodels.ops.runtime.dispatch import set_backend, set_host_checks, use_kernels
 
 __all__ = [
+    "ChosenRows",
     "Float8Form",
     "Float8Recipe",
     "Float8Tensor",
@@ -161,9 +163,11 @@ __all__ = [
     "set_experts_backend",
     "set_host_checks",
     "sort_by_expert",
+    "sum_rows",
     "swiglu",
     "swiglu_reference",
     "tail_of",
+    "take_rows",
     "topk_indices",
     "topk_indices_reference",
     "tree_inputs",

@@ -17,7 +17,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
-from ligermodels.parallel.expert import check_expert_parallel, expert_parallel
+from ligermodels.parallel.expert import check_expert_parallel, expert_parallel, mixtures
 from ligermodels.parallel.fsdp import fsdp
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import Meshes, Parallelism, join, parallelism_of, rank_device, world_size
@@ -89,7 +89,7 @@ def _distribute(
     if plan.tensor > 1 and (before is None or not any(map(is_tensor_parallel, model.modules()))):
         tensor_parallel(model, meshes.parameters["tensor"])
     if meshes.experts is not None:
-        expert_parallel(model, meshes.experts["expert"])
+        expert_parallel(model, meshes.experts["expert", "tensor"] if plan.tensor > 1 else meshes.experts["expert"])
     if plan.context > 1:
         for decoder in decoders:
             decoder._context_mesh = meshes.ranks["context"]
@@ -151,11 +151,22 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
             check_context_parallel(decoder)
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
-    kept = plan.compile != "none" and any(modules_of(decoder.blocks, KeepsDtype) for decoder in decoders)
-    if kept:
+    if plan.compile != "none":
+        _check_compile(decoders, plan)
+
+
+def _check_compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
+    """ConfigError if blocks cannot be compiled."""
+    if any(modules_of(decoder.blocks, KeepsDtype) for decoder in decoders):
         raise ConfigError(
             "compile: blocks of this model contain modules that keep their dtypes (float32 or quantised weights) and "
             "are gathered within the block; torch.compile does not support that; leave it 'none'"
+        )
+    modes = {plan.activation_checkpointing or decoder.activation_checkpointing for decoder in decoders}
+    if plan.expert > 1 and "selective" in modes:
+        raise ConfigError(
+            "activation_checkpointing: 'selective' is not supported where experts are spread over ranks and the other "
+            "layers of their blocks are compiled; give 'full' or 'none'"
         )
 
 
@@ -190,4 +201,15 @@ def _set_modes(decoders: list[Decoder], plan: ParallelPlan) -> None:
         if plan.activation_checkpointing is not None:
             decoder.activation_checkpointing = plan.activation_checkpointing
         for block in decoder.blocks if plan.compile != "none" else ():
-            block.compile()
+            _compile(block)
+
+
+def _compile(block: nn.Module) -> None:
+    """Compile a block; where its experts are spread over ranks, its other layers: FSDP2 gathers the mixture's groups
+    within the block, and its exchanges wait for the device."""
+    spread = [module for _, module in mixtures(block) if module._expert_mesh is not None]
+    if not spread:
+        return block.compile()
+    for layer in (block.mixer, block.mlp, block.after):
+        if isinstance(layer, nn.Module) and not any(module in spread for module in layer.modules()):
+            layer.compile()

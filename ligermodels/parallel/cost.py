@@ -72,7 +72,7 @@ class ModelSize:
         keys_values: channels of keys and values, summed over all layers.
         experts: bytes of experts that can be spread over ranks, included in `weights`.
         expert_gradients: bytes of trained experts that can be spread over ranks, included in `gradients`.
-        routed: experts per token, summed over all layers.
+        routed: experts per token, of each layer with experts.
         gathered: output channels that tensor parallelism gathers, summed over all layers.
     """
 
@@ -87,7 +87,7 @@ class ModelSize:
     keys_values: int = 0
     experts: float = 0
     expert_gradients: float = 0
-    routed: int = 0
+    routed: tuple[int, ...] = ()
     gathered: int = 0
 
     @classmethod
@@ -110,7 +110,11 @@ class ModelSize:
             experts=_bytes(experts),
             expert_gradients=_bytes(p for p in experts if p.requires_grad),
             gathered=sum(linear.out_features for linear in gathered_linears(model)),
-            routed=sum(block.mlp.info().get("experts_per_token", 0) for block in model.config.blocks),
+            routed=tuple(
+                info["experts_per_token"]
+                for info in (block.mlp.info() for block in model.config.blocks)
+                if "experts_per_token" in info
+            ),
         )
 
 
@@ -203,8 +207,9 @@ def step_cost(
     Communication: a ring of n ranks sends (n - 1) / n of the bytes for a gather or a scatter, and twice as much for a
     sum on all ranks. FSDP2 gathers parameters for the forward and the backward pass. Experts on `expert` ranks are
     gathered over the other ranks of `shard` and `context`. Hidden states travel to the experts and back, and so do
-    their gradients; with checkpointing, hidden states travel twice. With perfectly balanced routers, (n - 1) / n of
-    them leave a rank.
+    their gradients; with checkpointing, hidden states travel there once more. A token is sent once to each other rank
+    if there are no more ranks than experts per token, and otherwise to the ranks of its experts, here of a router that
+    chooses ranks at random.
 
     Args:
         size: sizes of the model.
@@ -238,8 +243,8 @@ def step_cost(
     own_weights, own_gradients = expert_weights / expert, expert_gradients / expert
     activations = tokens * size.hidden_size * size.itemsize * size.num_layers
     gathered = tokens * size.gathered * size.itemsize
-    routed = tokens / context * size.routed * size.hidden_size * size.itemsize
-    exchanges = 2 * (2 + (activation_checkpointing != "none"))  # to the experts and back, in each pass
+    routed = tokens / context * sum(_ranks_reached(expert, k) for k in size.routed) * size.hidden_size * size.itemsize
+    exchanges = 4 + (activation_checkpointing != "none")  # to the experts and back, in each pass
     sharded = passes * (2 * weights + gradients) * _ring(divided)
     own_sharded = passes * (2 * own_weights + own_gradients) * _ring(divided // expert)
     sent = {
@@ -249,7 +254,7 @@ def step_cost(
         "context": passes * (repeated + 1) * tokens * size.keys_values / tensor * size.itemsize * _ring(context),
         # two sums in a block's forward pass and two in its backward pass; gathered outputs and their gradients
         "tensor": passes * (repeated + 1) * (4 * activations + gathered) / context * _ring(tensor),
-        "expert": passes * exchanges * routed * _ring(expert),
+        "expert": passes * exchanges * routed,
     }
     groups = {"tensor": (tensor, 1), "context": (context, tensor), "replicate": (replicate, tensor * divided)}
     sent_s = {name: sent[name] / hardware.bandwidth(*group) for name, group in groups.items()}
@@ -261,3 +266,8 @@ def step_cost(
 
 def _ring(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def _ranks_reached(ranks: int, top_k: int) -> float:
+    """Mean number of other ranks that a token with `top_k` experts is sent to."""
+    return (ranks - 1) * (1 if ranks <= top_k else 1 - (1 - 1 / ranks) ** top_k)

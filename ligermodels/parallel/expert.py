@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.layer import declared
@@ -41,19 +41,30 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Spread the experts of `model` evenly over the ranks of a one-dimensional `mesh`, in place.
+    """Spread the experts of `model` evenly over the ranks of a mesh, in place.
 
-    Values are taken from rank 0. Other parameters stay whole, so that FSDP2 can shard them over all ranks. Mixtures
-    that have been spread before are not changed.
+    Each rank keeps its part of its own values. Other parameters stay whole, so that FSDP2 can shard them over all
+    ranks. Mixtures that have been spread before are not changed.
+
+    Args:
+        model: the model; under tensor parallelism, after `tensor_parallel`.
+        mesh: a mesh with the dimension "expert", and under tensor parallelism with "tensor" as the second one.
     """
+    ranks = mesh if mesh.ndim == 1 else mesh["expert"]
+    rank, size = ranks.get_local_rank(), ranks.size()
     for _, module in mixtures(model):
         if module._expert_mesh is not None:
             continue
         for name, parameter in of_experts(module).items():
-            spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            whole = parameter.detach()
+            tensor = whole.placements if isinstance(whole, DTensor) else ()  # of tensor parallelism
+            part = (whole.to_local() if isinstance(whole, DTensor) else whole).chunk(size)[rank].clone()
+            spread = DTensor.from_local(
+                part, mesh, [Shard(0), *tensor], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner).register_parameter(key, nn.Parameter(spread, parameter.requires_grad))
-        module._expert_mesh = mesh
+        module._expert_mesh = ranks
 
 
 def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:

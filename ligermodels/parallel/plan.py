@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ligermodels.errors import ConfigError, validation_message
 
@@ -83,14 +83,6 @@ class ParallelPlan(BaseModel):
         if value == 0:
             raise ConfigError("shard: must be at least 1, or -1 for all other ranks, got 0")
         return value
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> ParallelPlan:
-        if self.expert > 1 and self.tensor > 1:
-            raise ConfigError("expert: is not supported beside tensor; experts are spread over shard and context")
-        if self.expert > 1 and self.compile != "none":
-            raise ConfigError("compile: experts that are spread over ranks are not compiled; leave it 'none'")
-        return self
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """Size of each dimension of the mesh.

@@ -96,8 +96,8 @@ class Meshes(NamedTuple):
         ranks: mesh with the plan's AXES as dimensions.
         parameters: mesh that parameters are distributed over, with dimensions ("replicate", "shard", "tensor"). Context
             ranks hold different tokens but the same weights, so "shard" includes them.
-        experts: mesh that parameters of experts are distributed over, with dimensions ("replicate", "shard", "expert");
-            None if they are distributed like the others.
+        experts: mesh that parameters of experts are distributed over, with dimensions ("replicate", "shard", "expert",
+            "tensor"); None if they are distributed like the others.
     """
 
     ranks: DeviceMesh
@@ -132,8 +132,9 @@ class Meshes(NamedTuple):
             sizes = replicate, shard * context, tensor
             parameters = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
         if plan.expert > 1:
-            sizes = replicate, shard * context // plan.expert, plan.expert
-            experts = dist.init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "expert"))
+            names = ("replicate", "shard", "expert", "tensor")
+            degrees_of_experts = replicate, shard * context // plan.expert, plan.expert, tensor
+            experts = dist.init_device_mesh(device_type, degrees_of_experts, mesh_dim_names=names)
         return cls(ranks, parameters, experts)
 
 

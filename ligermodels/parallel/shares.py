@@ -56,7 +56,9 @@ class Shares:
 
     def __init__(self, model: CausalLM, *, tensor: int = 1, expert: int = 1) -> None:
         if tensor > 1 and expert > 1:
-            raise ConfigError("expert: is not supported beside tensor; experts are spread over shard and context")
+            raise ConfigError(
+                "expert: the memory of a plan with both expert and tensor is not estimated; leave one of them out"
+            )
         self.tensor, self.expert = tensor, expert
         self.mixtures: list[Any] = []
         dims: dict[int, int] = {}

@@ -151,6 +151,14 @@ def few_tokens(dtype: torch.dtype, kind: Any, tokens: int, sizes: tuple[int, int
     ops.quantized_mix_experts(x, weights, experts, *codes, 3, *biases, activation=activation)
 
 
+@calls("take_rows, sum_rows", dtype=PRODUCTS, width=(48, 5120), weighted=BOTH, grads=GRADS)
+def rows_of_choices(dtype: torch.dtype, width: int, weighted: bool, grads: tuple[bool, bool]) -> None:
+    x, weights = leaf(8, width, dtype=dtype, grad=grads[0]), leaf(8, 4, dtype=F32, grad=grads[1])
+    chosen = ops.ChosenRows(torch.arange(20), torch.arange(32).view(8, 4))
+    rows = ops.take_rows(x, chosen)
+    backward(ops.sum_rows(rows, weights if weighted else None, chosen))
+
+
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Where
-from op_harness import LAYOUTS, check, contiguous
+from op_harness import LAYOUTS, check, contiguous, wide
 
 from ligermodels import ops
 from ligermodels.errors import InputError
@@ -109,6 +109,34 @@ def test_rows_go_to_their_experts_and_back(where: Where, tokens: int, k: int, nu
     x = torch.randn(tokens, 11, dtype=where.dtype, device=where.device)
     check(there, lambda x: x.repeat_interleave(k, 0)[order], [x])
     check(lambda x: ops.gather_rows(there(x), inverse, order), lambda x: x.repeat_interleave(k, 0), [x])
+
+
+@pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 1), (7, 3, 1030), (40, 8, 64), (0, 2, 5), (9, 2, 0)])
+@pytest.mark.parametrize("part", ["all", "some", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_some_choices(
+    where: Where, tokens: int, k: int, width: int, part: str, layout: Callable[..., torch.Tensor]
+) -> None:
+    """Tokens become rows of some of their choices, which are summed, with weights and without."""
+    order = torch.randperm(tokens * k, device=where.device)
+    count = {"all": len(order), "some": len(order) // 2, "none": 0}[part]
+    chosen = ops.ChosenRows(order[:count], order.argsort().view(tokens, k))
+    if part == "some":  # as few bytes as can be
+        chosen = ops.ChosenRows(*(each.int() for each in chosen))
+    x, weights = torch.randn(tokens, width, device=where.device), torch.randn(tokens, k, device=where.device)
+    x, layout = x.to(where.dtype), layout if width else contiguous
+
+    def whole(y: torch.Tensor) -> torch.Tensor:  # rows in the place of their choices
+        return torch.zeros(tokens * k, width, dtype=y.dtype, device=y.device).index_copy(0, order[:count], y)
+
+    def summed(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        products = wide(whole(y)).unflatten(0, (tokens, k)) * weights[..., None]
+        return products.sum(1).to(y.dtype)
+
+    check(lambda x: ops.take_rows(x, chosen), lambda x: x.repeat_interleave(k, 0)[chosen.choices], [layout(x)])
+    y = layout(x.repeat_interleave(k, 0)[chosen.choices])
+    check(lambda y, w: ops.sum_rows(y, w, chosen), summed, [y, weights], frozen=layout is contiguous)
+    check(lambda y: ops.sum_rows(y, None, chosen), lambda y: summed(y, torch.ones_like(weights).to(wide(y))), [y])
 
 
 @pytest.mark.kernels

@@ -24,6 +24,8 @@ from ligermodels.speculative.joint import JointMedusa, frozen_copy
 FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3")
 """Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
 mixture with a load-balancing loss; latent attention."""
+SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
+"""Layers that use the keys and values of other layers, with per-layer inputs."""
 PLAN = lm.ParallelPlan(context=2)
 
 
@@ -64,6 +66,15 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
             check_pass(model, plain, inputs)
         check_training(model, plain, torch.optim.SGD, tensor=2)
+
+
+def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    for name, mode in zip(SHARED, ("none", "full"), strict=True):
+        plan = PLAN.model_copy(update={"activation_checkpointing": mode})
+        plain, model = build(name), lm.parallelize(build(name), plan)
+        assert any(getattr(block.mixer, "kv_from", None) is not None for block in model.config.blocks)
+        for inputs in inputs_of_all_kinds().values():
+            check_pass(model, plain, inputs)
 
 
 def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -120,8 +131,6 @@ def uses(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     check_training(several[1], several[0], torch.optim.SGD, tensor=2)
     with pytest.raises(ConfigError, match=r"context: blocks\[0\].mixer \(.*GatedDeltaNet\) cannot be given a part"):
         lm.parallelize(build("qwen3_5_text"), PLAN)
-    with pytest.raises(ConfigError, match=r"context: blocks\[\d\].mixer \(.*SharedKVAttention\)"):
-        lm.parallelize(build("gemma4_text-few-layers"), PLAN)
 
 
 def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -222,3 +231,7 @@ def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -
         run(exact[name], tmp_path / "one" / name)
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
     assert losses(tmp_path / "two/by-flag")[-1][0] == 2
+
+
+def test_shared_keys_and_values(tmp_path: Path) -> None:
+    in_ranks(2, shared_keys_values, tmp_path)

@@ -1,5 +1,6 @@
 """Expert parallelism: experts spread over ranks, beside one process with all of them."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_parallel import batch, check_equal, check_training
+from test_parallel import batch, check_equal, check_training, from_first_rank
 from test_parallel_runs import check_same, tuning
 from test_parallel_runs import run as run_recipe
 from torch import nn
@@ -21,7 +22,10 @@ from zoo import CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
+from ligermodels.layers.context import ForwardContext
 from ligermodels.parallel.apply import parallel_copy
+from ligermodels.parallel.expert import expert_parallel
 from ligermodels.training import FusedAdamW
 from ligermodels.training.checkpoints import Checkpoints
 
@@ -29,9 +33,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": CONFIGS["qwen3_moe"],
     "glm4_moe": CONFIGS["glm4_moe"],
     "gpt_oss": {**CONFIGS["gpt_oss"], "num_local_experts": 6},
-    "gemma4": {**CONFIGS["gemma4_text-experts"], "num_experts": 6, "num_kv_shared_layers": 0},
+    "gemma4": {**CONFIGS["gemma4_text-experts"], "num_experts": 6, "num_kv_shared_layers": 1},
 }
-"""With a load-balancing loss; with shared experts; with biases; beside dense layers."""
+"""With a load-balancing loss; with shared experts; with biases; beside dense layers, with shared keys and values."""
+
+
+_EVEN = {"intermediate_size": 96, "num_key_value_heads": 2}
+SPLIT: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**FAMILIES["qwen3_moe"], **_EVEN, "moe_intermediate_size": 18},
+    "glm4_moe": {**FAMILIES["glm4_moe"], **_EVEN, "moe_intermediate_size": 18},
+    "gpt_oss": {**FAMILIES["gpt_oss"], **_EVEN},
+}
+"""Sizes that two ranks divide, beside experts on two ranks."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -64,7 +77,53 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     ids = batch(0)["input_ids"]
     with torch.no_grad():
         assert torch.equal(copied(ids).logits, model(ids).logits)
+        # The last block of Gemma 4 computes only the needed tokens: on one rank two, on the other all.
+        needed = {"token_indices": torch.tensor([3, 20])} if rank == 0 else {}
+        torch.testing.assert_close(model(ids, **needed).logits, plain(ids, **needed).logits, rtol=1e-3, atol=1e-4)
     assert torch.equal(*(each.generate(ids, max_new_tokens=4, eos_token_id=None) for each in (model, plain)))
+
+
+def exchanges(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """One layer. Ranks have different numbers of tokens, one has none, and all tokens choose the same experts, or any.
+    With two ranks, all tokens are gathered; with three, they go to the ranks of their two experts."""
+    context, experts = ForwardContext(), 6
+    for seed, router_scale in enumerate((1.0, 0.0, 1.0)):
+        torch.manual_seed(seed)
+        shared = MLPConfig(12) if seed else None
+        config = MoEConfig(RouterConfig(experts, 2), 10, shared=shared, shared_gate=shared is not None, bias=seed == 1)
+        plain = config.build(8).double()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.normal_()
+            plain.router.weight *= router_scale  # 0: all tokens to the experts of one rank
+        spread = copy.deepcopy(plain)
+        expert_parallel(spread, mesh)
+        counts = [7, 0, 4]
+        tokens = [torch.randn(1, count, 8).double() for count in counts]
+        directions = [torch.randn_like(x) for x in tokens]
+        x, wanted_x = (tokens[rank].clone().requires_grad_() for _ in range(2))
+        y, _ = spread(x, context)
+        wanted, _ = plain(wanted_x)
+        torch.testing.assert_close(y, wanted)
+        for retain in (True, False):
+            (found,) = torch.autograd.grad(y, x, directions[rank], retain_graph=True)
+            (dx,) = torch.autograd.grad(wanted, wanted_x, directions[rank], retain_graph=True)
+            torch.testing.assert_close(found, dx)
+            y.backward(directions[rank], retain_graph=retain)
+        plain.zero_grad()
+        for each, direction in zip(tokens[: mesh.size()], directions, strict=False):
+            for _ in range(2):
+                plain(each)[0].backward(direction)
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            if (parameter := getattr(plain, name)) is not None:
+                mean = parameter.grad / mesh.size()
+                torch.testing.assert_close(getattr(spread, name).grad.full_tensor(), mean)
+    assert context.agreed == ({mesh.get_group().group_name: 7} if mesh.size() == 2 else {})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges(ranks: int, tmp_path: Path) -> None:
+    in_ranks(ranks, exchanges, tmp_path)
 
 
 def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -113,6 +172,38 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
+def beside_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Two of four ranks have half of the experts, and of these half of the channels each."""
+    for name, mode in zip(SPLIT, ("none", "full", "selective"), strict=True):
+        plan = lm.ParallelPlan(expert=2, tensor=2, activation_checkpointing=mode)
+        model, plain = (lm.from_pretrained(folder / name, plan=each) for each in (plan, None))
+        for parameter in of_experts(model).values():
+            assert parameter.to_local().numel() * 4 == parameter.numel()
+        check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
+        model.save_pretrained(folder / "spread" / name)
+        check_training(model, plain, torch.optim.SGD, tensor=2)
+        ids = batch(0)["input_ids"]
+        from_first_rank(plain)
+        assert torch.equal(*(each.generate(ids, max_new_tokens=4, eos_token_id=None) for each in (model, plain)))
+
+
+def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    torch._dynamo.config.suppress_errors = False
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compile_layer, layers = nn.Module.compile, list[str]()
+
+        def traced(self: nn.Module, *args: Any, **options: Any) -> None:
+            layers.append(type(self).__name__)
+            compile_layer(self, backend="aot_eager")
+
+        nn.Module.compile = traced  # type: ignore[method-assign]
+        plan = lm.ParallelPlan(expert=2, compile="blocks", activation_checkpointing="full")
+        model, plain = lm.parallelize(build("glm4_moe"), plan), build("glm4_moe")
+        nn.Module.compile = compile_layer  # type: ignore[method-assign]
+        assert layers == ["Block", "Attention", "Attention"]  # the first layer is dense
+        check_training(model, plain, torch.optim.SGD)
+
+
 def runs(rank: int, folder: Path, mesh: DeviceMesh, recipe: Any) -> None:
     for name, changes in (("whole", {}), ("lora", {"lora_rank": 3})):
         spread = recipe.changed({**changes, "parallel": {"expert": 2}})
@@ -126,6 +217,20 @@ def runs(rank: int, folder: Path, mesh: DeviceMesh, recipe: Any) -> None:
 
 def test_families(tmp_path: Path) -> None:
     in_ranks(2, families, tmp_path)
+
+
+def test_beside_tensor(tmp_path: Path) -> None:
+    for name, config in SPLIT.items():
+        make_checkpoint(tmp_path / "made" / name, config)
+        lm.from_pretrained(tmp_path / "made" / name).save_pretrained(tmp_path / name)
+    in_ranks(4, beside_tensor, tmp_path)
+    for name in SPLIT:
+        files = [(tmp_path / where / name / "model.safetensors").read_bytes() for where in ("spread", "")]
+        assert files[0] == files[1]
+
+
+def test_compiled(tmp_path: Path) -> None:
+    in_ranks(2, compiled, tmp_path)
 
 
 def test_beside_other_degrees(tmp_path: Path) -> None:

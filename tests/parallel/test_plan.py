@@ -178,9 +178,11 @@ def test_experts_and_projections_are_divided() -> None:
     assert {each.weights for each in experts} == {whole.weights}
     gathered = [each.gathered for each in (whole, *experts)]
     assert gathered == sorted(gathered, reverse=True)
-    assert all(each.activations == pytest.approx(experts[0].activations, rel=1e-5) for each in experts)
-    rows = 512 * 8 * 2048 * 2  # what arrives, and the same sorted by expert, of three layers
-    assert whole.activations < experts[0].activations <= whole.activations + 3 * 2 * rows
+    rows = 512 * 8 * 2048 * 2
+    # Beside the rows themselves only the choices of the tokens of all ranks are kept, for three layers.
+    choices = [3 * n * 512 * 8 * (4 + 4) for n in (2, 4, 8)]
+    for each, kept in zip(experts, choices, strict=True):
+        assert abs(each.activations - whole.activations) < kept + rows / 100
     loads = [step_memory(model, 1, 512, shard=8, expert=8, expert_load=load) for load in (1, 1.5, 8)]
     more, most = (each.activations - loads[0].activations for each in loads[1:])
     assert most == pytest.approx(14 * more, rel=1e-3) and more > 3 * rows
@@ -204,7 +206,7 @@ def test_experts_and_projections_are_divided() -> None:
         step_memory(model, 1, 512, shard=3, expert=3)
     with pytest.raises(ConfigError, match=r"expert: 8 does not divide the 4 ranks"):
         step_memory(model, 1, 512, shard=4, expert=8)
-    with pytest.raises(ConfigError, match="expert: is not supported beside tensor"):
+    with pytest.raises(ConfigError, match="expert: the memory of a plan with both expert and tensor is not estimated"):
         step_memory(model, 1, 512, shard=2, tensor=2, expert=2)
     with pytest.raises(InputError, match="expert_load: must be from 1, balanced, to expert, 8, got 9"):
         step_memory(model, 1, 512, shard=8, expert=8, expert_load=9)
@@ -241,17 +243,17 @@ def test_costs_by_hand() -> None:
     assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
     gathered = step_cost(replace(size, gathered=30), 10, 4, {"tensor": 2}, hardware=hardware)
     assert gathered.sent["tensor"] == several.sent["tensor"] + 2 * 10 * 30 * 2 / 2
-    # Of 200 bytes 80 of experts; a token goes to 3 of them in all layers: of 6 ranks that have one, 2 are elsewhere.
-    mixture = replace(size, experts=80, expert_gradients=80, routed=3)
+    # Of 200 bytes 80 of experts. In one layer a token goes to all 6 ranks, in the other to the rank of its one expert.
+    mixture = replace(size, experts=80, expert_gradients=80, routed=(6, 1))
     spread = step_cost(mixture, 12, 4, {"shard": 12, "expert": 6, "replicate": 2}, hardware=hardware)
     assert spread.sent["shard"] == pytest.approx(3 * 120 * 11 / 12 + 3 * (80 / 6) / 2)
     assert spread.sent["replicate"] == pytest.approx(2 * (120 / 12 + 80 / 12) / 2)
-    assert spread.sent["expert"] == pytest.approx(4 * (12 * 3 * 5 * 2) * 5 / 6)
+    assert spread.sent["expert"] == pytest.approx(4 * (12 * 5 * 2) * (5 + 5 / 6))
     # 3 of 5 are in the host of 4; the ring of 12 crosses by 4 adapters, that of every sixth by one.
-    assert spread.sent_s["expert"] == pytest.approx(max(1200 * 3 / 5 / 100, 1200 * 2 / 5 / 10))
+    assert spread.sent_s["expert"] == pytest.approx(max(2800 * 3 / 5 / 100, 2800 * 2 / 5 / 10))
     assert spread.sent_s["shard"] == pytest.approx(330 / 40 + 20 / 10)
     again = step_cost(mixture, 12, 4, {"shard": 6, "expert": 6}, activation_checkpointing="full", hardware=hardware)
-    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 6 / 4)
+    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 5 / 4)
     assert step_cost(mixture, 10, 4, {"shard": 2}).sent == step_cost(size, 10, 4, {"shard": 2}).sent
     with pytest.raises(InputError, match=r"expert: 2 does not divide the 1 ranks"):
         step_cost(mixture, 10, 4, {"expert": 2})

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
-from ligermodels.ops.moe.experts import expert_order, gather_rows, grouped_mm, sort_by_expert
+from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
+from ligermodels.ops.moe.experts import expert_order, grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.fused import Rows, fused_experts
 from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
@@ -73,11 +74,8 @@ def by_expert(
         (N, M), of the dtype that `compute` returns; the sum is in float32 (float64 for weights in float64).
     """
     order, inverse, offsets = sort_by_expert(experts, num_experts)
-    rows = compute(gather_rows(tokens, order, inverse, copies=experts.shape[1]), offsets)
-    rows = gather_rows(rows, inverse, order)
-    # In float32 the products and their sum are rounded once, at the end.
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    return (rows.unflatten(0, weights.shape) * weights[..., None]).sum(1).to(rows.dtype)
+    chosen = ChosenRows(order, inverse.view_as(experts))
+    return sum_rows(compute(take_rows(tokens, chosen), offsets), weights, chosen)
 
 
 def _mix_by_grouped_mm(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:

@@ -50,6 +50,25 @@ def start_reduce_scatter(out: Tensor, x: Tensor, group: str) -> Callable[[], Any
     return wait
 
 
+def start_all_to_all(
+    x: Tensor, sent: list[int], received: list[int], group: str
+) -> tuple[Tensor, Callable[[], Any]]:  # fmt: skip
+    """Start to send rows of x to each rank, and to receive rows from each.
+
+    Args:
+        x: (sum(sent), ...), the rows for rank 0 first.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: name of the process group.
+
+    Returns:
+        (sum(received), ...), the rows of rank 0 first, and a function that waits until it is filled.
+    """
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(rows, x.contiguous(), received, sent, group=_group_named(group), async_op=True)
+    return rows, work.wait
+
+
 @custom_op()
 def all_gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
     """x (n, ...) of each of the `ranks` of the `group` -> (ranks * n, ...)."""

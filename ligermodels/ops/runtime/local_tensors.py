@@ -13,9 +13,10 @@ def local(parameter: DTensor, *, partial: bool = False) -> Tensor:
 
     partial: each rank computes a summand of the gradient of a replicated parameter. Default: False, all ranks compute
     the same gradient."""
-    if not partial or not all(placement.is_replicate() for placement in parameter.placements):
+    if not partial or not any(placement.is_replicate() for placement in parameter.placements):
         return _to_local(parameter, parameter.placements)
-    return _to_local(_with_summed_gradient(parameter), [Partial()] * parameter.device_mesh.ndim)
+    summands = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return _to_local(_with_summed_gradient(parameter), summands)
 
 
 def on_all_ranks(x: Tensor, parameter: DTensor) -> Tensor:
