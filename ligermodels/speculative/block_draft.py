@@ -64,8 +64,8 @@ class BlockDraftModel(DraftHeadModel):
 
     Attributes:
         training_options: how the head is trained.
-        confidence_threshold: of DSpark: in a step the model checks drafts while the product of the confidences up to
-            them is at least this, for some sequence of the batch. 0, the default, for all drafts.
+        confidence_threshold: of DSpark: a step accepts drafts of a sequence only while the product of the confidences
+            up to them is at least this. 0, the default, for all drafts.
     """
 
     reads_every_token, first_ahead = True, 1

@@ -449,38 +449,43 @@ def test_drafts_are_those_of_the_formulas(kind: str, reduced: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind, name", [("vanilla", "llama"), ("gated", "qwen3_next")])
-def test_drafts_without_confidence_are_not_checked(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step checks as many drafts as the products of confidences allow, the same tokens result."""
+def test_drafts_without_confidence_are_not_accepted(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence accepts drafts as far as its products of confidences and the model allow; the same tokens result,
+    in passes of the same size."""
     base = target({"llama": TARGET, **ALL}[name], "float32")
     model, prompts = stirred(kind, base), [[3, 1, 4, 1, 5], [8, 2]]
     options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "return_stats": True}
     plain = base.generate(prompts, max_new_tokens=12, pad_token_id=0, do_sample=False)
-    drafter_class, confident = type(model.drafter(model.default_tree())), list[int]()
-    compute = drafter_class._confident
+    new = [row[5:].tolist() for row in plain]  # of both prompts; the longer has 5 tokens
+    drafter_class = type(model.drafter(model.default_tree()))
+    compute, steps = drafter_class._confident, list[tuple[Tensor, Tensor, Tensor]]()
 
     def recorded(self: Any, sequences: Any, hidden: Tensor, found: Tensor) -> Tensor:
+        for row, count in enumerate(sequences.count.tolist()):  # as if the head were right in the first three slots
+            found[row, :3, 0] = torch.tensor([*new[row][count:], 0, 0, 0][:3])
         before, e = [sequences.root, *found[:, :-1, 0].unbind(1)], model.head.markov.w1
         embeds = torch.stack([e(token) for token in before], dim=1)
         features = torch.cat([hidden, embeds], dim=-1) if kind == "vanilla" else hidden
         products = model.head.confidence.proj(features)[..., 0].sigmoid().cumprod(1)
-        rows = [row for row, done in zip(products, sequences.done, strict=True) if not done]
-        confident.append(max((int((row >= 0.2).sum()) for row in rows), default=0))
+        steps.append((sequences.count.clone(), found[..., 0], products))
         return compute(self, sequences, hidden, found)
 
+    monkeypatch.setattr(drafter_class, "_confident", recorded)
     checked = list[int]()
     base.register_forward_pre_hook(lambda _, args: checked.append(args[0].shape[1]))
-    for threshold in (0.0, 0.2, 1.1):
+    gained = set[int]()
+    for threshold in (1e-9, 0.2, 0.4, 0.7, 1.1):
         model.confidence_threshold = threshold
-        checked.clear()
-        if threshold == 0.2:
-            monkeypatch.setattr(drafter_class, "_confident", recorded)
+        checked.clear(), steps.clear()
         out = model.generate(prompts, **options)
-        assert torch.equal(out.sequences, plain)
-        if threshold == 0.2:
-            monkeypatch.undo()
-            assert [n - 1 for n in checked[1:]] == confident[: len(checked) - 1] and len(set(confident)) > 1
-        else:
-            assert set(checked[1:]) == {1 if threshold else 1 + BLOCK}
+        assert torch.equal(out.sequences, plain) and set(checked[1:]) == {1 + BLOCK}
+        for (counts, drafts, products), (after, *_) in itertools.pairwise(steps):
+            for row, count in enumerate(counts.tolist()):
+                right = drafts[row] == torch.tensor([*new[row][count:], *[-1] * BLOCK][:BLOCK])
+                accepted = int((right & (products[row] >= threshold)).long().cumprod(0).sum())
+                assert min(count + accepted + 1, 12) == after[row]
+                gained.add(accepted)
+    assert len(gained) > 2
     assert out.tokens_per_step == 1
     bare = stirred("bare", base)
     bare.confidence_threshold = 0.5
@@ -493,6 +498,7 @@ def test_nothing_waits_for_the_device(kind: str) -> None:
     """On the meta device no value can be looked at: a CUDA graph can hold a step of drafting, and the loss."""
     base, (model_class, options) = lm.from_config(TARGET, device="meta").eval(), VARIANTS[kind]
     model = model_class.from_base(base, BLOCK, num_layers=2, **options)
+    model.confidence_threshold = 0.5 if kind == "rnn" else 0.0
     step = TreeStep(base, model.drafter(chain(3)), base.new_state(3, 40), chain(3), 9, [2, 5])
     with torch.no_grad():
         rows = step.start(
