@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count, check_number
+from ligermodels.arguments import MOST_HEADS, check_count, check_names, check_number, parameter_names
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.packing import check_plain, packed_positions
@@ -70,6 +70,7 @@ class BlockDraftModel(DraftHeadModel):
 
     reads_every_token, first_ahead = True, 1
     formats: ClassVar[ModuleType] = formats
+    training_names = tuple(field.name for field in fields(BlockTraining))
     confidence_threshold: float = 0.0
 
     from_anchor: ClassVar[bool]
@@ -97,9 +98,8 @@ class BlockDraftModel(DraftHeadModel):
         """
         if config.sample_from_anchor != self.from_anchor:
             raise InputError(f"sample_from_anchor: must be {self.from_anchor} for {self.kind}")
-        if wrong := training.keys() - {field.name for field in fields(BlockTraining)}:
-            raise InputError(f"{min(wrong)}: no such argument")
-        how = BlockTraining(**{**self.training_defaults, **training})
+        check_names(type(self).__name__, training, (*parameter_names(BlockDraftModel.__init__), *self.training_names))
+        how = self._training(training)
         if not (how.ce_weight or how.divergence_weight or (config.enable_confidence_head and how.confidence_weight)):
             raise InputError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         super().__init__(base, config, vocabulary, BlockHead)
@@ -151,6 +151,8 @@ class BlockDraftModel(DraftHeadModel):
             >>> dspark(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
         """
         check_native(base, "base")
+        names = (*parameter_names(BlockDraftModel.from_base), *cls.head_defaults, *cls.training_names)
+        check_names(f"{cls.__name__}.from_base", options, names)
         target, network = base.config, dict(cls.head_defaults)
         network |= {name: options.pop(name) for name in network if name in options}
         if layers is None:
@@ -343,6 +345,15 @@ class BlockDraftModel(DraftHeadModel):
         return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids, threshold)
 
     # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _training(cls, options: Mapping[str, Any]) -> BlockTraining:
+        return BlockTraining(**{**cls.training_defaults, **options})
+
+    @classmethod
+    def check_training(cls, options: Mapping[str, Any]) -> None:
+        """See `DraftHeadModel.check_training`."""
+        cls._training(options)
 
     def stored_settings(self) -> dict[str, Any]:
         return {"num_anchors": self.training_options.num_anchors}

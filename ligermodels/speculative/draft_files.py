@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_names
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.export_spec import as_json
@@ -28,6 +29,7 @@ from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, Inpu
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_type
 from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
@@ -228,7 +230,7 @@ def load_head(
         model_class: class of the model.
         base: the base model, in memory.
         folder: folder or hub id of the head.
-        options: arguments of `from_pretrained`.
+        options: how the head is trained, arguments of the class.
         progress: called with (bytes loaded, bytes in total) of the head.
 
     Returns:
@@ -238,17 +240,22 @@ def load_head(
         CheckpointError: files or tensors are missing, damaged, or made for another base model.
         ConfigError: config.json is not of such a head, or has a bad value.
         HubError: the files cannot be fetched.
+        TypeError: an unknown option.
+        InputError: a value of an option is out of range.
     """
     check_native(base, "base")
+    check_names(f"{model_class.__name__}.from_pretrained", options, ("progress", *model_class.training_names))
+    model_class.check_training(options)
     path, formats = hub.resolve(folder), model_class.formats
     with reading(path, partial(open_head, path, names=formats.tensor_name)) as (stored, reader):
         require_type(stored, model_class.head_type, path)
         config = formats.read_config(stored, base.config)
         vocabulary = stored_vocabulary(reader.headers, base.config.vocab_size)
         try:
-            model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
+            check_fit(base.config, config, vocabulary)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
         weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
         if base.device.type == "meta":
             weight_map.plan(reader.headers, native_state(model))
@@ -258,6 +265,22 @@ def load_head(
                 _take_embedding(model, path, reader.headers[EMBEDDING])
     base.requires_grad_(False)
     return model
+
+
+def check_fit(base: DecoderConfig, config: Any, vocabulary: DraftVocabulary | None) -> None:
+    """InputError unless the config of a head fits the base model's config and the draft vocabulary, None for all."""
+    tokens = DraftVocabulary.whole(base.vocab_size) if vocabulary is None else vocabulary
+    for name, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, base.hidden_size),
+        ("hidden_size", config.decoder.hidden_size, base.hidden_size),
+        ("vocab_size", config.decoder.vocab_size, base.vocab_size),
+        ("vocab_size", tokens.vocab_size, base.vocab_size),
+        ("draft_vocab_size", config.draft_vocab_size, len(tokens)),
+    ):
+        if ours != theirs:
+            raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
+    if config.boundaries[-1] > len(base.blocks):
+        raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
 
 def open_head(folder: Path, opened: ExitStack, names: Callable[[str], str]) -> tuple[dict[str, Any], StateDict]:

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.arguments import names_checked
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.speculative.draft_files import load_head, save_head
+from ligermodels.speculative.draft_files import check_fit, load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.multi_head import MultiHeadModel
@@ -45,6 +46,8 @@ class DraftHeadModel(MultiHeadModel):
     """The file formats of such heads: `eagle3_formats` or `block_formats`."""
     head_type: ClassVar[str]
     """Their type in files: a name of `models.extra_heads.HEADS`."""
+    training_names: ClassVar[tuple[str, ...]]
+    """Options of `from_pretrained`: how the head is trained."""
 
     def __init__(
         self, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, network: Callable[[Any], nn.Module]
@@ -62,32 +65,18 @@ class DraftHeadModel(MultiHeadModel):
         """
         super().__init__()
         check_native(base, "base")
-        vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        if vocabulary is None:
+            vocabulary = DraftVocabulary.whole(base.config.vocab_size)
+        if not isinstance(vocabulary, DraftVocabulary):
+            raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(vocabulary)}")
+        check_fit(base.config, config, vocabulary)
         self.base, self.config, self.vocabulary = base, config, vocabulary
         self.embed: nn.Embedding | None = None
         self.lm_head: LMHead | None = None
-        self._check_config()
         with torch.device("meta"), skip_init():
             self.head: Any = network(config)
         allocate(self.head, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, self.head_type)
-
-    def _check_config(self) -> None:
-        """InputError unless the head's config fits the base model and the draft vocabulary."""
-        if not isinstance(self.vocabulary, DraftVocabulary):
-            raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(self.vocabulary)}")
-        config, base = self.config, self.base.config
-        for name, ours, theirs in (
-            ("target_hidden_size", config.target_hidden_size, base.hidden_size),
-            ("hidden_size", config.decoder.hidden_size, base.hidden_size),
-            ("vocab_size", config.decoder.vocab_size, base.vocab_size),
-            ("vocab_size", self.vocabulary.vocab_size, base.vocab_size),
-            ("draft_vocab_size", config.draft_vocab_size, len(self.vocabulary)),
-        ):
-            if ours != theirs:
-                raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
-        if config.boundaries[-1] > len(base.blocks):
-            raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
 
@@ -133,6 +122,11 @@ class DraftHeadModel(MultiHeadModel):
         raise NotImplementedError
 
     @classmethod
+    def check_training(cls, options: Mapping[str, Any]) -> None:
+        """InputError for an option of `training_names` with a bad value."""
+        raise NotImplementedError
+
+    @classmethod
     def of_file(
         cls: type[Model],
         base: CausalLM,
@@ -150,7 +144,7 @@ class DraftHeadModel(MultiHeadModel):
             vocabulary: the tokens that the head can propose; None for all.
             stored: config.json.
             lm_head: the lm_head (V_d, H) in the file, or None.
-            options: arguments of the caller of `from_pretrained`.
+            options: options of `from_pretrained`, of `training_names`.
         """
         raise NotImplementedError
 
@@ -182,6 +176,8 @@ class DraftHeadModel(MultiHeadModel):
             CheckpointError: files or tensors are missing, damaged, or made for another base model.
             ConfigError: config.json is not of such a head, or has a bad value.
             HubError: the files cannot be fetched.
+            TypeError: an unknown option, before anything is read.
+            InputError: an option's value is out of range, before anything is read.
 
         Examples:
             >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
@@ -190,6 +186,7 @@ class DraftHeadModel(MultiHeadModel):
         """
         return load_head(cls, base, folder, options, progress)
 
+    @names_checked
     def export(
         self,
         folder: str | os.PathLike[str],

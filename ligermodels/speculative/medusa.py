@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count
+from ligermodels.arguments import MOST_HEADS, check_count, names_checked
 from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
@@ -93,6 +93,7 @@ class MedusaModel(MultiHeadModel):
         return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
 
     @classmethod
+    @names_checked
     def from_base(
         cls,
         base: CausalLM,
@@ -169,6 +170,7 @@ class MedusaModel(MultiHeadModel):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @names_checked
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -243,6 +245,7 @@ class MedusaModel(MultiHeadModel):
         self.export(folder, "vllm" if self.lm_head == "own" else "vllm-shared", overwrite=overwrite)
 
     @classmethod
+    @names_checked
     def from_pretrained(
         cls,
         base: CausalLM,
@@ -278,6 +281,7 @@ class MedusaModel(MultiHeadModel):
             >>> medusa = lm.MedusaModel.from_pretrained(model, "FasterDecoding/medusa-vicuna-7b-v1.3")
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """
+        check_decay(decay)
         path = heads_folder(folder)
         require_type(config_of_heads(path), MEDUSA_TYPE, path)
         with open_heads(path) as stored:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count
+from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count, check_names, names_checked, parameter_names
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
 from ligermodels.convert.input_files import folder_to_write
@@ -77,6 +77,7 @@ class MTPModel(MultiHeadModel):
         initialize(self.head, base.config.initializer_range, "mtp")
 
     @classmethod
+    @names_checked
     def from_base(
         cls: type[Model], base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1
     ) -> Model:
@@ -151,6 +152,11 @@ class MTPModel(MultiHeadModel):
             >>> mtp = lm.MTPModel.from_pretrained("Qwen/Qwen3.5-9B", dtype=torch.bfloat16, device="cuda")
             >>> mtp.generate([[1, 5, 9]], max_new_tokens=64)
         """
+        names = (*parameter_names(MTPModel.from_pretrained), *parameter_names(from_pretrained))
+        check_names("MTPModel.from_pretrained", options, names)
+        if num_steps is not None:
+            check_count("num_steps", num_steps, most=MOST_HEADS)
+        check_decay(decay)
         if isinstance(base, str | os.PathLike):
             base = from_pretrained(base, **options)
         elif options:
@@ -247,6 +253,7 @@ class MTPModel(MultiHeadModel):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @names_checked
     def save_pretrained(
         self,
         folder: str | os.PathLike[str],

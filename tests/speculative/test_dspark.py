@@ -722,7 +722,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
     for options, message in (
         ({"block_size": 1}, "block_size"), ({"boundaries": [3, 9]}, "at most 4"), ({"mask_token_id": 61}, "mask_token"),
-        ({"vocabulary": DraftVocabulary.whole(60)}, "vocab_size"), ({"gamma": 0}, "gamma"), ({"steps": 1}, "steps: no"),
+        ({"vocabulary": DraftVocabulary.whole(60)}, "vocab_size"), ({"gamma": 0}, "gamma"),
         ({"divergence": "js"}, "divergence"), ({"dpace_alpha": 2.0}, "dpace_alpha"), ({"num_anchors": 0}, "num_anchor"),
         ({"dpace_alpha": 0.5, "divergence_weight": 1.0}, "D-PACE weighs the cross entropy"),
         ({"ce_weight": 0}, "^ce_weight, divergence_weight: both are 0"), ({"num_layers": 0}, "^num_layers: must be"),
