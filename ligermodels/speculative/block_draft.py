@@ -26,7 +26,7 @@ from ligermodels.ops import block_context_attention
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter
-from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
+from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
 from ligermodels.speculative.block_training import BlockTraining, default_layer_ids
 from ligermodels.speculative.draft_head import DraftHeadModel
@@ -131,7 +131,8 @@ class BlockDraftModel(DraftHeadModel):
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
             vocabulary: the tokens that the head can propose; None for all.
             layers: Hugging Face config of a Qwen3 model with the head's layers, which may have sliding windows
-                (`layer_types`, `sliding_window`, `use_sliding_window`). Default: the sizes of the base model's layers.
+                (`layer_types`, `sliding_window`, `use_sliding_window`); or of Gemma 4's text model, with layers of full
+                attention. Default: Qwen3's kind, with the sizes of the base model's layers.
             causal: whether slots see no later slot of their block, in all layers. Default: in layers with a sliding
                 window, as in published heads.
             options: fields of `BlockTraining`, such as num_anchors, gamma and ce_weight. DSpark: also `markov_rank`,
@@ -157,7 +158,7 @@ class BlockDraftModel(DraftHeadModel):
         network |= {name: options.pop(name) for name in network if name in options}
         if layers is None:
             layers = layer_like(target, "qwen3", check_count("num_layers", num_layers, most=MOST_HEADS))
-        check_layers("layers", layers, ("qwen3",))
+        check_layers("layers", layers, KINDS)
         if boundaries is None:
             count = int(layers.get("num_hidden_layers", num_layers))
             boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
@@ -278,7 +279,12 @@ class BlockDraftModel(DraftHeadModel):
             blocks.targets,
             weights,
             SlotLoss(
-                options.ce_weight, options.divergence, options.divergence_weight, options.dpace_alpha, memory_budget
+                options.ce_weight,
+                options.divergence,
+                options.divergence_weight,
+                options.dpace_alpha,
+                memory_budget,
+                self.projection.softcap,
             ),
         )
         total, confidence = found.total, None

@@ -107,10 +107,11 @@ class BlockDrafter(Drafter):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._write(layer, positions, k, v)
             options = self.head.config.sees(layer)
+            scale, window = options["softmax_scale"], options["window"]
             if options["causal"]:
-                return ops.decode_attention(q, keys, values, start, window=options["window"])
-            if options["window"] is None:
-                return ops.decode_attention(q, keys, values, start, tree_mask=self._all)
+                return ops.decode_attention(q, keys, values, start, softmax_scale=scale, window=window)
+            if window is None:
+                return ops.decode_attention(q, keys, values, start, softmax_scale=scale, tree_mask=self._all)
             q, k, v = (x[:, None].to(keys.dtype) for x in (q, k, v))
             return ops.block_context_attention(q, k, v, keys, values, start[:, None].long(), **options)[:, 0]
 

@@ -20,7 +20,7 @@ from ligermodels.ops.loss.gradient_sum import GradientSum
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7
-"""(rows, V_d) buffers in fp32 that a chunk takes."""
+"""(rows, V_d) buffers in fp32 that a chunk takes; one more with a softcap."""
 WHOLE_BUFFERS = 3
 """(rows, V) buffers in fp32 that it takes in addition, where the draft vocabulary has not all tokens."""
 
@@ -34,6 +34,7 @@ class SlotLoss(NamedTuple):
     dpace: the constant a of D-PACE, in [0, 1]; None for weights that are given. With u_j = (1 - a) q_j[x_j] + a, slot j
         then has the weight sum over slots i >= j with a target of prod_{l <= i} u_l, without a gradient.
     memory_budget: bytes of a chunk; it has at least one block.
+    softcap: of the draft's logits before the codes are added, or None.
     """
 
     ce_weight: float
@@ -41,6 +42,7 @@ class SlotLoss(NamedTuple):
     divergence_weight: float
     dpace: float | None = None
     memory_budget: int = 2**30
+    softcap: float | None = None
 
 
 class BlockLosses(NamedTuple):
@@ -123,12 +125,15 @@ class _BlockLosses(torch.autograd.Function):
         dw = code_weight.new_empty(code_weight.shape if needed else 0)
         total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
-        columns = BUFFERS * len(weight) + (0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight))
+        columns = (BUFFERS + (options.softcap is not None)) * len(weight)
+        columns += 0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight)
         slots, size = targets.shape[1], max(1, options.memory_budget // (4 * columns * targets.shape[1]))
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
-            logits = (h @ weight.T).to(wide)
+            logits, slope = capped((h @ weight.T).to(wide), options.softcap), None
+            if options.softcap is not None and needed:
+                slope = 1 - (logits / options.softcap).square()
             logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
             truth = _teacher_logits(teacher, chunk, wide)
             valid = mask[chunk]
@@ -138,7 +143,8 @@ class _BlockLosses(torch.autograd.Function):
             results.append(tuple(values))
             if needed:
                 d = gradient.to(hidden.dtype)
-                dh[chunk] = (d @ weight).unflatten(0, (-1, slots))
+                before = d if slope is None else slope.mul_(gradient).to(hidden.dtype)
+                dh[chunk] = (before @ weight).unflatten(0, (-1, slots))
                 dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
                 if total is not None:
                     total.add(d, c)
@@ -154,11 +160,16 @@ class _BlockLosses(torch.autograd.Function):
         return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap); the logits themselves without one."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def _teacher_logits(teacher: Teacher, chunk: slice, dtype: torch.dtype) -> Tensor:
     x = teacher.hidden[chunk].flatten(0, 1) @ teacher.weight.T
     x = (x if teacher.bias is None else x + teacher.bias).to(dtype)
     x = x if teacher.logit_scale == 1.0 else x * teacher.logit_scale
-    return x if teacher.softcap is None else teacher.softcap * torch.tanh(x / teacher.softcap)
+    return capped(x, teacher.softcap)
 
 
 def _slot_losses(

@@ -27,7 +27,7 @@ from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import reshard
+from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_type
@@ -51,6 +51,12 @@ LAYER_FIELDS = (
     "use_sliding_window", "tie_word_embeddings",
 )  # fmt: skip
 """Fields of a flat config.json that describe the layers of a head."""
+GEMMA4_FIELDS = (
+    "hidden_activation", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block",
+    "hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp", "final_logit_softcapping",
+    "per_layer_config",
+)  # fmt: skip
+"""Further fields of layers of Gemma 4's kind."""
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -203,7 +209,7 @@ def save_head(
         state[LM_HEAD] = model.projection.rows(model.base.dtype)
     further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
     if form.embedding:
-        further[EMBEDDING] = embedding_table(model)
+        further[EMBEDDING] = stored_embedding(model)
     save_checkpoint(
         folder_to_write(folder),
         [
@@ -333,6 +339,16 @@ def embedding_table(model: DraftHeadModel) -> Tensor:
     return model.embeddings(torch.arange(model.base.config.vocab_size, device=model.base.device)[None])[0]
 
 
+def stored_embedding(model: DraftHeadModel) -> Tensor:
+    """(V, H), the embedding for a file, which heads with layers of Gemma 4's kind scale when they read it."""
+    scale = model.config.decoder.embed_scale
+    if scale is None:
+        return embedding_table(model)
+    if model.embed is None and model.base.config.embed_scale == scale:
+        return gathered(persistent_tensors(model.base)["decoder.embed.weight"].detach())
+    return embedding_table(model) / scale
+
+
 def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
     """Keep the embedding of a head, frozen, unless it is the base model's."""
     ours = embedding_table(model)
@@ -340,6 +356,7 @@ def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
         raise CheckpointError(
             f"{path}: {EMBEDDING} has the shape {tuple(stored.shape)}, the model's {tuple(ours.shape)}"
         )
-    own = stored.to(ours)
+    own, scale = stored.to(ours), model.config.decoder.embed_scale
+    own = own if scale is None else own * torch.tensor(scale, dtype=own.dtype)  # rounded, as transformers has it
     if not torch.equal(own, ours):
         model.embed = nn.Embedding.from_pretrained(own, freeze=True)

@@ -19,6 +19,7 @@ from ligermodels.layers.initialization import allocate, initialize, skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
+from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.draft_files import check_fit, load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
@@ -103,13 +104,14 @@ class DraftHeadModel(MultiHeadModel):
     @property
     def projection(self) -> DraftProjection:
         """The projection of the head to the draft vocabulary."""
-        return DraftProjection(self.base, self.vocabulary, self.lm_head)
+        return DraftProjection(self.base, self.vocabulary, self.lm_head, self.config.decoder.head.softcap)
 
     def project_with(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """The projection for decoding: hidden states (..., H) -> logits (..., V_d). The rows are taken once."""
-        if self.lm_head is not None:
-            return self.lm_head
-        return partial(F.linear, weight=self.projection.rows(dtype))
+        softcap, project = self.projection.softcap, cast(Callable[[Tensor], Tensor], self.lm_head)
+        if self.lm_head is None:
+            project = partial(F.linear, weight=self.projection.rows(dtype))
+        return project if softcap is None else lambda hidden: capped(project(hidden), softcap)
 
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
