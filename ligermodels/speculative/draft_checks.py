@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ligermodels.convert.reading import reading
 from ligermodels.layers import RopeConfig
-from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.capture import layer_ids_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import StateDict
@@ -23,6 +22,7 @@ from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, T2D, op
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_head import Eagle3Config
+from ligermodels.speculative.head_files import allocated, head_state
 
 Activation = Callable[[Tensor], Tensor]
 Config = TypeVar("Config", Eagle3Config, BlockDraftConfig)
@@ -76,12 +76,9 @@ class DraftFiles(Generic[Config]):
 
     def loaded(self) -> Any:
         """The network of the head with its tensors, in float32 on the CPU."""
-        with torch.device("meta"), skip_init():
-            head = self.network(self.config).eval()
-        allocate(head, torch.float32, torch.device("cpu"))
-        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+        head = allocated(partial(self.network, self.config), torch.float32, torch.device("cpu")).eval()
         reader = StateDict({name: tensor for name, tensor in self.tensors.items() if name != LM_HEAD})
-        self.formats.weight_map(self.config, lm_head=False).load(reader, state)
+        self.formats.weight_map(self.config, lm_head=False).load(reader, head_state(head, "head"))
         return head
 
     def check_sizes(self) -> None:

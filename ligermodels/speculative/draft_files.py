@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from ligermodels.arguments import check_names
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
@@ -35,14 +33,14 @@ from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.files import TorchFile
+from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state, save_alone
 
 if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
 
 Model = TypeVar("Model", bound="DraftHeadModel")
 
-CONFIG, TORCH_FILE = "config.json", "pytorch_model.bin"
+TORCH_FILE = "pytorch_model.bin"
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -210,17 +208,9 @@ def save_head(
     further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
     if form.embedding:
         further[EMBEDDING] = stored_embedding(model)
-    save_checkpoint(
-        folder_to_write(folder),
-        [
-            *weight_map.export(state),
-            *(LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()),
-        ],
-        max_shard_size=2**63 - 1,
-        files={CONFIG: as_json(config)},
-        overwrite=overwrite,
-        ranks=Ranks(state.values()),
-    )
+    tensors = weight_map.export(state)
+    tensors += [LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()]
+    save_alone(folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
 
 
 def load_head(
@@ -323,7 +313,7 @@ def stored_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> DraftVo
 
 def native_state(model: DraftHeadModel) -> dict[str, Tensor]:
     """The tensors of a head by their native names: `head.*`, and `lm_head.weight` where it has one."""
-    state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(model.head).items()}
+    state = head_state(model.head, "head")
     return state if model.lm_head is None else state | {LM_HEAD: model.lm_head.weight.detach()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligermodels.arguments import names_checked
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
-from ligermodels.layers.initialization import allocate, initialize, skip_init
+from ligermodels.layers.initialization import initialize
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
@@ -23,6 +23,7 @@ from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.draft_files import check_fit, load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.head_files import allocated
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 LOSS_OPTIONS = ("token_weights", "reduction", "memory_budget")
@@ -74,9 +75,7 @@ class DraftHeadModel(MultiHeadModel):
         self.base, self.config, self.vocabulary = base, config, vocabulary
         self.embed: nn.Embedding | None = None
         self.lm_head: LMHead | None = None
-        with torch.device("meta"), skip_init():
-            self.head: Any = network(config)
-        allocate(self.head, base.dtype, base.device)
+        self.head: Any = allocated(partial(network, config), base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, self.head_type)
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
@@ -234,13 +233,7 @@ class DraftHeadModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """InputError: no format holds a model together with such a head.
-
-        Args:
-            folder: not used.
-            max_shard_size: not used.
-            overwrite: not used.
-        """
+        """InputError: no format holds a model together with such a head."""
         raise InputError(
             f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
         )

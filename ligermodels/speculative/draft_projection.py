@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
-from ligermodels.layers.initialization import allocate, skip_init, whole_parameters
+from ligermodels.layers.initialization import whole_parameters
 from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
@@ -22,6 +22,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss, Teacher, block_losses, capped
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.head_files import allocated
 
 Result = TypeVar("Result")
 
@@ -241,9 +242,8 @@ class DraftProjection:
 
 def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
     """A head's own lm_head, with the rows of the model's lm_head for the draft vocabulary."""
-    with torch.device("meta"), skip_init():
-        lm_head = LMHead(base.config.hidden_size, len(vocabulary), HeadConfig())
-    allocate(lm_head, base.dtype, base.device)
+    new = partial(LMHead, base.config.hidden_size, len(vocabulary), HeadConfig())
+    lm_head: LMHead = allocated(new, base.dtype, base.device)
     copy_rows(base, vocabulary, lm_head)
     return lm_head
 

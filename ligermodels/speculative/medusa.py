@@ -218,16 +218,7 @@ class MedusaModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """Write the base model's checkpoint with the heads in it: `export` with the profile full-hf.
-
-        Args:
-            folder: created if need be.
-            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
-            overwrite: replace a checkpoint in the folder.
-
-        Raises:
-            InputError, ConfigError, CheckpointError: see `export`.
-        """
+        """`export` with the profile full-hf: see `MultiHeadModel.save_whole`."""
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -16,8 +16,7 @@ from zoo import BASE, CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels.convert import safetensors_writer
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.speculative import checkpoint as medusa_checkpoint
-from ligermodels.speculative import files as medusa_files
+from ligermodels.speculative import head_files
 from ligermodels.speculative.files import open_heads
 from ligermodels.speculative.profiles import PROFILES, Fill
 
@@ -230,7 +229,7 @@ def test_numbers_come_from_the_tensors(base: lm.CausalLM, profile: str, num_laye
 
 def test_what_is_not_quite_the_bases_lm_head_is_each_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number in the last row of the last head, or the sign of a zero; what is compared is of the base's dtype."""
-    monkeypatch.setattr(medusa_checkpoint, "ROWS", 50)
+    monkeypatch.setattr(head_files, "ROWS", 50)
     base = lm.from_config(CONFIGS["llama-3.1"])
     with torch.no_grad():
         base.head.weight[0, 0] = 0.0
@@ -414,12 +413,12 @@ def test_a_wrong_file_is_not_left_behind(
         )
         monkeypatch.setattr(torch, "save", lambda found, path: save_pt(spoil(found), path))
     else:
-        write = medusa_files.as_json
+        write = head_files.as_json
         wrong = {
             "setting": lambda config: {**config, "num_heads" if "num_heads" in config else "medusa_num_heads": 9},
             "misread": lambda config: {**config, "architectures": ["X"], "num_attention_heads": 7},
         }[fault]
-        for module in (medusa_files, lm.convert.export_spec):
+        for module in (head_files, lm.convert.export_spec):
             monkeypatch.setattr(module, "as_json", lambda config: write(wrong(config)))
     with pytest.raises(CheckpointError, match=f"not be in the {profile} format"):
         heads(base, "shared", 2, 1).export(tmp_path / "out", profile, base_model=NAME)
