@@ -1,4 +1,4 @@
-"""Files of Medusa heads: written and checked in any of the formats, and read in the format that is recognised."""
+"""Files of Medusa heads: written in any of the formats, and read in the format that is recognised."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_heads(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
-    """Write heads, completely or not at all, and check the written files against the format.
+    """Write heads, completely or not at all.
 
     Args:
         folder: created if need be.
@@ -55,30 +55,17 @@ def save_heads(
         overwrite: replace a checkpoint or heads in `folder`.
 
     Raises:
-        CheckpointError: the folder is in use or cannot be written, or the written files do not match the format.
+        CheckpointError: the folder is in use or cannot be written.
         InputError: the format needs `base_model`.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
-    whole = None
     if base is not None:
         whole = base.with_heads(
             weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(profile.prefix)
         )
-        weights = whole.whole_map
-    tensors, ranks = weights.export(state), Ranks(state.values())
-    others = whole.source.extra if whole is not None and whole.source is not None else ()
-    planned = {tensor.name: tensor.shape for tensor in tensors}
-
-    def check(written: Path) -> None:
-        with _opened(written, profile.file) as reader:
-            sizes = {name: tuple(header.shape) for name, header in reader.headers.items() if name not in others}
-        if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
-            raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
-
-    if whole is not None:
-        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, check=check)
+        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
     else:
-        save_alone(folder, tensors, config, ranks, file=profile.file, overwrite=overwrite, check=check)
+        save_alone(folder, weights.export(state), config, Ranks(state.values()), file=profile.file, overwrite=overwrite)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

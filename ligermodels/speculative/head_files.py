@@ -32,7 +32,6 @@ from ligermodels.models.untie import HEAD
 CONFIG = "config.json"
 ROWS = 4096
 """Rows of a tensor that are compared at a time."""
-Check = Callable[[Path], object] | None
 
 
 def allocated(module: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> Any:
@@ -87,7 +86,6 @@ def save_alone(
     *,
     file: str = SINGLE,
     overwrite: bool = False,
-    check: Check = None,
 ) -> None:
     """Write config.json and one file of tensors, completely or not at all.
 
@@ -98,21 +96,20 @@ def save_alone(
         ranks: ranks that all call this; one of them writes.
         file: name of the file; safetensors, or by torch.save if it ends otherwise.
         overwrite: replace a checkpoint in the folder.
-        check: called with the folder's files before they are in their place; if it raises, nothing is written.
 
     Raises:
         CheckpointError: the folder is in use or cannot be written.
     """
     name, text = file.removesuffix(".safetensors"), as_json(dict(config))
     if name == file:
-        _save_torch(folder, file, tensors, text, overwrite, check, ranks)
+        _save_torch(folder, file, tensors, text, overwrite, ranks)
         return
-    options: dict[str, Any] = {"max_shard_size": 2**63 - 1, "overwrite": overwrite, "check": check, "ranks": ranks}
+    options: dict[str, Any] = {"max_shard_size": 2**63 - 1, "overwrite": overwrite, "ranks": ranks}
     save_checkpoint(folder, tensors, name=name, files={CONFIG: text}, **options)
 
 
 def _save_torch(
-    folder: Path, file: str, tensors: Sequence[LazyTensor], config: str, overwrite: bool, check: Check, ranks: Ranks
+    folder: Path, file: str, tensors: Sequence[LazyTensor], config: str, overwrite: bool, ranks: Ranks
 ) -> None:
     with ranks.step(str(folder)):
         fetched = ranks.fetch({tensor.name: tensor.read for tensor in tensors})
@@ -129,8 +126,6 @@ def _save_torch(
                 torch.save(state, temporary / file)
             except RuntimeError as error:  # raised by torch's writer for a full disk
                 raise OSError(_line(error)) from error
-            if check is not None:
-                check(temporary)
 
 
 class TorchFile(StateDict):

@@ -180,7 +180,7 @@ class MedusaModel(MultiHeadModel):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the heads in the format of another program, and check the written files against that format.
+        """Write the heads in the format of another program.
 
         The folder is written completely or not at all. If the heads share an lm_head and the format stores an lm_head
         per head, the shared lm_head is written for each head.
