@@ -14,6 +14,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.decoding import speculative_generate
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.sampling import Sampling, draw
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
@@ -137,20 +138,14 @@ def test_drafts_cut_by_confidence_leave_the_distribution(
     check_distribution(base, sequences, shaping)
 
 
-class Perfect:
+class Perfect(Drafter):
     """Drafts by the model itself, without a cache."""
-
-    reads_states, boundaries, cuts = False, (), False
 
     def __init__(self, model: lm.CausalLM) -> None:
         self.model = model
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: Any) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Any, choose: Any) -> None:
         self.depth, self.choose = tree.max_depth, choose
-
-    def start(self, sequences: ops.Sequences, states: Tensor) -> None: ...
-
-    def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None: ...
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
         rows = torch.arange(len(sequences.text))
