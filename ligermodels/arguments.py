@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from ligermodels.errors import ConfigError, InputError, short
 
 IGNORE_INDEX = -100
 """Label of tokens that are not trained on."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
@@ -35,6 +40,46 @@ def is_whole(value: object) -> bool:
 def is_sequence(value: object) -> bool:
     """Whether `value` is a list, a tuple or another sequence; text and bytes are not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" with the name of `known` that is nearest to `name`; empty if none is near."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_names(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Check the names of a call's options.
+
+    Args:
+        function: name of the function, for the message.
+        options: the given names.
+        known: the names that the function has.
+
+    Raises:
+        TypeError: a name is unknown. The message has the nearest known name.
+    """
+    known = list(known)
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"{function}: unknown option {unknown[0]!r}{nearest(unknown[0], known)}")
+
+
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters of a function that can be given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind not in (2, 4)]  # not *args, **options
+
+
+def names_checked(function: Function) -> Function:
+    """`function`, which checks the names of its options (`check_names`) before it runs."""
+    known = parameter_names(function)
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        check_names(function.__qualname__, options, known)
+        return function(*args, **options)
+
+    return cast(Function, call)
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:

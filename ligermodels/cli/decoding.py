@@ -30,8 +30,8 @@ ConfidenceThreshold = Annotated[
     typer.Option(
         min=0,
         max=1,
-        help="With DSpark heads: check drafts only while the product of their confidences is at least this; the tokens "
-        "stay the same.  [default: 0, all drafts]",
+        help="With DSpark heads: accept drafts only while the product of their confidences is at least this; the "
+        "tokens stay the same.  [default: 0, all drafts]",
     ),
 ]
 

@@ -214,7 +214,8 @@ def mtp_facts(folder: Path) -> dict[str, Any] | None:
     """Facts about the head of multi-token prediction in `folder`; None if the folder holds other heads."""
     from ligermodels.convert.config_json import read_json
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.speculative.mtp_files import CONFIG, MODEL_TYPE
+    from ligermodels.speculative.head_files import CONFIG
+    from ligermodels.speculative.mtp_files import MODEL_TYPE
 
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if config.get("model_type") != MODEL_TYPE:

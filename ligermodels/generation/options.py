@@ -3,12 +3,12 @@ checkpoint sets."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ligermodels.arguments import check_names, nearest, parameter_names
 from ligermodels.errors import ConfigError, InputError, short
 from ligermodels.generation.generate import Decoding, generate
 from ligermodels.generation.sampling import check_values
@@ -117,6 +117,8 @@ OPTIONS = frozenset(
     if parameter.kind is not parameter.VAR_KEYWORD and name not in ("self", "model", "input_ids")
 ) | {"generation_config"}
 """The options of `generate`."""
+WITH_DRAFTS = ("draft", "tree", "return_stats")
+"""Further options of the `generate` methods of models and of models with draft heads."""
 
 
 def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
@@ -146,7 +148,7 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
                 raise InputError(message) if called else ConfigError(message)
             neutral.add(name)
         elif name not in OPTIONS:
-            message = f"{where}: unknown option {name!r}{_nearest(name)}"
+            message = f"{where}: unknown option {name!r}{nearest(name, (*OPTIONS, *WITH_DRAFTS, *INSTEAD))}"
             raise TypeError(message) if called else ConfigError(message)
     return {name: value for name, value in options.items() if name not in neutral}, neutral
 
@@ -216,17 +218,14 @@ def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, c
         )
 
 
-def _nearest(name: str, known: Iterable[str] = (*OPTIONS, *INSTEAD)) -> str:
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """`options` for tree decoding by `function`, without neutral values of options that it does not have.
 
     Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
     """
-    rest = {name: value for name, value in options.items() if name not in inspect.signature(function).parameters}
+    own = [name for name in parameter_names(function) if name not in ("model", "drafter", "input_ids")]
+    check_names("generate", options, (*own, *WITH_DRAFTS, *OPTIONS, *INSTEAD, *UNUSED))
+    rest = {name: value for name, value in options.items() if name not in own}
     penalty = {"repetition_penalty"}  # the caller checks it
     effective, _ = check_options(without_none(rest), "generate")
     if unsupported := sorted(effective.keys() - penalty):

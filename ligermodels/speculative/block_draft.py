@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count, check_number
+from ligermodels.arguments import MOST_HEADS, check_count, check_names, check_number, parameter_names
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.packing import packed_positions
@@ -27,7 +27,7 @@ from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter
-from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead, Drafted
+from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
 from ligermodels.speculative.block_training import BlockTraining, default_layer_ids
 from ligermodels.speculative.draft_head import DraftHeadModel
@@ -65,12 +65,13 @@ class BlockDraftModel(DraftHeadModel):
 
     Attributes:
         training_options: how the head is trained.
-        confidence_threshold: of DSpark: in a step the model checks drafts while the product of the confidences up to
-            them is at least this, for some sequence of the batch. 0, the default, for all drafts.
+        confidence_threshold: of DSpark: a step accepts drafts of a sequence only while the product of the confidences
+            up to them is at least this. 0, the default, for all drafts.
     """
 
     reads_every_token, first_ahead = True, 1
     formats: ClassVar[ModuleType] = formats
+    training_names = tuple(field.name for field in fields(BlockTraining))
     confidence_threshold: float = 0.0
 
     from_anchor: ClassVar[bool]
@@ -98,9 +99,8 @@ class BlockDraftModel(DraftHeadModel):
         """
         if config.sample_from_anchor != self.from_anchor:
             raise InputError(f"sample_from_anchor: must be {self.from_anchor} for {self.kind}")
-        if wrong := training.keys() - {field.name for field in fields(BlockTraining)}:
-            raise InputError(f"{min(wrong)}: no such argument")
-        how = BlockTraining(**{**self.training_defaults, **training})
+        check_names(type(self).__name__, training, (*parameter_names(BlockDraftModel.__init__), *self.training_names))
+        how = self._training(training)
         if not (how.ce_weight or how.divergence_weight or (config.enable_confidence_head and how.confidence_weight)):
             raise InputError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         super().__init__(base, config, vocabulary, BlockHead)
@@ -132,7 +132,8 @@ class BlockDraftModel(DraftHeadModel):
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
             vocabulary: the tokens that the head can propose; None for all.
             layers: Hugging Face config of a Qwen3 model with the head's layers, which may have sliding windows
-                (`layer_types`, `sliding_window`, `use_sliding_window`). Default: the sizes of the base model's layers.
+                (`layer_types`, `sliding_window`, `use_sliding_window`); or of Gemma 4's text model, with layers of full
+                attention. Default: Qwen3's kind, with the sizes of the base model's layers.
             causal: whether slots see no later slot of their block, in all layers. Default: in layers with a sliding
                 window, as in published heads.
             options: fields of `BlockTraining`, such as num_anchors, gamma and ce_weight. DSpark: also `markov_rank`,
@@ -152,11 +153,13 @@ class BlockDraftModel(DraftHeadModel):
             >>> dspark(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
         """
         check_native(base, "base")
+        names = (*parameter_names(BlockDraftModel.from_base), *cls.head_defaults, *cls.training_names)
+        check_names(f"{cls.__name__}.from_base", options, names)
         target, network = base.config, dict(cls.head_defaults)
         network |= {name: options.pop(name) for name in network if name in options}
         if layers is None:
             layers = layer_like(target, "qwen3", check_count("num_layers", num_layers, most=MOST_HEADS))
-        check_layers("layers", layers, ("qwen3",))
+        check_layers("layers", layers, KINDS)
         if boundaries is None:
             count = int(layers.get("num_hidden_layers", num_layers))
             boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
@@ -277,7 +280,12 @@ class BlockDraftModel(DraftHeadModel):
             blocks.targets,
             weights,
             SlotLoss(
-                options.ce_weight, options.divergence, options.divergence_weight, options.dpace_alpha, memory_budget
+                options.ce_weight,
+                options.divergence,
+                options.divergence_weight,
+                options.dpace_alpha,
+                memory_budget,
+                self.projection.softcap,
             ),
         )
         total, confidence = found.total, None
@@ -344,6 +352,15 @@ class BlockDraftModel(DraftHeadModel):
         return BlockDrafter(self.head, self.embeddings, project, self.vocabulary.ids, threshold)
 
     # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _training(cls, options: Mapping[str, Any]) -> BlockTraining:
+        return BlockTraining(**{**cls.training_defaults, **options})
+
+    @classmethod
+    def check_training(cls, options: Mapping[str, Any]) -> None:
+        """See `DraftHeadModel.check_training`."""
+        cls._training(options)
 
     def stored_settings(self) -> dict[str, Any]:
         return {"num_anchors": self.training_options.num_anchors}

@@ -27,8 +27,8 @@ class BlockDrafter(Drafter):
         embed: token ids (B, T) -> embeddings (B, T, H).
         project: hidden states (..., H) -> logits (..., V_d), without the Markov head's.
         token_ids: ids of the draft vocabulary -> ids of the model's tokens.
-        confidence_threshold: a slot is drafted while the product of the confidences up to it is at least this, of some
-            sequence of the batch. 0 for all slots, without the confidence head.
+        confidence_threshold: drafts of a sequence can be accepted while the product of the confidences up to them is
+            at least this. 0 for all drafts, without the confidence head.
     """
 
     reads_states = True
@@ -42,7 +42,7 @@ class BlockDrafter(Drafter):
         confidence_threshold: float = 0.0,
     ) -> None:
         self.head, self.embed, self.project, self.token_ids = head, embed, project, token_ids
-        self.threshold, self.cuts = confidence_threshold, confidence_threshold > 0
+        self.threshold = confidence_threshold
         self.boundaries = head.config.boundaries
 
     def begin(self, batch_size: int, max_length: int, tree: Any, choose: ChooseDrafts) -> None:
@@ -85,20 +85,19 @@ class BlockDrafter(Drafter):
                 chosen.append(self.choose(corrected, slot, self.token_ids))
                 previous = chosen[-1][:, 0, 0]
             found = torch.cat(chosen, dim=1)
-        if self.cuts:
-            self._depth = self._confident(sequences, hidden, found)
+        if self.threshold:
+            self.max_depth = self._confident(sequences, hidden, found)
         return found
 
-    def num_nodes(self) -> int:
-        """Number of nodes of the tree that are worth checking, after `draft`. Waits for the device."""
-        return int((self.tree.depth <= int(self._depth)).sum())
-
     def _confident(self, sequences: ops.Sequences, hidden: Tensor, found: Tensor) -> Tensor:
-        """The largest depth, of the sequences that are not done, up to which the slots are confident."""
+        """Long (B,), the depth up to which the slots of each sequence are confident.
+
+        Whether a draft is cut depends on the drafts before it, not on its own token, so that speculative sampling
+        stays exact.
+        """
         previous = torch.cat([sequences.root[:, None], found[:, :-1, 0]], dim=1)
         logits = cast(Tensor, self.head.drafted(hidden, previous).confidence)
-        confident = logits.float().sigmoid().cumprod(1) >= self.threshold
-        return confident.sum(1).masked_fill(sequences.done, 0).max()
+        return (logits.float().sigmoid().cumprod(1) >= self.threshold).sum(1)
 
     def _block(self, sequences: ops.Sequences) -> Tensor:
         """The hidden states (B, K, H) of the slots of a block from each root."""
@@ -108,10 +107,11 @@ class BlockDrafter(Drafter):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._write(layer, positions, k, v)
             options = self.head.config.sees(layer)
+            scale, window = options["softmax_scale"], options["window"]
             if options["causal"]:
-                return ops.decode_attention(q, keys, values, start, window=options["window"])
-            if options["window"] is None:
-                return ops.decode_attention(q, keys, values, start, tree_mask=self._all)
+                return ops.decode_attention(q, keys, values, start, softmax_scale=scale, window=window)
+            if window is None:
+                return ops.decode_attention(q, keys, values, start, softmax_scale=scale, tree_mask=self._all)
             q, k, v = (x[:, None].to(keys.dtype) for x in (q, k, v))
             return ops.block_context_attention(q, k, v, keys, values, start[:, None].long(), **options)[:, 0]
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ligermodels.convert.json_values import object_field
+from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, short
@@ -19,8 +19,9 @@ from ligermodels.layers import AttentionConfig
 from ligermodels.models.capture import boundaries_of, layer_ids_of
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, draft_type
-from ligermodels.speculative.block_head import BlockAttention, BlockDraftConfig
+from ligermodels.speculative.block_head import GEMMA4, BlockAttention, BlockDraftConfig
 from ligermodels.speculative.draft_files import (
+    GEMMA4_FIELDS,
     LAYER_FIELDS,
     LM_HEAD,
     Profile,
@@ -35,6 +36,8 @@ from ligermodels.speculative.draft_files import (
 SLIDING = "sliding_attention"
 BOUNDARIES, LAYER_IDS, NESTED = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
 MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Fields of DFlash2's convolutions and candidate selector."""
 _KNOWN = {
     "mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping", "causal", "use_swa", "swa_window_size",
 }  # fmt: skip
@@ -91,7 +94,7 @@ def _z_lab(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[s
 def _deepspec(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
     return {
         **_flat(config, target),
-        "architectures": ["Qwen3DSparkModel"],
+        "architectures": [f"{'Gemma4' if config.layers['model_type'] in GEMMA4 else 'Qwen3'}DSparkModel"],
         "mask_token_id": config.mask_token_id,
         LAYER_IDS: list(layer_ids_of(config.boundaries)),
         "num_anchors": num_anchors,
@@ -121,16 +124,14 @@ def weight_map(config: BlockDraftConfig, prefix: str = "", *, lm_head: bool) -> 
         prefix: not used: all formats have the same names.
         lm_head: whether there is an lm_head; else one in a file is ignored.
     """
-    size = config.decoder.hidden_size
-    entries = [rename(f"head.{name}.weight", f"{name}.weight") for name in ("fc", "hidden_norm", "norm")]
+    size, entries = config.decoder.hidden_size, list[WeightMapping]()
+    entries += [rename(f"head.{name}.weight", f"{name}.weight") for name in ("fc", "hidden_norm", "norm")]
     for i, block in enumerate(config.decoder.blocks):
         native, layer = f"head.layers.{i}", f"layers.{i}"
-        entries.append(rename(f"{native}.mixer_norm.weight", f"{layer}.input_layernorm.weight"))
-        entries.append(rename(f"{native}.mlp_norm.weight", f"{layer}.post_attention_layernorm.weight"))
-        entries += BlockAttention.weight_mappings(
-            cast(AttentionConfig, block.mixer), f"{native}.mixer", f"{layer}.self_attn"
-        )
-        entries += block.mlp.weight_mappings(size, f"{native}.mlp", layer, {})
+        mixer = f"{native}.mixer"
+        whole = block.weight_mappings(size, native, layer, {})
+        entries += [mapping for mapping in whole if not mapping.target.startswith(f"{mixer}.")]
+        entries += BlockAttention.weight_mappings(cast(AttentionConfig, block.mixer), mixer, f"{layer}.self_attn")
     entries += _markov(config)
     if lm_head:
         entries.append(rename(LM_HEAD, LM_HEAD))
@@ -183,7 +184,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
         causal=_causal(stored, nested, layers),
-        **(_markov_fields(stored) if kind == DSPARK_TYPE else {}),
+        **(_markov_fields(fields) if kind == DSPARK_TYPE else {}),
     )
 
 
@@ -192,7 +193,13 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
     if "speculators_model_type" in stored:
         layers = dict(object_field(stored, "transformer_layer_config"))
     else:
-        layers = {name: stored[name] for name in (*LAYER_FIELDS, "layer_types", "max_window_layers") if name in stored}
+        further = GEMMA4_FIELDS if stored.get("model_type") in GEMMA4 else ()
+        names = (*LAYER_FIELDS, "layer_types", "max_window_layers", *further)
+        layers = {name: stored[name] for name in names if name in stored}
+    layers.pop("architectures", None)
+    layers.pop("is_causal", None)
+    if layers.get("model_type") in GEMMA4:
+        return _gemma4_layers(layers)
     nested = object_field(stored, NESTED) if NESTED in stored else {}
     types = layers.get("layer_types")
     if not types:  # as Qwen3's config has it
@@ -205,8 +212,15 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
         layers |= {"layer_types": types, "sliding_window": window, "use_sliding_window": True}
     elif set(types) == {"full_attention"}:
         layers.pop("layer_types", None)  # the default
-    layers.pop("architectures", None)
-    layers.pop("is_causal", None)
+    return layers
+
+
+def _gemma4_layers(layers: dict[str, Any]) -> dict[str, Any]:
+    """Layers of Gemma 4's kind. DeepSpec copies the fields of the model: as many shared layers as there are layers, or
+    more, share nothing there."""
+    shared, count = layers.get("num_kv_shared_layers"), layers.get("num_hidden_layers")
+    if is_int(shared) and is_int(count) and shared >= count:
+        layers["num_kv_shared_layers"] = 0
     return layers
 
 
@@ -245,13 +259,16 @@ def misses_anchor(stored: Mapping[str, Any]) -> bool:
 def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """ConfigError for a field that changes the computation and is not implemented."""
     kind, names = draft_type(stored), str(stored.get("architectures"))
-    if "DFlash2" in names:
-        raise ConfigError("architectures: DFlash2 is not implemented")
+    other = next((name for name in DFLASH2 if fields.get(name) is not None), None)
+    if other is not None or "DFlash2" in names:
+        value = names if other is None else short(fields[other])
+        raise ConfigError(f"{other or 'architectures'}: {value} is not implemented, a layer of DFlash2")
     anchor = fields.get("sample_from_anchor")
     if anchor is not None and bool(anchor) != (kind == DSPARK_TYPE):
         raise ConfigError(f"sample_from_anchor: {anchor} is not implemented for {kind} heads")
     for name, value in nested.items():
-        if name not in _KNOWN | {"sample_from_anchor"} and (value is True or value not in (None, False, 1.0)):
+        markov = MARKOV if kind == DSPARK_TYPE else ()  # SpecForge has these fields there
+        if name not in _KNOWN | {"sample_from_anchor", *markov} and (value is True or value not in (None, False, 1.0)):
             raise ConfigError(f"{NESTED}.{name}: {short(value)} is not implemented")
     for name, plain in (("projector_type", "dflash"), ("shift_label", False)):
         if fields.get(name) not in (None, plain):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.layers import AttentionConfig
-from ligermodels.speculative.block_head import BlockDraftConfig
+from ligermodels.speculative.block_head import GEMMA4, BlockDraftConfig
 from ligermodels.speculative.draft_checks import Formulas, attention
 
 MARKOV, CONFIDENCE = "markov_head", "confidence_head.proj"
@@ -54,7 +55,7 @@ def formulas(
         lm_head: (rows, H), the first rows of the LM head.
     """
     mixer = cast(AttentionConfig, config.decoder.blocks[0].mixer)
-    (rope,) = mixer.ropes
+    (rope,), gemma4 = mixer.ropes, config.layers["model_type"] in GEMMA4
     f = Formulas(w, config.decoder.norm.eps, rope)
     context = f.norm(f.linear(states, "fc"), "hidden_norm")
     hidden = []
@@ -69,12 +70,22 @@ def formulas(
             source = torch.cat([context[:anchor], y])
             q = f.rotate(f.heads(y, layer, "q", mixer.head_dim), range(anchor, end))
             k = f.rotate(f.heads(source, layer, "k", mixer.head_dim), range(end))
-            v = f.heads(source, layer, "v", mixer.head_dim)
-            x = x + f.linear(attention(q, k, v, allowed), f"{layer}.self_attn.o_proj")
-            x = x + f.mlp(x, layer)
+            if gemma4:
+                part = "v" if f"{layer}.self_attn.v_proj.weight" in w else "k"
+                v = f.divided(f.linear(source, f"{layer}.self_attn.{part}_proj").unflatten(-1, (-1, mixer.head_dim)))
+                mixed = f.linear(attention(q, k, v, allowed, scale=1.0), f"{layer}.self_attn.o_proj")
+                x = x + f.norm(mixed, f"{layer}.post_attention_layernorm")
+                y = f.mlp(x, layer, "pre_feedforward_layernorm", partial(F.gelu, approximate="tanh"))
+                x = (x + f.norm(y, f"{layer}.post_feedforward_layernorm")) * f.weight(f"{layer}.layer_scalar")
+            else:
+                v = f.heads(source, layer, "v", mixer.head_dim)
+                x = x + f.linear(attention(q, k, v, allowed), f"{layer}.self_attn.o_proj")
+                x = x + f.mlp(x, layer)
         hidden.append(f.norm(x, "norm")[config.block_size - config.num_drafts :])
     h = torch.stack(hidden)
     logits, confidence, corrected = F.linear(h, lm_head), None, None
+    if (softcap := config.layers.get("final_logit_softcapping")) is not None:
+        logits = softcap * (logits / softcap).tanh()
     e = f.weight(f"{MARKOV}.markov_w1.weight")[previous] if config.markov_rank else h[..., :0]
     if config.markov_rank:
         codes = torch.stack(_codes(f, config.markov_head_type, h.unbind(1), e.unbind(1)), dim=1)

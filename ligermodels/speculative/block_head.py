@@ -26,6 +26,9 @@ from ligermodels.speculative.markov_head import MARKOV_HEAD_TYPES, ConfidenceHea
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(number of the layer, q (N, B, Hq, D), k and v (N, B, Hkv, D) of N blocks) -> (N, B, Hq, D)."""
 Tables = tuple[Tensor, Tensor]
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+KINDS = ("qwen3", *GEMMA4)
+"""`model_type` of the layers that servers and DeepSpec implement."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class BlockDraftConfig:
     """A DFlash or DSpark head as data. Names are the fields of published heads, where these have one name.
 
     Args:
-        layers: Hugging Face config of a Qwen3 model with the head's layers.
+        layers: Hugging Face config of a Qwen3 model, or of Gemma 4's text model, with the head's layers.
         boundaries: the states that the head reads, in ascending order: L is the residual stream after L layers.
         target_hidden_size: channels of the model's states.
         draft_vocab_size: number of tokens that the head can propose.
@@ -65,9 +68,11 @@ class BlockDraftConfig:
     causal: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.layers.get("model_type") != "qwen3":
+        if self.layers.get("model_type") not in KINDS:
             kind = short(self.layers.get("model_type"))
-            raise ConfigError(f"transformer_layer_config: model_type must be 'qwen3', got {kind}")
+            raise ConfigError(f"transformer_layer_config: model_type must be one of {', '.join(KINDS)}, got {kind}")
+        if self.layers["model_type"] in GEMMA4:
+            self._check_gemma4()
         check_ascending(self.boundaries)
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
         check_count("block_size", self.block_size, least=1 if self.sample_from_anchor else 2)
@@ -87,15 +92,30 @@ class BlockDraftConfig:
         """The composed config of `layers`."""
         return family_of(self.layers).decoder_config(self.layers)
 
+    def _check_gemma4(self) -> None:
+        """ConfigError for a field of Gemma 4 that layers of a head do not have."""
+        blocks = self.decoder.blocks
+        for name, has_it in (
+            ("enable_moe_block", self.layers.get("enable_moe_block")),
+            ("hidden_size_per_layer_input", blocks[0].after is not None),
+            ("num_kv_shared_layers", self.layers.get("num_kv_shared_layers")),
+            ("layer_types", any(self.windows)),
+        ):
+            if has_it:
+                value = short(self.layers.get(name, "the default"))
+                raise ConfigError(f"{name}: {value} is not implemented in the layers of a head")
+
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer: the positions that a slot sees up to its own; None for all."""
         return tuple(cast(AttentionConfig, block.mixer).window for block in self.decoder.blocks)
 
     def sees(self, layer: int) -> dict[str, Any]:
-        """What slots of a layer see, as options `causal` and `window` of `ops.block_context_attention`."""
-        window = self.windows[layer]
-        return {"causal": window is not None if self.causal is None else self.causal, "window": window}
+        """What slots of a layer see, as options of `ops.block_context_attention`: `causal`, `window`, and
+        `softmax_scale`."""
+        window, scale = self.windows[layer], cast(AttentionConfig, self.decoder.blocks[layer].mixer).softmax_scale
+        causal = window is not None if self.causal is None else self.causal
+        return {"causal": causal, "window": window, "softmax_scale": scale}
 
     @property
     def num_drafts(self) -> int:
@@ -122,7 +142,7 @@ class BlockAttention(nn.Module):
         super().__init__()
         self.config, dim = config, config.head_dim
         self.q = Linear(hidden_size, config.num_heads * dim, bias=config.bias)
-        self.kv = Linear(hidden_size, 2 * config.num_kv_heads * dim, bias=config.bias)
+        self.kv = Linear(hidden_size, len(_kv_names(config)) * config.num_kv_heads * dim, bias=config.bias)
         self.o = Linear(config.num_heads * dim, hidden_size, bias=config.o_bias)
         norm = config.qk_norm
         self.q_norm = None if norm is None else norm.norm.build(dim)
@@ -130,7 +150,11 @@ class BlockAttention(nn.Module):
 
     def keys_values(self, x: Tensor) -> KeysValues:
         """Normalised keys, not yet rotated, and values (..., Hkv, D) of states (..., H)."""
-        k, v = self.kv(x).unflatten(-1, (2, self.config.num_kv_heads, -1)).unbind(-3)
+        config = self.config
+        projected = self.kv(x).unflatten(-1, (-1, config.num_kv_heads, config.head_dim))
+        k, v = projected[..., 0, :, :], projected[..., -1, :, :]
+        if config.values is not None and config.values.norm_eps is not None:
+            v = ops.rms_norm(v, None, config.values.norm_eps)
         return KeysValues(k if self.k_norm is None else self.k_norm(k), v)
 
     def context(self, states: Tensor, tables: Tables) -> KeysValues:
@@ -169,9 +193,14 @@ class BlockAttention(nn.Module):
             biased = (part == "q" and config.bias) or (part == "o" and config.o_bias)
             found += [rename(f"{native}.{part}.{kind}", f"{checkpoint}.{name}.{kind}") for kind in _kinds(biased)]
         for kind in _kinds(config.bias):
-            sources = [f"{checkpoint}.{part}_proj.{kind}" for part in "kv"]
-            found.append(concat(f"{native}.kv.{kind}", sources, [rows, rows]))
+            sources = [f"{checkpoint}.{name}.{kind}" for name in _kv_names(config)]
+            found.append(concat(f"{native}.kv.{kind}", sources, [rows] * len(sources)))
         return found
+
+
+def _kv_names(config: AttentionConfig) -> tuple[str, ...]:
+    """The projections of keys and values; of keys alone where these are the values too."""
+    return ("k_proj",) if config.values is not None and config.values.from_keys else ("k_proj", "v_proj")
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:
@@ -179,18 +208,29 @@ def _kinds(bias: bool) -> tuple[str, ...]:
 
 
 class BlockLayer(nn.Module):
-    """A layer of the head: attention and a feed-forward layer, each after a norm.
+    """A layer of the head: attention and a feed-forward layer, each after a norm. In layers of Gemma 4's kind a norm
+    follows each of them too, and a buffer `layer_scalar` (1,) multiplies the result.
 
     Args:
         hidden_size: H.
-        config: config of the Qwen3 block.
+        config: config of the block.
     """
+
+    layer_scalar: Tensor | None
 
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
         super().__init__()
         self.mixer_norm, self.mlp_norm = config.norm.build(hidden_size), config.norm.build(hidden_size)
         self.mixer = BlockAttention(hidden_size, cast(AttentionConfig, config.mixer))
         self.mlp = config.mlp.build(hidden_size)
+        self.mixer_post_norm = config.norm.build(hidden_size) if config.post_norm else nn.Identity()
+        self.mlp_post_norm = config.norm.build(hidden_size) if config.post_norm else nn.Identity()
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Layer scalar one."""
+        if self.layer_scalar is not None:
+            nn.init.ones_(self.layer_scalar)
 
     def forward(self, x: Tensor, tables: Tables, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Run the layer.
@@ -203,8 +243,9 @@ class BlockLayer(nn.Module):
         Returns:
             (N, B, H).
         """
-        x = x + self.mixer(self.mixer_norm(x), tables, attend)
-        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+        x = x + self.mixer_post_norm(self.mixer(self.mixer_norm(x), tables, attend))
+        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
 
 class Drafted(NamedTuple):

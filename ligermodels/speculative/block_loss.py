@@ -22,7 +22,7 @@ from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 
 BUFFERS = 7
-"""(rows, V_d) buffers in fp32 that a chunk takes."""
+"""(rows, V_d) buffers in fp32 that a chunk takes; one more with a softcap."""
 KERNEL_BUFFERS = 3
 """Those where kernels compute the losses: the logits, and halves for their product, the gradient and the teacher's."""
 WHOLE_BUFFERS = 3
@@ -38,6 +38,7 @@ class SlotLoss(NamedTuple):
     dpace: the constant a of D-PACE, in [0, 1]; None for weights that are given. With u_j = (1 - a) q_j[x_j] + a, slot j
         then has the weight sum over slots i >= j with a target of prod_{l <= i} u_l, without a gradient.
     memory_budget: bytes of a chunk; it has at least one block.
+    softcap: of the draft's logits before the codes are added, or None.
     """
 
     ce_weight: float
@@ -45,6 +46,7 @@ class SlotLoss(NamedTuple):
     divergence_weight: float
     dpace: float | None = None
     memory_budget: int = 2**30
+    softcap: float | None = None
 
 
 class BlockLosses(NamedTuple):
@@ -128,19 +130,23 @@ class _BlockLosses(torch.autograd.Function):
         total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
         buffers = KERNEL_BUFFERS if use_kernels(hidden, teacher.hidden) else BUFFERS
-        columns = buffers * len(weight) + (0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight))
+        columns = (buffers + (options.softcap is not None)) * len(weight)
+        columns += 0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight)
         slots, size = targets.shape[1], max(1, options.memory_budget // (4 * columns * targets.shape[1]))
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
-            logits = (h @ weight.T).to(wide)
+            logits, slope = capped((h @ weight.T).to(wide), options.softcap), None
+            if options.softcap is not None and needed:
+                slope = 1 - (logits / options.softcap).square()
             logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
             results.append(
                 _slot_losses(logits, teacher, chunk, targets[chunk], mask[chunk], weights[chunk], options, needed)
             )
             if needed:
                 d = logits.to(hidden.dtype)
-                dh[chunk] = (d @ weight).unflatten(0, (-1, slots))
+                before = d if slope is None else slope.mul_(logits).to(hidden.dtype)
+                dh[chunk] = (before @ weight).unflatten(0, (-1, slots))
                 dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
                 if total is not None:
                     total.add(d, c)
@@ -156,6 +162,11 @@ class _BlockLosses(torch.autograd.Function):
         return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap); the logits themselves without one."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def _teacher_logits(teacher: Teacher, chunk: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The teacher's logits (rows, V_d) of a chunk without softcap and scale; of all its classes the log-sum-exp and the
     largest logit's class, None where the draft has them all."""
@@ -164,8 +175,7 @@ def _teacher_logits(teacher: Teacher, chunk: slice) -> tuple[Tensor, Tensor | No
     if teacher.tokens is None:
         return x, None, None
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) * teacher.logit_scale
-    wide = wide if teacher.softcap is None else teacher.softcap * torch.tanh(wide / teacher.softcap)
-    return x[:, teacher.tokens], wide.logsumexp(1), x.argmax(1)
+    return x[:, teacher.tokens], capped(wide, teacher.softcap).logsumexp(1), x.argmax(1)
 
 
 def _slot_losses(

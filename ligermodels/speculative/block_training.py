@@ -46,8 +46,7 @@ class BlockTraining:
             check_number(name, getattr(self, name))
         if self.gamma is not None:
             check_number("gamma", self.gamma, positive=True)
-        if self.divergence not in DIVERGENCES:
-            raise InputError(f"divergence: must be one of {', '.join(DIVERGENCES)}, got {short(self.divergence)}")
+        check_divergence(self.divergence)
         if self.dpace_alpha is not None:
             if not check_number("dpace_alpha", self.dpace_alpha) <= 1:
                 raise InputError(f"dpace_alpha: must be at most 1, got {self.dpace_alpha}")
@@ -59,6 +58,12 @@ class BlockTraining:
         if self.gamma is None or self.dpace_alpha is not None:
             return [1.0] * count
         return torch.exp(-torch.arange(count, dtype=torch.float64) / self.gamma).tolist()
+
+
+def check_divergence(divergence: object) -> None:
+    """InputError unless `divergence` is a name of `ops.linear_distillation`."""
+    if divergence not in DIVERGENCES:
+        raise InputError(f"divergence: must be one of {', '.join(DIVERGENCES)}, got {short(divergence)}")
 
 
 def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:

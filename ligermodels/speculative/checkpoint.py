@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.linear_parts import check_exportable
-from ligermodels.layers.quantized import weight_codes
-from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.files import Heads
+from ligermodels.speculative.head_files import copies, head_state
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
-
-ROWS = 4096
-"""Rows of an lm_head that are compared at a time."""
 
 
 def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, profile: Profile) -> dict[str, Tensor]:
@@ -41,7 +36,7 @@ def tensors_to_export(base: CausalLM, heads: nn.ModuleList, shape: HeadsShape, p
     """
     reshard(base)
     reshard(heads)
-    state = _state(heads)
+    state = head_state(heads, "heads")
     if profile.lm_heads != "each" and any(".lm_head." in name for name in state):
         raise InputError(
             f"profile {profile.name!r} has one lm_head for all heads, but each of these heads has its own; profiles "
@@ -89,7 +84,7 @@ def repeats_lm_head(base: CausalLM, folder: Path, stored: Heads) -> bool:
         CheckpointError: the format has a single lm_head for all heads, and the stored one is missing or differs.
     """
     shape = HeadsShape(stored.num_heads, stored.num_layers, base.config.hidden_size, base.config.vocab_size)
-    is_base = _comparison(base)
+    is_base = copies(base)
     for name in stored.profile.lm_head_names(shape):
         if name in stored.reader.headers and is_base(stored.reader.read(name)):
             continue
@@ -122,35 +117,9 @@ def load_heads(
     Raises:
         CheckpointError: tensors are missing, damaged, or made for another base model.
     """
-    state = _state(heads)
+    state = head_state(heads, "heads")
     if not stored.biases:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
     if repeated:
         state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
     stored.weight_map(shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)
-
-
-def _comparison(base: CausalLM) -> Callable[[Tensor], bool]:
-    """A function that tells whether a stored lm_head equals the base's; always False if the base's has a bias."""
-    codes = weight_codes(base.head)
-    if codes is not None and base.head.bias is None:
-        return partial(codes.is_of, dtype=base.dtype)
-    lm_head = base.head.state_dict()
-    if lm_head.keys() != {"weight"}:
-        return lambda _: False
-    return partial(_same_bits, weight=gathered(lm_head["weight"]))
-
-
-def _same_bits(stored: Tensor, weight: Tensor) -> bool:
-    return stored.shape == weight.shape and all(
-        torch.equal(_bits(rows.to(weight)), _bits(own))
-        for rows, own in zip(stored.split(ROWS), weight.split(ROWS), strict=True)
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _state(heads: nn.ModuleList) -> dict[str, Tensor]:
-    return {f"heads.{name}": parameter.data for name, parameter in heads.named_parameters()}

@@ -150,7 +150,7 @@ def speculative_generate(
         rule = rule_of(model, tree, batch, state.device, do_sample, shaping, (epsilon, delta), generator)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, rule)
         sequences = step.start(ids, attention)
-        cuda_graph = cuda_graph and not (is_sharded(model) or drafter.cuts)
+        cuda_graph = cuda_graph and not is_sharded(model)
         all_done = end_of_decoding(model)
         take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0
@@ -269,8 +269,6 @@ class TreeStep(Step):
         """Take a step; changes `sequences` in place."""
         candidates = self.drafter.draft(sequences)
         layout = cast(Layout, self.drafter.layout) if self.layout is None else self.layout
-        if self.drafter.cuts:
-            layout = layout.first(self.drafter.num_nodes())
         tokens, positions = ops.tree_inputs(
             candidates,
             sequences.root,
@@ -280,6 +278,8 @@ class TreeStep(Step):
             self.stops,
             self.thresholds.moving,
         )
+        if (deepest := self.drafter.max_depth) is not None:  # `accept_path` accepts no node off its own position
+            positions = torch.minimum(positions, (sequences.cache_seqlens + deepest)[:, None])
         boundaries = self.drafter.boundaries
         reads: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else {}
         out = self.model(

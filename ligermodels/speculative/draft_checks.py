@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ligermodels.convert.reading import reading
 from ligermodels.layers import RopeConfig
-from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.models.capture import layer_ids_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import StateDict
@@ -23,7 +22,9 @@ from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, T2D, op
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_head import Eagle3Config
+from ligermodels.speculative.head_files import allocated, head_state
 
+Activation = Callable[[Tensor], Tensor]
 Config = TypeVar("Config", Eagle3Config, BlockDraftConfig)
 
 
@@ -75,12 +76,9 @@ class DraftFiles(Generic[Config]):
 
     def loaded(self) -> Any:
         """The network of the head with its tensors, in float32 on the CPU."""
-        with torch.device("meta"), skip_init():
-            head = self.network(self.config).eval()
-        allocate(head, torch.float32, torch.device("cpu"))
-        state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+        head = allocated(partial(self.network, self.config), torch.float32, torch.device("cpu")).eval()
         reader = StateDict({name: tensor for name, tensor in self.tensors.items() if name != LM_HEAD})
-        self.formats.weight_map(self.config, lm_head=False).load(reader, state)
+        self.formats.weight_map(self.config, lm_head=False).load(reader, head_state(head, "head"))
         return head
 
     def check_sizes(self) -> None:
@@ -170,7 +168,11 @@ class Formulas:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """The RMS norm `name`, of x (..., H)."""
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight(f"{name}.weight")
+        return self.divided(x) * self.weight(f"{name}.weight")
+
+    def divided(self, x: Tensor) -> Tensor:
+        """x (..., H) divided by its root mean square."""
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def rotate(self, x: Tensor, positions: Iterable[int]) -> Tensor:
         """x (T, heads, D), rotated by the angles of T positions."""
@@ -192,14 +194,23 @@ class Formulas:
         name = f"{layer}.self_attn.{part}_norm"
         return self.norm(projected, name) if f"{name}.weight" in self.tensors else projected
 
-    def mlp(self, x: Tensor, layer: str) -> Tensor:
-        """The gated feed-forward layer of x (T, H), after its norm."""
-        y = self.norm(x, f"{layer}.post_attention_layernorm")
+    def mlp(
+        self, x: Tensor, layer: str, norm: str = "post_attention_layernorm", activation: Activation = F.silu
+    ) -> Tensor:
+        """The gated feed-forward layer of x (T, H), after its norm.
+
+        Args:
+            x: (T, H).
+            layer: prefix of the layer.
+            norm: name of the norm.
+            activation: of the gate.
+        """
+        y = self.norm(x, f"{layer}.{norm}")
         gate, up = (self.linear(y, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-        return self.linear(F.silu(gate) * up, f"{layer}.mlp.down_proj")
+        return self.linear(activation(gate) * up, f"{layer}.mlp.down_proj")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, scale: float | None = None) -> Tensor:
     """Grouped attention in plain torch.
 
     Args:
@@ -207,12 +218,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) ->
         k: (S, Hkv, D).
         v: (S, Hkv, D).
         allowed: bool (T, S), the keys that each query sees; None for all.
+        scale: of the scores; by default D ** -0.5.
 
     Returns:
         (T, Hq * D).
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)

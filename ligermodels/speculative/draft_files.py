@@ -14,33 +14,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_names
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import reshard
+from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_type
 from ligermodels.models.families import family_of
 from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.files import TorchFile
+from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state, save_alone
 
 if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
 
 Model = TypeVar("Model", bound="DraftHeadModel")
 
-CONFIG, TORCH_FILE = "config.json", "pytorch_model.bin"
+TORCH_FILE = "pytorch_model.bin"
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -49,6 +49,12 @@ LAYER_FIELDS = (
     "use_sliding_window", "tie_word_embeddings",
 )  # fmt: skip
 """Fields of a flat config.json that describe the layers of a head."""
+GEMMA4_FIELDS = (
+    "hidden_activation", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block",
+    "hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp", "final_logit_softcapping",
+    "per_layer_config",
+)  # fmt: skip
+"""Further fields of layers of Gemma 4's kind."""
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -201,18 +207,10 @@ def save_head(
         state[LM_HEAD] = model.projection.rows(model.base.dtype)
     further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
     if form.embedding:
-        further[EMBEDDING] = embedding_table(model)
-    save_checkpoint(
-        folder_to_write(folder),
-        [
-            *weight_map.export(state),
-            *(LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()),
-        ],
-        max_shard_size=2**63 - 1,
-        files={CONFIG: as_json(config)},
-        overwrite=overwrite,
-        ranks=Ranks(state.values()),
-    )
+        further[EMBEDDING] = stored_embedding(model)
+    tensors = weight_map.export(state)
+    tensors += [LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()]
+    save_alone(folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
 
 
 def load_head(
@@ -228,7 +226,7 @@ def load_head(
         model_class: class of the model.
         base: the base model, in memory.
         folder: folder or hub id of the head.
-        options: arguments of `from_pretrained`.
+        options: how the head is trained, arguments of the class.
         progress: called with (bytes loaded, bytes in total) of the head.
 
     Returns:
@@ -238,17 +236,22 @@ def load_head(
         CheckpointError: files or tensors are missing, damaged, or made for another base model.
         ConfigError: config.json is not of such a head, or has a bad value.
         HubError: the files cannot be fetched.
+        TypeError: an unknown option.
+        InputError: a value of an option is out of range.
     """
     check_native(base, "base")
+    check_names(f"{model_class.__name__}.from_pretrained", options, ("progress", *model_class.training_names))
+    model_class.check_training(options)
     path, formats = hub.resolve(folder), model_class.formats
     with reading(path, partial(open_head, path, names=formats.tensor_name)) as (stored, reader):
         require_type(stored, model_class.head_type, path)
         config = formats.read_config(stored, base.config)
         vocabulary = stored_vocabulary(reader.headers, base.config.vocab_size)
         try:
-            model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
+            check_fit(base.config, config, vocabulary)
         except InputError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
         weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
         if base.device.type == "meta":
             weight_map.plan(reader.headers, native_state(model))
@@ -258,6 +261,22 @@ def load_head(
                 _take_embedding(model, path, reader.headers[EMBEDDING])
     base.requires_grad_(False)
     return model
+
+
+def check_fit(base: DecoderConfig, config: Any, vocabulary: DraftVocabulary | None) -> None:
+    """InputError unless the config of a head fits the base model's config and the draft vocabulary, None for all."""
+    tokens = DraftVocabulary.whole(base.vocab_size) if vocabulary is None else vocabulary
+    for name, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, base.hidden_size),
+        ("hidden_size", config.decoder.hidden_size, base.hidden_size),
+        ("vocab_size", config.decoder.vocab_size, base.vocab_size),
+        ("vocab_size", tokens.vocab_size, base.vocab_size),
+        ("draft_vocab_size", config.draft_vocab_size, len(tokens)),
+    ):
+        if ours != theirs:
+            raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
+    if config.boundaries[-1] > len(base.blocks):
+        raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
 
 def open_head(folder: Path, opened: ExitStack, names: Callable[[str], str]) -> tuple[dict[str, Any], StateDict]:
@@ -294,7 +313,7 @@ def stored_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> DraftVo
 
 def native_state(model: DraftHeadModel) -> dict[str, Tensor]:
     """The tensors of a head by their native names: `head.*`, and `lm_head.weight` where it has one."""
-    state = {f"head.{name}": tensor.detach() for name, tensor in persistent_tensors(model.head).items()}
+    state = head_state(model.head, "head")
     return state if model.lm_head is None else state | {LM_HEAD: model.lm_head.weight.detach()}
 
 
@@ -310,6 +329,16 @@ def embedding_table(model: DraftHeadModel) -> Tensor:
     return model.embeddings(torch.arange(model.base.config.vocab_size, device=model.base.device)[None])[0]
 
 
+def stored_embedding(model: DraftHeadModel) -> Tensor:
+    """(V, H), the embedding for a file, which heads with layers of Gemma 4's kind scale when they read it."""
+    scale = model.config.decoder.embed_scale
+    if scale is None:
+        return embedding_table(model)
+    if model.embed is None and model.base.config.embed_scale == scale:
+        return gathered(persistent_tensors(model.base)["decoder.embed.weight"].detach())
+    return embedding_table(model) / scale
+
+
 def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
     """Keep the embedding of a head, frozen, unless it is the base model's."""
     ours = embedding_table(model)
@@ -317,6 +346,7 @@ def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
         raise CheckpointError(
             f"{path}: {EMBEDDING} has the shape {tuple(stored.shape)}, the model's {tuple(ours.shape)}"
         )
-    own = stored.to(ours)
+    own, scale = stored.to(ours), model.config.decoder.embed_scale
+    own = own if scale is None else own * torch.tensor(scale, dtype=own.dtype)  # rounded, as transformers has it
     if not torch.equal(own, ours):
         model.embed = nn.Embedding.from_pretrained(own, freeze=True)

@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.arguments import names_checked
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
-from ligermodels.layers.initialization import allocate, initialize, skip_init
+from ligermodels.layers.initialization import initialize
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.speculative.draft_files import load_head, save_head
+from ligermodels.speculative.block_loss import capped
+from ligermodels.speculative.draft_files import check_fit, load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.head_files import allocated
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 LOSS_OPTIONS = ("token_weights", "reduction", "memory_budget")
@@ -45,6 +48,8 @@ class DraftHeadModel(MultiHeadModel):
     """The file formats of such heads: `eagle3_formats` or `block_formats`."""
     head_type: ClassVar[str]
     """Their type in files: a name of `models.extra_heads.HEADS`."""
+    training_names: ClassVar[tuple[str, ...]]
+    """Options of `from_pretrained`: how the head is trained."""
 
     def __init__(
         self, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, network: Callable[[Any], nn.Module]
@@ -62,32 +67,16 @@ class DraftHeadModel(MultiHeadModel):
         """
         super().__init__()
         check_native(base, "base")
-        vocabulary = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        if vocabulary is None:
+            vocabulary = DraftVocabulary.whole(base.config.vocab_size)
+        if not isinstance(vocabulary, DraftVocabulary):
+            raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(vocabulary)}")
+        check_fit(base.config, config, vocabulary)
         self.base, self.config, self.vocabulary = base, config, vocabulary
         self.embed: nn.Embedding | None = None
         self.lm_head: LMHead | None = None
-        self._check_config()
-        with torch.device("meta"), skip_init():
-            self.head: Any = network(config)
-        allocate(self.head, base.dtype, base.device)
+        self.head: Any = allocated(partial(network, config), base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, self.head_type)
-
-    def _check_config(self) -> None:
-        """InputError unless the head's config fits the base model and the draft vocabulary."""
-        if not isinstance(self.vocabulary, DraftVocabulary):
-            raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(self.vocabulary)}")
-        config, base = self.config, self.base.config
-        for name, ours, theirs in (
-            ("target_hidden_size", config.target_hidden_size, base.hidden_size),
-            ("hidden_size", config.decoder.hidden_size, base.hidden_size),
-            ("vocab_size", config.decoder.vocab_size, base.vocab_size),
-            ("vocab_size", self.vocabulary.vocab_size, base.vocab_size),
-            ("draft_vocab_size", config.draft_vocab_size, len(self.vocabulary)),
-        ):
-            if ours != theirs:
-                raise InputError(f"{name}: of the head is {ours}, where the model and its draft tokens need {theirs}")
-        if config.boundaries[-1] > len(base.blocks):
-            raise InputError(f"boundaries: the model has {len(base.blocks)} layers, got {config.boundaries}")
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
 
@@ -114,13 +103,14 @@ class DraftHeadModel(MultiHeadModel):
     @property
     def projection(self) -> DraftProjection:
         """The projection of the head to the draft vocabulary."""
-        return DraftProjection(self.base, self.vocabulary, self.lm_head)
+        return DraftProjection(self.base, self.vocabulary, self.lm_head, self.config.decoder.head.softcap)
 
     def project_with(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """The projection for decoding: hidden states (..., H) -> logits (..., V_d). The rows are taken once."""
-        if self.lm_head is not None:
-            return self.lm_head
-        return partial(F.linear, weight=self.projection.rows(dtype))
+        softcap, project = self.projection.softcap, cast(Callable[[Tensor], Tensor], self.lm_head)
+        if self.lm_head is None:
+            project = partial(F.linear, weight=self.projection.rows(dtype))
+        return project if softcap is None else lambda hidden: capped(project(hidden), softcap)
 
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""
@@ -130,6 +120,11 @@ class DraftHeadModel(MultiHeadModel):
 
     def stored_settings(self) -> dict[str, Any]:
         """Settings of the training that files name, by the arguments of a format's `config`."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_training(cls, options: Mapping[str, Any]) -> None:
+        """InputError for an option of `training_names` with a bad value."""
         raise NotImplementedError
 
     @classmethod
@@ -150,7 +145,7 @@ class DraftHeadModel(MultiHeadModel):
             vocabulary: the tokens that the head can propose; None for all.
             stored: config.json.
             lm_head: the lm_head (V_d, H) in the file, or None.
-            options: arguments of the caller of `from_pretrained`.
+            options: options of `from_pretrained`, of `training_names`.
         """
         raise NotImplementedError
 
@@ -182,6 +177,8 @@ class DraftHeadModel(MultiHeadModel):
             CheckpointError: files or tensors are missing, damaged, or made for another base model.
             ConfigError: config.json is not of such a head, or has a bad value.
             HubError: the files cannot be fetched.
+            TypeError: an unknown option, before anything is read.
+            InputError: an option's value is out of range, before anything is read.
 
         Examples:
             >>> eagle = lm.Eagle3Model.from_pretrained(model, "RedHatAI/Qwen3-8B-speculator.eagle3")
@@ -190,6 +187,7 @@ class DraftHeadModel(MultiHeadModel):
         """
         return load_head(cls, base, folder, options, progress)
 
+    @names_checked
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -235,13 +233,7 @@ class DraftHeadModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """InputError: no format holds a model together with such a head.
-
-        Args:
-            folder: not used.
-            max_shard_size: not used.
-            overwrite: not used.
-        """
+        """InputError: no format holds a model together with such a head."""
         raise InputError(
             f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
         )

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
-from ligermodels.layers.initialization import allocate, skip_init, whole_parameters
+from ligermodels.layers.initialization import whole_parameters
 from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.loss.divergences import Divergence
-from ligermodels.speculative.block_loss import BlockLosses, SlotLoss, Teacher, block_losses
+from ligermodels.speculative.block_loss import BlockLosses, SlotLoss, Teacher, block_losses, capped
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.head_files import allocated
 
 Result = TypeVar("Result")
 
@@ -55,19 +56,21 @@ class DraftProjection:
         base: the model that the head belongs to.
         vocabulary: the tokens that the head can propose.
         lm_head: the head's own projection; None for the rows of the model's.
+        softcap: of the head's logits, or None.
     """
 
     base: CausalLM
     vocabulary: DraftVocabulary
     lm_head: LMHead | None
+    softcap: float | None = None
     _taken: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
     """The model's rows for a reduced vocabulary, by the dtype of the weight: all steps of a pass use the same copy."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits (..., V_d) of states (..., H) after the head's final norm."""
         if self.lm_head is not None:
-            return cast(Tensor, self.lm_head(normed))
-        return self._gathered(lambda: F.linear(normed, self._rows(normed.dtype)))
+            return capped(cast(Tensor, self.lm_head(normed)), self.softcap)
+        return capped(self._gathered(lambda: F.linear(normed, self._rows(normed.dtype))), self.softcap)
 
     def ranks(self, normed: Tensor, targets: Tensor) -> Tensor:
         """The ranks of targets: see `DraftVocabulary.ranks`.
@@ -239,9 +242,8 @@ class DraftProjection:
 
 def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
     """A head's own lm_head, with the rows of the model's lm_head for the draft vocabulary."""
-    with torch.device("meta"), skip_init():
-        lm_head = LMHead(base.config.hidden_size, len(vocabulary), HeadConfig())
-    allocate(lm_head, base.dtype, base.device)
+    new = partial(LMHead, base.config.hidden_size, len(vocabulary), HeadConfig())
+    lm_head: LMHead = allocated(new, base.dtype, base.device)
     copy_rows(base, vocabulary, lm_head)
     return lm_head
 

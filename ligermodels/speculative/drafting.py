@@ -66,12 +66,8 @@ class Drafter:
     the hidden states after the final norm."""
     layout: Layout | None = None
     """After `draft`, the nodes of the tree of each sequence; None for the tree that `begin` was given."""
-    cuts = False
-    """Whether a step checks only the first `num_nodes` nodes of the tree. No CUDA graph can then capture it."""
-
-    def num_nodes(self) -> int:
-        """Called after `draft` if the drafter `cuts`: the number of nodes to check, at least 1, the root."""
-        raise NotImplementedError
+    max_depth: Tensor | None = None
+    """After `draft`, long (B,): deeper nodes of a sequence's tree are not accepted; None for no such limit."""
 
     def begin(self, batch_size: int, max_length: int, tree: Tree | DynamicTree, choose: ChooseDrafts) -> None:
         """Prepare for a batch.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count
+from ligermodels.arguments import MOST_HEADS, check_count, check_names, parameter_names
 from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX, HeadLoss
 from ligermodels.models.capture import default_boundaries
@@ -21,6 +21,7 @@ from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative import eagle3_formats as formats
+from ligermodels.speculative.block_training import check_divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, following, layer_like
 from ligermodels.speculative.draft_projection import WholeVocabulary, copy_rows, own_lm_head
@@ -49,6 +50,7 @@ class Eagle3Model(DraftHeadModel):
 
     kind, head_type = "EAGLE-3", EAGLE_TYPE
     formats: ClassVar[ModuleType] = formats
+    training_names = ("num_steps", "decay", "divergence")
 
     def __init__(
         self,
@@ -77,9 +79,9 @@ class Eagle3Model(DraftHeadModel):
         """
         if lm_head not in ("own", "shared"):
             raise InputError(f"lm_head: must be 'own' or 'shared', got {short(lm_head)}")
+        self.check_training({"num_steps": num_steps, "decay": decay, "divergence": divergence})
         super().__init__(base, config, vocabulary, Eagle3Head)
-        self.divergence, self.decay = divergence, check_decay(decay)
-        self.num_heads = check_count("num_steps", num_steps, most=MOST_HEADS)
+        self.divergence, self.decay, self.num_heads = divergence, float(decay), int(num_steps)
         self.lm_head = own_lm_head(base, self.vocabulary) if lm_head == "own" else None
 
     def choose(self, vocabulary: DraftVocabulary) -> None:
@@ -141,6 +143,7 @@ class Eagle3Model(DraftHeadModel):
             >>> eagle(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
         """
         check_native(base, "base")
+        check_names("Eagle3Model.from_base", flags, (*parameter_names(cls.from_base), *formats.FLAGS))
         if boundaries is not None:
             boundaries = check_boundaries("boundaries", boundaries, len(base.config.blocks))
         check_layers("layer", {"model_type": layer} if isinstance(layer, str) else layer, KINDS)
@@ -229,6 +232,14 @@ class Eagle3Model(DraftHeadModel):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def check_training(cls, options: Mapping[str, Any]) -> None:
+        """See `DraftHeadModel.check_training`. None is the value in the files."""
+        given = {"num_steps": STEPS, "decay": DECAY, "divergence": "forward_kl"} | _given(options)
+        check_count("num_steps", given["num_steps"], most=MOST_HEADS)
+        check_decay(given["decay"])
+        check_divergence(given["divergence"])
+
     def stored_settings(self) -> dict[str, Any]:
         return {"num_steps": self.num_heads, "decay": self.decay}
 
@@ -240,5 +251,9 @@ class Eagle3Model(DraftHeadModel):
         """See `DraftHeadModel.of_file`. A head without an lm_head uses the base model's."""
         decay = formats.stored_decay(stored)
         defaults = {"num_steps": formats.stored_steps(stored) or STEPS, "decay": DECAY if decay is None else decay}
-        given = {name: value for name, value in options.items() if value is not None}
-        return cls(base, config, vocabulary, lm_head="shared" if lm_head is None else "own", **{**defaults, **given})
+        own: Literal["own", "shared"] = "shared" if lm_head is None else "own"
+        return cls(base, config, vocabulary, lm_head=own, **{**defaults, **_given(options)})
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -208,7 +208,10 @@ def stored_steps(stored: Mapping[str, Any]) -> int | None:
 def stored_decay(stored: Mapping[str, Any]) -> float | None:
     """The decay of the steps' weights; None where config.json does not name it."""
     decay = stored.get(DECAY_FIELD)
-    return None if decay is None else float(check_number(DECAY_FIELD, decay))
+    try:
+        return None if decay is None else float(check_number(DECAY_FIELD, decay))
+    except InputError as error:
+        raise ConfigError(f"config.json: {error}") from None
 
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,91 +1,31 @@
-"""Files of Medusa heads: written and checked in any of the formats, and read in the format that is recognised."""
+"""Files of Medusa heads: written in any of the formats, and read in the format that is recognised."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import re
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.export_spec import ExportSpec, as_json
+from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import INDEX, SINGLE
-from ligermodels.convert.input_files import is_present, open_file, shown
+from ligermodels.convert.input_files import is_present, shown
 from ligermodels.convert.loading import FileReader
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.saving import written_whole
-from ligermodels.convert.weight_map import LISTED, LazyTensor, WeightMap, raise_faults
-from ligermodels.errors import CheckpointError, short
-from ligermodels.models.state_dict import StateDict
+from ligermodels.convert.weight_map import LISTED, WeightMap, raise_faults
+from ligermodels.errors import CheckpointError
+from ligermodels.speculative.head_files import CONFIG, TorchFile, save_alone
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
-CONFIG = "config.json"
 SUPERFLUOUS = "medusa_heads."
 """Prefix that some conversions leave in names; it is removed, as in vLLM."""
-ONE_FILE = 2**63 - 1
-"""Maximum shard size for formats with a single file."""
-
-
-class TorchFile(StateDict):
-    """Reader of a file that torch.save has written. It loads tensors only (weights_only), so that no code can run.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: the file holds other objects than tensors, is damaged, or is not a dict of tensors.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with open_file(path, CheckpointError):
-            pass  # an error for a FIFO, from which torch.load would wait forever
-        try:
-            # torch can map zip files into memory: tensors are then read when they are used.
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except pickle.UnpicklingError as error:
-            problem = "holds more than tensors, or is damaged, and is not loaded"
-            raise CheckpointError(f"{path}: {problem}: {_line(error)}") from None
-        except Exception as error:  # torch's unpickler raises errors of any class for a damaged file
-            raise CheckpointError(f"{path}: cannot be read: {_line(error)}; fetch it again") from error
-        if not isinstance(tensors, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-        ):
-            raise CheckpointError(f"{path}: is not a dict of tensors by name, as a module's state_dict is")
-        for name, tensor in tensors.items():
-            if (form := _unreadable(tensor)) is not None:
-                raise CheckpointError(f"{path}: {short(name)} is a {form} tensor, not a dense tensor with values")
-        super().__init__(tensors)
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of a tensor.
-
-        Args:
-            name: name of the tensor.
-            start: offset of the first byte.
-            buffer: its length is the number of bytes.
-        """
-        stored = self.headers[name].contiguous().view(-1).view(torch.uint8)[start : start + len(buffer)]
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(stored)
-
-
-def _unreadable(tensor: Tensor) -> str | None:
-    """Name of the storage form of a tensor that cannot be read as plain bytes; None if it can be read."""
-    if tensor.layout is not torch.strided:
-        return "sparse"
-    if tensor.is_quantized:
-        return "quantized"
-    return "meta" if tensor.is_meta else None
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -102,7 +42,7 @@ def save_heads(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
-    """Write heads, completely or not at all, and check the written files against the format.
+    """Write heads, completely or not at all.
 
     Args:
         folder: created if need be.
@@ -115,68 +55,17 @@ def save_heads(
         overwrite: replace a checkpoint or heads in `folder`.
 
     Raises:
-        CheckpointError: the folder is in use or cannot be written, or the written files do not match the format.
+        CheckpointError: the folder is in use or cannot be written.
         InputError: the format needs `base_model`.
     """
     weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
-    whole = None
     if base is not None:
         whole = base.with_heads(
             weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(profile.prefix)
         )
-        weights = whole.whole_map
-    tensors, ranks = weights.export(state), Ranks(state.values())
-    others = whole.source.extra if whole is not None and whole.source is not None else ()
-    planned = {tensor.name: tensor.shape for tensor in tensors}
-
-    def check(written: Path) -> None:
-        with _opened(written, profile.file) as reader:
-            sizes = {name: tuple(header.shape) for name, header in reader.headers.items() if name not in others}
-        if faults := profile.faults(shape, sizes, read_json(written / CONFIG), base_model, planned):
-            raise CheckpointError(f"{folder}: not written: it would not be in the {profile.name} format: {faults[0]}")
-
-    if whole is not None:
-        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, check=check)
-    elif profile.file.endswith(".safetensors"):
-        save_checkpoint(
-            folder,
-            tensors,
-            name=profile.file.removesuffix(".safetensors"),
-            max_shard_size=ONE_FILE,
-            files={CONFIG: as_json(config)},
-            overwrite=overwrite,
-            check=check,
-            ranks=ranks,
-        )
+        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
     else:
-        _save_torch(folder, profile.file, tensors, config, overwrite, check, ranks)
-
-
-def _save_torch(
-    folder: Path,
-    file: str,
-    tensors: Sequence[LazyTensor],
-    config: Mapping[str, Any],
-    overwrite: bool,
-    check: Callable[[Path], None],
-    ranks: Ranks,
-) -> None:
-    with ranks.step(str(folder)):
-        fetched = ranks.fetch({tensor.name: tensor.read for tensor in tensors})
-        if not ranks.writes:
-            return
-        # torch.save writes the whole storage of a tensor, so that a view of a larger storage is copied.
-        is_whole = {name: x.untyped_storage().nbytes() == x.nbytes for name, x in fetched.items()}
-        state = {name: x if is_whole[name] else x.clone() for name, x in fetched.items()}
-        # A tensor under several names is written once.
-        needed = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
-        with written_whole(folder, needed, overwrite=overwrite) as temporary:
-            (temporary / CONFIG).write_text(as_json(config), encoding="utf-8")
-            try:
-                torch.save(state, temporary / file)
-            except RuntimeError as error:  # raised by torch's writer for a full disk
-                raise OSError(_line(error)) from error
-            check(temporary)
+        save_alone(folder, weights.export(state), config, Ranks(state.values()), file=profile.file, overwrite=overwrite)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -266,8 +155,3 @@ def _opened(folder: Path, file: str) -> Iterator[FileReader]:
             )
         reader.headers = {name: reader.headers[old] for name, old in stored.items()}  # type: ignore[assignment]
         yield reader
-
-
-def _line(error: Exception) -> str:
-    text = re.sub(r"\x1b\[\d*m", "", str(error))  # torch's messages have terminal codes for bold type
-    return (text.splitlines() or [type(error).__name__])[0]

@@ -30,12 +30,6 @@ class Layout(NamedTuple):
         paths = ops.Paths(*(tensor.to(device) for tensor in (tree.parent, tree.depth, tree.route)))
         return cls(paths, tree.rank.to(device), TreeTokens(tree.mask.to(device), paths.parent, paths.depth))
 
-    def first(self, count: int) -> Layout:
-        """The first `count` nodes of a tree that all sequences share, which are a tree of less depth."""
-        paths = ops.Paths(*(tensor[:count] for tensor in vars(self.paths).values()))
-        tokens = TreeTokens(self.tokens.mask[:count, :count], paths.parent, paths.depth)
-        return Layout(paths, self.rank[:count], tokens)
-
 
 class Candidates:
     """The candidates of all levels of a `DynamicTree`, for a batch. They are numbered level by level.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ligermodels.convert import hub
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, short
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, draft_type, without_heads
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
@@ -39,14 +39,19 @@ def load_multi_head(
     Raises:
         CheckpointError: there are no heads; or files or tensors are missing, damaged, or made for another base model.
         HubError: the files cannot be fetched.
-        ConfigError: MTP is not implemented for this base model.
+        ConfigError: MTP is not implemented for this base model, or the heads are of a kind that is not implemented.
 
     Examples:
         >>> model = load_multi_head(base, "heads/")
         >>> model.generate([[1, 5, 9]], max_new_tokens=64)
     """
-    if (kind := draft_type(config_of_heads(heads))) is not None:
+    config = config_of_heads(heads)
+    if (kind := draft_type(config)) is not None:
         return DRAFT_HEADS[kind].from_pretrained(base, heads, progress=progress)
+    if (other := config.get("speculators_model_type")) is not None:
+        raise ConfigError(
+            f"{heads}: speculators_model_type: {short(other)} heads are not implemented; give {', '.join(DRAFT_HEADS)}"
+        )
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
     try:

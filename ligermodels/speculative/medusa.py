@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count
+from ligermodels.arguments import MOST_HEADS, check_count, names_checked
 from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
@@ -93,6 +93,7 @@ class MedusaModel(MultiHeadModel):
         return MedusaHead(self.shape.hidden_size, self.shape.num_layers, lm_head)
 
     @classmethod
+    @names_checked
     def from_base(
         cls,
         base: CausalLM,
@@ -169,6 +170,7 @@ class MedusaModel(MultiHeadModel):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @names_checked
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -178,7 +180,7 @@ class MedusaModel(MultiHeadModel):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the heads in the format of another program, and check the written files against that format.
+        """Write the heads in the format of another program.
 
         The folder is written completely or not at all. If the heads share an lm_head and the format stores an lm_head
         per head, the shared lm_head is written for each head.
@@ -216,16 +218,7 @@ class MedusaModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """Write the base model's checkpoint with the heads in it: `export` with the profile full-hf.
-
-        Args:
-            folder: created if need be.
-            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
-            overwrite: replace a checkpoint in the folder.
-
-        Raises:
-            InputError, ConfigError, CheckpointError: see `export`.
-        """
+        """`export` with the profile full-hf: see `MultiHeadModel.save_whole`."""
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -243,6 +236,7 @@ class MedusaModel(MultiHeadModel):
         self.export(folder, "vllm" if self.lm_head == "own" else "vllm-shared", overwrite=overwrite)
 
     @classmethod
+    @names_checked
     def from_pretrained(
         cls,
         base: CausalLM,
@@ -278,6 +272,7 @@ class MedusaModel(MultiHeadModel):
             >>> medusa = lm.MedusaModel.from_pretrained(model, "FasterDecoding/medusa-vicuna-7b-v1.3")
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """
+        check_decay(decay)
         path = heads_folder(folder)
         require_type(config_of_heads(path), MEDUSA_TYPE, path)
         with open_heads(path) as stored:

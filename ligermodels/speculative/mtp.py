@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
-import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count
+from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count, check_names, names_checked, parameter_names
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers.initialization import allocate, initialize, skip_init
+from ligermodels.layers.initialization import initialize
 from ligermodels.layers.sharding import gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE, require_type
@@ -25,6 +25,7 @@ from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.draft_layer import following
+from ligermodels.speculative.head_files import allocated
 from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
@@ -71,12 +72,12 @@ class MTPModel(MultiHeadModel):
         )
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
         self.layout = Layout.of(base, num_layers)
-        with torch.device("meta"), skip_init():
-            self.head = MTPHead(base.config, num_layers, separate=self.layout.format.separate)
-        allocate(self.head, base.dtype, base.device)
+        network = partial(MTPHead, base.config, num_layers, separate=self.layout.format.separate)
+        self.head: MTPHead = allocated(network, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "mtp")
 
     @classmethod
+    @names_checked
     def from_base(
         cls: type[Model], base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1
     ) -> Model:
@@ -151,6 +152,11 @@ class MTPModel(MultiHeadModel):
             >>> mtp = lm.MTPModel.from_pretrained("Qwen/Qwen3.5-9B", dtype=torch.bfloat16, device="cuda")
             >>> mtp.generate([[1, 5, 9]], max_new_tokens=64)
         """
+        names = (*parameter_names(MTPModel.from_pretrained), *parameter_names(from_pretrained))
+        check_names("MTPModel.from_pretrained", options, names)
+        if num_steps is not None:
+            check_count("num_steps", num_steps, most=MOST_HEADS)
+        check_decay(decay)
         if isinstance(base, str | os.PathLike):
             base = from_pretrained(base, **options)
         elif options:
@@ -247,6 +253,7 @@ class MTPModel(MultiHeadModel):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @names_checked
     def save_pretrained(
         self,
         folder: str | os.PathLike[str],
@@ -282,16 +289,7 @@ class MTPModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """Write the base model's checkpoint with the head in it: `save_pretrained`.
-
-        Args:
-            folder: created if need be.
-            max_shard_size: largest size of a safetensors file, in bytes or as a string such as "5GB".
-            overwrite: replace a checkpoint in the folder.
-
-        Raises:
-            ConfigError, CheckpointError, InputError: see `save_pretrained`.
-        """
+        """`save_pretrained`: see `MultiHeadModel.save_whole`."""
         self.save_pretrained(folder, max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -10,34 +10,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ligermodels.archs import family_of
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
-from ligermodels.convert.export_spec import ExportSpec, as_json
+from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.quantized import weight_codes
-from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE
 from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
-from ligermodels.models.untie import HEAD
+from ligermodels.speculative.head_files import CONFIG, copies, head_state, save_alone
 from ligermodels.speculative.mtp_head import MTPHead
 
-CONFIG, MODEL_TYPE = "config.json", MTP_TYPE
-"""The file with the config of a head alone, and its `model_type`."""
+MODEL_TYPE = MTP_TYPE
+"""`model_type` of a head alone."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ def load_head(
     Raises:
         CheckpointError: tensors are missing, damaged, or made for another base model.
     """
-    state, layouts = _state(head), Layout.all_of(base, head.num_layers)
+    state, layouts = head_state(head, "mtp"), Layout.all_of(base, head.num_layers)
     with reading(folder, partial(_open_head, folder)) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
@@ -189,8 +186,8 @@ def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[Ex
     reshard(base)
     reshard(head)
     state = persistent_tensors(base)
-    copies = {f"mtp.copies.{i}": (name, state[native]) for i, (name, native) in enumerate(layout.copies.items())}
-    added = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
+    repeated = {f"mtp.copies.{i}": (name, state[native]) for i, (name, native) in enumerate(layout.copies.items())}
+    added = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in repeated.items())]
 
     whole = spec.with_heads(
         replace(layout.weight_map, mappings=added),
@@ -198,7 +195,7 @@ def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[Ex
         layout.format.fields,
         layout.holds,
     )
-    return whole, {**state, **_state(head), **{native: tensor for native, (_, tensor) in copies.items()}}
+    return whole, {**state, **head_state(head, "mtp"), **{native: tensor for native, (_, tensor) in repeated.items()}}
 
 
 def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, overwrite: bool = False) -> None:
@@ -215,7 +212,7 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
         CheckpointError: the folder is in use or cannot be written.
     """
     reshard(head)
-    state, spec = _state(head), base.export_spec
+    state, spec = head_state(head, "mtp"), base.export_spec
     config: dict[str, Any] = {"model_type": MODEL_TYPE}
     if spec is not None:
         config |= {"base_model_type": spec.hf_config["model_type"], "base_model_name_or_path": spec.base_name}
@@ -225,37 +222,19 @@ def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, 
         "vocab_size": base.config.vocab_size,
         "dtype": str(base.dtype).removeprefix("torch."),
     }
-    save_checkpoint(
-        folder,
-        layout.weight_map.export(state),
-        max_shard_size=2**63 - 1,
-        files={CONFIG: as_json({name: value for name, value in config.items() if value is not None})},
-        overwrite=overwrite,
-        ranks=Ranks(state.values()),
-    )
-
-
-def _state(head: nn.Module) -> dict[str, Tensor]:
-    return {f"mtp.{name}": tensor.detach() for name, tensor in persistent_tensors(head).items()}
+    config = {name: value for name, value in config.items() if value is not None}
+    save_alone(folder, layout.weight_map.export(state), config, Ranks(state.values()), overwrite=overwrite)
 
 
 def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
     """ConfigWarning for each tensor in `layout.copies` that differs from the base model's tensor."""
-    own = persistent_tensors(base)
     for name, native in layout.copies.items():
-        if name in reader.headers:
-            stored = reader.read(name)
-            if native == HEAD and (codes := weight_codes(base.head)) is not None:
-                is_copy = codes.is_of(stored, base.dtype)
-            else:
-                ours = gathered(own[native].detach())
-                is_copy = stored.shape == ours.shape and torch.equal(stored.to(ours), ours)
-            if not is_copy:
-                warnings.warn(
-                    f"{folder}: {name} is not the model's own tensor; the model's is used, as transformers does",
-                    ConfigWarning,
-                    stacklevel=4,
-                )
+        if name in reader.headers and not copies(base, native)(reader.read(name)):
+            warnings.warn(
+                f"{folder}: {name} is not the model's own tensor; the model's is used, as transformers does",
+                ConfigWarning,
+                stacklevel=4,
+            )
 
 
 def holds_head(base: CausalLM, folder: Path) -> bool:

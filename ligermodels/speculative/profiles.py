@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -48,7 +48,6 @@ class Profile:
         lm_heads: "each": every head has an lm_head. "one": all heads use the lm_head stored for head 0. "none": all
             heads use the base model's lm_head.
         config: the fields of config.json, or fields that are added to the base model's config.json.
-        misread: a regular expression; the format's loader misinterprets keys of config.json that match it.
         biases_optional: whether ResBlocks may have no biases.
         max_layers: largest number of ResBlocks per head; None for no limit.
         prefix: prefix of the heads' tensors in the base model's checkpoint; empty for heads in files of their own.
@@ -60,7 +59,6 @@ class Profile:
     lm_head: str
     lm_heads: Literal["each", "one", "none"]
     config: Mapping[str, Any]
-    misread: str | None = None
     biases_optional: bool = False
     max_layers: int | None = None
     prefix: str = field(default="")
@@ -146,37 +144,6 @@ class Profile:
         )
         return len(unmatched), len(self.config) - equal, -equal
 
-    def faults(
-        self,
-        shape: HeadsShape,
-        written: Mapping[str, Sequence[int]],
-        config: Mapping[str, Any],
-        base_model: str | None,
-        planned: Mapping[str, Sequence[int]],
-    ) -> list[str]:
-        """Differences between written files and the format.
-
-        Args:
-            shape: numbers and sizes of the heads.
-            written: name -> shape of the tensors in the files.
-            config: the config.json in the files.
-            base_model: the base model's hub id or folder, or None.
-            planned: name -> shape of the tensors that should be in the files, with the base model's tensors for a
-                format that holds the base model.
-
-        Returns:
-            A description of each difference.
-        """
-        differing = [name for name in {**planned, **written} if planned.get(name) != written.get(name)]
-        fields = self.filled(shape, base_model)
-        faults = [f"{name} {written.get(name)} instead of {planned.get(name)}" for name in differing]
-        faults += [f"config.json: {key} = {config.get(key)!r}" for key in fields if config.get(key) != fields[key]]
-        if not self.prefix:
-            faults += [f"config.json: {key} is not a field of the format" for key in config if key not in fields]
-        if self.misread is not None:
-            faults += [f"config.json: {key} would be misread" for key in config if re.search(self.misread, key)]
-        return faults
-
     def _is_of_heads(self, name: str) -> bool:
         return name.startswith(self.prefix)
 
@@ -186,7 +153,6 @@ _VLLM: dict[str, Any] = {
     "file": SINGLE,
     "linear": "blocks.{head}.layers.{layer}.{part}",
     "lm_head": "lm_heads.{head}.weight",
-    "misread": "(?=.*num)(?=.*(heads|layers))(?!num_heads$|num_hidden_layers$)",
     "biases_optional": True,
 }
 _VLLM_CONFIG: dict[str, Any] = {
@@ -200,11 +166,7 @@ _VLLM_CONFIG: dict[str, Any] = {
     "medusa_fc_bias": True,
 }
 # TGI silently disables Medusa if the config has "architectures".
-_NUMBERED: dict[str, Any] = {
-    "linear": "{head}.{layer}.linear.{part}",
-    "lm_head": "{head}.{layers}.weight",
-    "misread": "^architectures$",
-}
+_NUMBERED: dict[str, Any] = {"linear": "{head}.{layer}.linear.{part}", "lm_head": "{head}.{layers}.weight"}
 _COUNTS: dict[str, Any] = dict(zip(MEDUSA_COUNTS, (Fill.num_heads, Fill.num_layers), strict=True))
 _NUMBERED_CONFIG: dict[str, Any] = {"base_model_name_or_path": Fill.base_model, **_COUNTS}
 _SAFETENSORS, _PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.layers import NormConfig
-from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import EAGLE_TYPE, MEDUSA_COUNTS, draft_type
 from ligermodels.pretrained import from_config
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
-from ligermodels.speculative.files import CONFIG, Heads, open_heads
+from ligermodels.speculative.files import Heads, open_heads
+from ligermodels.speculative.head_files import CONFIG, allocated
 from ligermodels.speculative.heads import ResBlock
 from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.load import DRAFT_HEADS
@@ -152,9 +153,8 @@ def _mtp_checks(base: CausalLM, folder: Path) -> Iterator[tuple[str, Callable[[]
         from ligermodels.speculative.mtp import MTPModel
 
         model = MTPModel.from_pretrained(base, folder)
-        with torch.device("meta"), skip_init():
-            head = MTPHead(base.config, model.head.num_layers, separate=model.layout.format.separate)
-        allocate(head, torch.float32, torch.device("cpu"))
+        network = partial(MTPHead, base.config, model.head.num_layers, separate=model.layout.format.separate)
+        head = allocated(network, torch.float32, torch.device("cpu"))
         load_head(base, head, folder)
         made.append(head.eval())
         return f"{len(model.layout.weight_map.sources())} tensors"

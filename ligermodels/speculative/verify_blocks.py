@@ -15,7 +15,8 @@ from ligermodels.models.extra_heads import DSPARK_TYPE, draft_type
 from ligermodels.ops import block_context_attention
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_formulas import CONFIDENCE, GATES, MARKOV, Slots, formulas
-from ligermodels.speculative.block_head import BlockDraftConfig, BlockHead
+from ligermodels.speculative.block_head import GEMMA4, BlockDraftConfig, BlockHead
+from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.checks import ROWS, compare, random, require
 from ligermodels.speculative.draft_checks import DraftFiles
 from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, stored_tokens
@@ -23,6 +24,7 @@ from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, stored_
 LENGTH, ANCHORS = 12, (0, 5, 11)
 """Tokens of the context, and the tokens of it that start a block."""
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+GEMMA4_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 NAMES = ("hidden states", "logits", "logits with the Markov head", "confidence")
 """Names of the results in `Slots`."""
 
@@ -68,7 +70,8 @@ class BlockFiles(DraftFiles[BlockDraftConfig]):
         """The norms of the formulas, and no other."""
         count = len(self.config.decoder.blocks)
         wanted = {f"{name}.weight" for name in ("hidden_norm", "norm")}
-        wanted |= {f"layers.{i}.{name}.weight" for i in range(count) for name in LAYER_NORMS}
+        names = LAYER_NORMS + GEMMA4_NORMS * (self.config.layers["model_type"] in GEMMA4)
+        wanted |= {f"layers.{i}.{name}.weight" for i in range(count) for name in names}
         found = {name for name in self.tensors if name.endswith("norm.weight")}
         missing, others = min(wanted - found, default=None), min(found - wanted, default=None)
         require(missing is None, f"{missing}: is missing")
@@ -140,7 +143,7 @@ class BlockFiles(DraftFiles[BlockDraftConfig]):
 
         hidden = head(embeds, anchors[:, None] + torch.arange(config.block_size), attend)
         drafted = head.drafted(hidden, previous)
-        logits = F.linear(hidden, lm_head)
+        logits = capped(F.linear(hidden, lm_head), config.decoder.head.softcap)
         if head.markov is None:
             return Slots(hidden, logits, None, drafted.confidence)
         return Slots(hidden, logits, logits + head.markov.w2(drafted.codes)[..., : len(lm_head)], drafted.confidence)

@@ -15,7 +15,7 @@ from bad_calls import HUGE, Place, a_loop, config_of, fault
 import ligermodels as lm
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.generation import sampling
-from ligermodels.speculative.files import TorchFile
+from ligermodels.speculative.head_files import TorchFile
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 

@@ -106,3 +106,56 @@ def test_the_confidence_threshold_is_for_dspark_heads(folder: Path, monkeypatch:
         words = "less than or equal to 1" if command == "dspark eval" else "needs --heads"
         result = CliRunner().invoke(app, [*command.split(), base, *flags])
         assert result.exit_code == 2 and words in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+MISSPELLED: dict[Any, dict[str, tuple[str, str]]] = {
+    lm.MedusaModel: {"from_base": ("num_head", "num_heads"), "from_pretrained": ("own_lm_head", "own_lm_heads"),
+                     "export": ("profil", "profile")},
+    lm.MTPModel: {"from_base": ("num_step", "num_steps"), "from_pretrained": ("num_step", "num_steps"),
+                  "save_pretrained": ("overwite", "overwrite")},
+    lm.Eagle3Model: {"from_base": ("norm_befor_fc", "norm_before_fc"), "from_pretrained": ("num_step", "num_steps"),
+                     "export": ("base_modl", "base_model")},
+    lm.DFlashModel: {"from_base": ("gama", "gamma"), "from_pretrained": ("num_anchor", "num_anchors"),
+                     "export": ("profil", "profile")},
+    lm.DSparkModel: {"from_base": ("markov_ranks", "markov_rank"), "from_pretrained": ("ce_wieght", "ce_weight"),
+                     "export": ("overwite", "overwrite")},
+}  # fmt: skip
+"""Class -> method -> an option that it does not have, and the nearest one that it has."""
+
+
+@pytest.mark.parametrize("model_class", MISSPELLED, ids=lambda each: each.__name__)
+def test_a_misspelled_option_is_no_fault_of_the_files(model_class: Any, tmp_path: Path) -> None:
+    """The message names the nearest option; no file is read, none is written, and the model stays trainable."""
+    base = lm.from_config(CONFIGS["llama-3.1"], dtype="float32").eval()
+    for method, (name, nearest) in MISSPELLED[model_class].items():
+        new = method.startswith("from_")
+        call = getattr(model_class if new else model_class.from_base(base), method)
+        args = {"from_base": [base], "from_pretrained": [base, tmp_path / "missing"]}.get(method, [tmp_path / "out"])
+        base.requires_grad_()
+        with pytest.raises(TypeError, match=f"{method}: unknown option '{name}'; did you mean '{nearest}'"):
+            call(*args, **{name: 3})
+        assert all(parameter.requires_grad for parameter in base.parameters())
+    assert not list(tmp_path.iterdir())
+    bad = {"divergence": "l3"} if model_class in (lm.DFlashModel, lm.DSparkModel) else {"decay": "much"}
+    with pytest.raises(InputError, match=f"{next(iter(bad))}: must be"):
+        model_class.from_pretrained(base, tmp_path / "missing", **bad)
+
+
+def test_a_misspelled_option_of_generate() -> None:
+    base = lm.from_config(CONFIGS["llama-3.1"], dtype="float32").eval()
+    heads = lm.Eagle3Model.from_base(base, 2)
+    for generate, name, nearest in (
+        (base.generate, "drafts", "draft"), (base.generate, "max_new_token", "max_new_tokens"),
+        (heads.generate, "treee", "tree"), (heads.generate, "epsilo", "epsilon"), (heads.generate, "top_pp", "top_p"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"generate: unknown option '{name}'; did you mean '{nearest}'"):
+            generate([[1, 2]], **{name: 1})
+    with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean 'temperature'"):
+        base.generate([[1, 2]], draft=heads, temprature=1.0)
+
+
+@pytest.mark.parametrize("command", ["medusa", "mtp", "eagle", "dflash", "dspark"])
+def test_a_misspelled_flag(command: str) -> None:
+    for flag, nearest in (("export", "--overwrite"), ("eval", "--max-new-tokens"), ("train", "--learning-rate")):
+        result = CliRunner().invoke(app, [command, flag, "a", "b", "c", nearest[:-1]])
+        assert result.exit_code == 2 and nearest[:-1] in result.output and nearest in result.output

@@ -14,6 +14,7 @@ from ligermodels.generation.sampling import warp
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.decoding import speculative_generate
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.sampling import Sampling, draw
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
@@ -119,38 +120,32 @@ def check_distribution(base: lm.CausalLM, sequences: Tensor, shaping: dict[str, 
 def test_drafts_cut_by_confidence_leave_the_distribution(
     base: lm.CausalLM, name: str, tree: Tree, shaping: dict[str, Any], threshold: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In small batches: a step checks the drafts that are confident in any sequence of its batch."""
-    model, checked, num_nodes = heads_on(base, name), list[int](), BlockDrafter.num_nodes
+    model, depths, confident = heads_on(base, name), set[int](), BlockDrafter._confident
     with torch.no_grad():
         model.head.confidence.proj.weight.mul_(4)  # confidences that differ from text to text
     model.confidence_threshold = threshold
 
-    def recorded(drafter: BlockDrafter) -> int:
-        checked.append(num_nodes(drafter))
-        return checked[-1]
+    def recorded(*args: Any) -> Tensor:
+        found = confident(*args)
+        depths.update(found.tolist())
+        return found
 
-    monkeypatch.setattr(BlockDrafter, "num_nodes", recorded)
-    generator, batch = torch.Generator().manual_seed(5), 50
-    options = {"do_sample": True, "num_return_sequences": batch, "generator": generator, "pad_token_id": 0, **shaping}
-    calls = [model.generate(PROMPTS, NEW, tree=tree, **options).split(batch) for _ in range(SAMPLES // batch)]
-    assert len(set(checked)) > 2
-    check_distribution(base, torch.cat([rows for of_prompt in zip(*calls, strict=True) for rows in of_prompt]), shaping)
+    monkeypatch.setattr(BlockDrafter, "_confident", recorded)
+    generator = torch.Generator().manual_seed(5)
+    options = {"do_sample": True, "num_return_sequences": SAMPLES, "generator": generator, "pad_token_id": 0, **shaping}
+    sequences = model.generate(PROMPTS, NEW, tree=tree, **options)
+    assert len(depths) > 2
+    check_distribution(base, sequences, shaping)
 
 
-class Perfect:
+class Perfect(Drafter):
     """Drafts by the model itself, without a cache."""
-
-    reads_states, boundaries, cuts = False, (), False
 
     def __init__(self, model: lm.CausalLM) -> None:
         self.model = model
 
-    def begin(self, batch_size: int, max_length: int, tree: Tree, choose: Any) -> None:
+    def begin(self, batch_size: int, max_length: int, tree: Any, choose: Any) -> None:
         self.depth, self.choose = tree.max_depth, choose
-
-    def start(self, sequences: ops.Sequences, states: Tensor) -> None: ...
-
-    def follow(self, sequences: ops.Sequences, slots: Tensor, states: Tensor) -> None: ...
 
     def draft(self, sequences: ops.Sequences) -> Tensor:
         rows = torch.arange(len(sequences.text))
@@ -242,20 +237,27 @@ def test_a_draft_rejected_by_a_rounding_alone() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.kernels
-@pytest.mark.parametrize("tree", [chain(3), BUSHY, DynamicTree(3, 2, 6)], ids=["chain", "tree", "dynamic tree"])
-def test_by_graphs_as_without(base: lm.CausalLM, tree: Any) -> None:
-    """Each replay draws new numbers: the same samples as without a graph, with the distribution of the model."""
+@pytest.mark.parametrize(("name", "tree", "threshold"), [
+    ("EAGLE-3", chain(3), 0), ("EAGLE-3", BUSHY, 0), ("EAGLE-3", DynamicTree(3, 2, 6), 0),
+    ("DSpark vanilla", chain(3), 0.6), ("DSpark rnn", chain(3), 0.3), ("DSpark gated", BUSHY, 0.3),
+], ids=str)  # fmt: skip
+def test_by_graphs_as_without(base: lm.CausalLM, name: str, tree: Any, threshold: float) -> None:
+    """Each replay draws new numbers and cuts anew by confidence: the same samples and steps as without a graph, with
+    the distribution of the model; and the greedy tokens of the model alone."""
     device = torch.device("cuda")
     model = lm.from_config(CONFIG, dtype="float32", device=device).eval()
     model.load_state_dict(base.state_dict())
-    heads = lm.Eagle3Model.from_base(model, 3)
-    with torch.no_grad():
-        for parameter in heads.head_parameters():
-            parameter.normal_(0, 0.4, generator=torch.Generator(device).manual_seed(1))
-    options = {"do_sample": True, "num_return_sequences": SAMPLES, "pad_token_id": 0, "tree": tree, "top_p": 0.9}
+    heads = heads_on(model, name)
+    if threshold:
+        heads.confidence_threshold = threshold
+    shared: dict[str, Any] = {"pad_token_id": 0, "tree": tree, "return_stats": True}
+    options = {"do_sample": True, "num_return_sequences": SAMPLES, "top_p": 0.9, **shared}
     found = [
         heads.generate(PROMPTS, NEW, generator=torch.Generator(device).manual_seed(5), cuda_graph=graph, **options)
         for graph in (False, True)
     ]
-    assert torch.equal(*found)
-    check_distribution(base, found[1], {"top_p": 0.9})
+    assert torch.equal(found[0].sequences, found[1].sequences) and found[0].steps == found[1].steps
+    check_distribution(base, found[1].sequences, {"top_p": 0.9})
+    greedy = [heads.generate(PROMPTS, 16, cuda_graph=graph, **shared) for graph in (False, True)]
+    assert torch.equal(greedy[0].sequences, greedy[1].sequences) and greedy[0].steps == greedy[1].steps
+    assert torch.equal(greedy[1].sequences, model.generate(PROMPTS, 16, pad_token_id=0))

@@ -25,6 +25,9 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
+GEMMA4 = {**MODEL, "model_type": "gemma4_text", "num_hidden_layers": 2, "global_head_dim": 8,
+          "layer_types": ["full_attention"] * 2, "final_logit_softcapping": 1.5, "hidden_size_per_layer_input": 0,
+          "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
 FEW = DraftVocabulary(torch.arange(1, 61, 3), 61)
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 16}  # fmt: skip
@@ -78,6 +81,8 @@ def blocks(folder: Path, kind: str, profile: str, **options: Any) -> Path:
 @pytest.mark.parametrize(("kind", "profile", "options"), [
     ("dflash", "speculators", {"vocabulary": FEW}), ("dflash", "z-lab", {}), ("bare", "deepspec", {}),
     ("vanilla", "speculators", {"vocabulary": FEW}), ("gated", "deepspec", {}), ("rnn", "speculators", {}),
+    ("vanilla", "deepspec", {"layers": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}}),
+    ("bare", "deepspec", {"layers": GEMMA4}),
     ("rnn", "deepspec", {"layers": {**MODEL, "model_type": "qwen3", "num_hidden_layers": 1, "attention_bias": True,
                                     "rope_scaling": LLAMA_3}}),
 ])  # fmt: skip
@@ -194,8 +199,8 @@ W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weig
 @pytest.mark.parametrize(("kind", "profile", "change", "check", "message"), [
     ("vanilla", "deepspec", changed(vocab_size=62), "config.json", "vocab_size: is 62, and of the model 61"),
     ("vanilla", "deepspec", changed(num_target_layers=9), "config.json", "num_target_layers: is 9, and of the model 8"),
-    ("vanilla", "speculators", nested("transformer_layer_config", model_type="gemma4_text"), "config.json",
-     "model_type must be 'qwen3'"),
+    ("vanilla", "speculators", nested("transformer_layer_config", model_type="gemma3_text"), "config.json",
+     "model_type must be one of qwen3, gemma4_text"),
     ("vanilla", "speculators", changed(sample_from_anchor=False), "config.json", "sample_from_anchor: False is not im"),
     ("dflash", "speculators", changed(sample_from_anchor=True), "config.json", "sample_from_anchor: True is not impl"),
     ("vanilla", "speculators", nested("speculators_config", algorithm="dflash"), "config.json",
