@@ -16,6 +16,8 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 
 R, WORLD = Replicate(), 2
+FROZEN: tuple[tuple[int, ...], ...] = ((), (1, 2), (0,))
+"""Of hidden states, weight and bias."""
 
 
 def table(x: torch.Tensor, batch: int = 1) -> torch.Tensor:
@@ -135,12 +137,15 @@ def check_vocabulary_shards(mesh: Any, kernels: bool) -> None:
     y = loss_cases.targets((3, 7), V, torch.device("cpu"))
     hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((3, 7, 10), (V, 10), (V,)))
     weight[5] *= 20  # a class of one rank that takes nearly all of some rows
-    names = ("mean", "all", "all terms", "mean of all terms") if kernels else (loss_cases.OPTIONS | loss_cases.TERMS)
-    ops_options += [(ops.linear_cross_entropy, loss_cases.options_for(name, y, V)) for name in names]
-    for op, options in ops_options:
+    few = ("mean", "all", "all terms", "mean of all terms")
+    cases = [(op, options, ((),) if kernels else FROZEN) for op, options in ops_options]
+    for name in few if kernels else (loss_cases.OPTIONS | loss_cases.TERMS):
+        options = loss_cases.options_for(name, y, V)
+        cases.append((ops.linear_cross_entropy, options, FROZEN if name in few and not kernels else ((),)))
+    for op, options, subsets in cases:
         ignored = options.get("ignore_index", -100)
         target = y.masked_fill(y == -100, ignored)
-        for frozen in ((),) if kernels else ((), (1, 2), (0,)):
+        for frozen in subsets:
             results, gradients = [], []
             for sharded in (False, True):
                 given = [hidden.clone(), weight.clone(), bias.clone()]
