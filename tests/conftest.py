@@ -32,6 +32,8 @@ KEPT_BYTES = 2**30
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
+gc.disable()  # until all tests are collected
+
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
@@ -54,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(pairwise(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests, a million objects, live until the end: no collection of garbage looks at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -144,14 +144,15 @@ def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     compile_module = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_module(module, backend=backend)  # type: ignore[method-assign]
     every = inputs_of_all_kinds()
-    models = []
-    for _ in range(2):  # of two layers: one with a window, one without
-        torch.manual_seed(0)
-        models.append(lm.from_config({**CONFIGS["gemma2"], "num_hidden_layers": 2}))
-    plain, model = models[0], lm.parallelize(models[1], lm.ParallelPlan(context=2, compile="blocks"))
-    for inputs in (every["rows"], every["packed"]):
-        check_pass(model, plain, inputs)
-    assert len(graphs) >= 2  # of each kind of inputs
+    for inputs, kind in (("rows", "full_attention"), ("packed", "sliding_attention")):
+        graphs.clear()
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(lm.from_config({**CONFIGS["gemma2"], "num_hidden_layers": 1, "layer_types": [kind]}))
+        plain, model = models[0], lm.parallelize(models[1], lm.ParallelPlan(context=2, compile="blocks"))
+        check_pass(model, plain, every[inputs])
+        assert graphs
 
 
 def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:

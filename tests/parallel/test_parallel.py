@@ -76,22 +76,11 @@ def from_first_rank(plain: nn.Module, *others: Tensor) -> None:
 def check_training(
     spread: Any, plain: Any, make: Callable[..., torch.optim.Optimizer], tensor: int = 1, **close: Any
 ) -> None:
-    """A gradient, then steps with accumulation and clipping: those of one process, the first rank, on the batches of
-    all ranks, of which `tensor` neighbours have the same."""
+    """A step with accumulation and clipping, then a gradient of the weights that it wrote: those of one process, the
+    first rank, on the batches of all ranks, of which `tensor` neighbours have the same."""
     ranks, is_first = DataRanks.of(spread), dist.get_rank() == 0
     assert ranks.size == dist.get_world_size() // tensor and ranks.rank == dist.get_rank() // tensor
-    every = [batch(i) for i in range(6 * ranks.size)]
-    items = torch.stack([plain.num_targets(each["labels"]) for each in every[: ranks.size]]).sum(0)
-    loss = spread(**every[ranks.rank], num_items_in_batch=items).loss
-    (loss * ranks.size).backward()
-    total = torch.zeros(())
-    for each in every[: ranks.size] if is_first else ():
-        one = plain(**each, num_items_in_batch=items).loss
-        one.backward()
-        total += one.detach()
-    from_first_rank(plain, total)
-    torch.testing.assert_close(ranks.sum(loss), total)
-    check_equal(spread, plain, lambda p: p.grad, **close)
+    every = [batch(i) for i in range(2 * ranks.size)]
     reports: list[list[StepMetrics]] = [[], []]
     jobs = [(spread, every[ranks.rank :: ranks.size], 2, reports[0]), (plain, every, 2 * ranks.size, reports[1])]
     for model, share, steps, out in jobs if is_first else jobs[:1]:
@@ -99,8 +88,8 @@ def check_training(
         trained = [p for p in model.parameters() if p.requires_grad]
         train(
             model,
-            share[: 2 * steps],
-            steps=2,
+            share,
+            steps=1,
             optimizer=make(trained, lr=1e-2),
             accumulation_steps=steps,
             max_grad_norm=0.5,
@@ -114,6 +103,18 @@ def check_training(
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
         assert (found.targets, found.each[0].tokens) == (wanted.targets, wanted.each[0].tokens)
     check_equal(spread, plain, lambda p: p.detach(), **close)
+    spread.zero_grad(), plain.zero_grad()
+    items = torch.stack([plain.num_targets(each["labels"]) for each in every[: ranks.size]]).sum(0)
+    loss = spread(**every[ranks.rank], num_items_in_batch=items).loss
+    (loss * ranks.size).backward()
+    total = torch.zeros(())
+    for each in every[: ranks.size] if is_first else ():
+        one = plain(**each, num_items_in_batch=items).loss
+        one.backward()
+        total += one.detach()
+    from_first_rank(plain, total)
+    torch.testing.assert_close(ranks.sum(loss), total)
+    check_equal(spread, plain, lambda p: p.grad, **close)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -238,13 +239,12 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         plain.zero_grad(), model.zero_grad()
         check_training(model, plain, torch.optim.SGD)
         assert all(torch.equal(whole(p), frozen[name]) for name, p in model.base.named_parameters())
-        # Stage 2, with and without a reference.
+        # Stage 2, with a reference and without one.
         references = [frozen_copy(each.base) for each in several]
-        for reference in (None, references):
-            joint = [JointMedusa(m, reference and reference[i]) for i, m in enumerate(several)]
-            for each in joint:
-                each.zero_grad()
-            check_training(joint[1], joint[0], torch.optim.SGD, rtol=1e-3, atol=1e-5)
+        joint = [JointMedusa(m, r if lm_head == "own" else None) for m, r in zip(several, references, strict=True)]
+        for each in joint:
+            each.zero_grad()
+        check_training(joint[1], joint[0], torch.optim.SGD, rtol=1e-3, atol=1e-5)
         with pytest.raises(InputError, match=r"reference: .*for a sharded model"):
             frozen_copy(model.base, "cpu_offload")
 
@@ -384,7 +384,8 @@ def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def by_tensor(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str]) -> None:
-    """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left."""
+    """All that a plan of tensor parallelism does, with FSDP2 over the ranks that are left. The gradients of families
+    are those of test_tensor_parallel."""
     for name in names:
         model = lm.from_pretrained(folder / name, plan=lm.ParallelPlan(tensor=2))
         plain = lm.from_pretrained(folder / name)
@@ -394,7 +395,8 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str]) -
         assert torch.equal(*(each.generate(ids, max_new_tokens=5, eos_token_id=None) for each in (model, plain)))
         # Norms of small recurrent outputs magnify the rounding of sums; test_tensor_parallel has them in float64.
         close = {"rtol": 2e-3, "atol": 2e-5} if name == "qwen3_5_text" else {}
-        check_training(model, plain, torch.optim.SGD, tensor=2, **close)
+        if name in ("llama-3", "qwen3_5_text"):
+            check_training(model, plain, torch.optim.SGD, tensor=2, **close)
     medusa = []
     for spread in (False, True):
         torch.manual_seed(1)

@@ -174,7 +174,8 @@ def check_model(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
     assert torch.equal(*others)
     check_gradients(model, plain, of_logits)
     check_gradients(model, plain, of_log_probs)
-    for mode in ("selective", "full", "none"):
+    modes = ("selective", "full", "none")
+    for mode in modes if name == "llama" else modes[list(CONFIGS).index(name) % 3 :][:1]:
         model.activation_checkpointing = plain.activation_checkpointing = mode
         check_gradients(model, plain, of_labels)
     check_gradients(
@@ -296,11 +297,11 @@ def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> No
         for block in model.decoder.blocks:
             fully_shard(block, mesh=grid["shard"])
         fully_shard(model, mesh=grid["shard"])
-        for mode in ("none", "full"):
-            model.activation_checkpointing = mode
-            check_gradients(model, plain, of_labels, data, replicas=2)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
-        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        model.activation_checkpointing = "none" if name in ("olmo2", "deepseek_v3") else "full"
+        check_gradients(model, plain, of_labels, data, replicas=2)
+        if name in ("llama-tied", "qwen3_moe"):
+            norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1])
         for each in (model, plain):
             FusedAdamW(each.parameters(), lr=1e-3).step()
         torch.testing.assert_close(of_labels(model, data), of_labels(plain, data), rtol=1e-4, atol=1e-4)
@@ -309,7 +310,7 @@ def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> No
         fully_shard(model, mesh=grid["shard"])
         check_generation(model, plain, data)
         check_export(model, plain, folder / name)
-        if name != "deepseek_v3":  # its heads cannot be divided by four
+        if name in ("olmo2", "qwen3_5"):  # with norms of all heads, and with a recurrent mixer
             over_four(rank, mesh, name)
 
 

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 PROMPTS = [[3, 1, 4, 1, 2], [0]]
-SAMPLES, NEW = 3000, 4
+SAMPLES, NEW = 1500, 4
 BUSHY = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 SHAPINGS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.4, "top_p": 0.8}]
 FEW = DraftVocabulary(torch.tensor([0, 2, 3]), VOCAB)

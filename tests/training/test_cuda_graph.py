@@ -90,9 +90,9 @@ def run(
     train(
         model,
         batches(),
-        steps=6,
+        steps=4,
         optimizer=optimizer,
-        schedule=warmup_cosine(optimizer, 6, warmup_steps=3),
+        schedule=warmup_cosine(optimizer, 4, warmup_steps=2),
         on_step=reports.append,
         report_every=1,
         cuda_graph=cuda_graph,  # type: ignore[arg-type]
