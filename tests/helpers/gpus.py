@@ -42,6 +42,8 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
+OLDEST = "sm_80", "gfx942"
+"""Of each maker; a newer GPU runs most of the same code."""
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
@@ -111,17 +113,17 @@ class Recording:
 
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
 
-    With `compiles`, each launch is compiled until its memory is allocated, and to machine code if it is the first of
-    the kernel with its dtypes, or with the value of a flag. faults: the launches that do not compile, or need more
-    than the GPU has. For the latter, OutOfResources is raised where Triton would raise it, so that an op may launch
-    smaller tiles; only an op that does not is a fault.
+    With `compiles`, each launch is compiled until its memory is allocated, and to machine code if it is the kernel's
+    first launch with one of its dtypes, or on the oldest GPUs with the value of a flag. faults: the launches that do
+    not compile, or need more than the GPU has. For the latter, OutOfResources is raised where Triton would raise it, so
+    that an op may launch smaller tiles; only an op that does not is a fault.
     """
 
     def __init__(self, gpu: str, calls_in: str = "op_calls", *, compiles: bool = False) -> None:
         import triton
 
         importlib.import_module("layer_calls")  # adds to those of op_calls
-        self.driver = Driver(gpu)
+        self._gpu, self.driver = gpu, Driver(gpu)
         self.launches: dict[Any, Launch] = {}
         self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
         self.faults: list[str] = []
@@ -162,7 +164,7 @@ class Recording:
         from triton.compiler import ASTSource, compile
 
         print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
-        parts = machine_code_of(launch)
+        parts = machine_code_of(launch, every=self._gpu in OLDEST)
         self._stages.machine_code = not parts <= self._seen
         self._seen |= parts
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
@@ -181,15 +183,20 @@ class Recording:
                 self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
 
 
-def machine_code_of(launch: Launch) -> set[tuple[Any, ...]]:
-    """The parts of a launch that LLVM and the assembler see: its kernel with these dtypes, and each value of a flag.
+def machine_code_of(launch: Launch, every: bool) -> set[tuple[str, ...]]:
+    """The parts of a launch that LLVM and the assembler see: its kernel with dtypes, and with values of flags.
 
-    Integers above 1 are tile sizes: Triton has divided tiles among threads by then.
+    Args:
+        launch: integers above 1 among its constants are tile sizes; Triton has divided tiles among threads by then.
+        every: whether float16 differs from bfloat16, and flags count. One GPU of each maker shows that.
     """
     names = launch.kernel.arg_names
-    dtypes = tuple(sorted({dtype for dtype in launch.signature.values() if dtype.startswith("*") and "i" not in dtype}))
-    flags = {(names[place], str(value)) for (place, *_), value in launch.constants.items() if not is_size(value)}
-    return {(launch.name, dtypes), *((launch.name, *flag) for flag in flags)}
+    dtypes = {dtype if every else dtype.replace("fp16", "bf16") for dtype in launch.signature.values()}
+    parts = {(launch.name, dtype) for dtype in dtypes if dtype.startswith("*") and "i" not in dtype} | {(launch.name,)}
+    if every:
+        flags = {place: value for (place, *_), value in launch.constants.items() if not is_size(value)}
+        parts |= {(launch.name, names[place], str(value)) for place, value in flags.items()}
+    return parts
 
 
 def is_size(value: Any) -> bool:
