@@ -20,8 +20,8 @@ test: $(READY)
 test-gpu: $(READY)
 	$(BIN)/pytest -n 8 --dist worksteal -m "gpu and not slow" --ignore tests/integrations
 
-# Every kernel, compiled at every launch of tests/helpers/op_calls.py for GPUs that need not be there. build/triton keeps
-# what was compiled: later runs compile what changed. That every kernel is launched, and docs/gpus.md, `make test` checks.
+# Every kernel, compiled at every launch of tests/helpers/op_calls.py for GPUs that need not be there: each launch until
+# its shared memory is known, some to machine code. build/triton keeps what was compiled: later runs compile what changed. That every kernel is launched, and docs/gpus.md, `make test` checks.
 test-compile: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow tests/ops/test_compile_matrix.py
 
@@ -85,11 +85,21 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks all $(BENCH)
 
 # torch comes first, alone and by its exact pin; the rest then fits itself to the build that pip found for this machine.
+define install
+test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(BIN)/python -m pip install -c constraints.txt $(shell grep '^torch==' constraints.txt) setuptools
+$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[$(1)]'
+endef
+
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt $(shell grep '^torch==' constraints.txt) setuptools
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(call install,dev)
 	@touch $@
+
+# Everything below at once, for continuous integration: pip resolves it a single time.
+EVERYTHING := dev,docs,package,integrations
+$(BIN)/.everything: pyproject.toml constraints.txt
+	$(call install,$(EVERYTHING))
+	@touch $(READY) && touch $(BIN)/.docs $(BIN)/.package $(BIN)/.integrations $@
 
 $(BIN)/.integrations: $(READY)
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[integrations]'

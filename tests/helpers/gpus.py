@@ -2,25 +2,24 @@
 
 `python tests/helpers/gpus.py` writes docs/gpus.md. In a process of its own, because it replaces Triton's driver:
 `gpus.py record` prints as JSON what each op does on each GPU, and `gpus.py compile sm_80` the launches that do not
-compile for it, or that need more shared memory than it has.
+compile for it, or that need more shared memory than it has. `gpus.py find faulty_kernels` does so for each GPU, with
+the calls of that module.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import op_calls
 import torch
+from compile_stages import Stages
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
@@ -43,8 +42,8 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
-PORTABLE = 80, 89
-"""Compute capabilities whose PTX every newer GPU runs."""
+OLDEST = "sm_80", "gfx942"
+"""Of each maker; a newer GPU runs most of the same code."""
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
@@ -113,27 +112,30 @@ class Recording:
     """The launches of the calls of each op on a GPU; no kernel runs.
 
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
-    faults: with `compiles`, the launches that do not compile, or need more than the GPU has. For these, OutOfResources
-    is raised where Triton would raise it, so that an op may launch smaller tiles; only an op that does not is a fault.
+
+    With `compiles`, each launch is compiled until its memory is allocated, and to machine code if it is the kernel's
+    first launch with one of its dtypes, or on the oldest GPUs with the value of a flag. faults: the launches that do
+    not compile, or need more than the GPU has. For the latter, OutOfResources is raised where Triton would raise it, so
+    that an op may launch smaller tiles; only an op that does not is a fault.
     """
 
-    def __init__(self, gpu: str, compiles: bool = False) -> None:
+    def __init__(self, gpu: str, calls_in: str = "op_calls", *, compiles: bool = False) -> None:
         import triton
 
-        importlib.import_module("layer_calls")
-
-        self.driver = Driver(gpu)
+        importlib.import_module("layer_calls")  # adds to those of op_calls
+        self._gpu, self.driver = gpu, Driver(gpu)
         self.launches: dict[Any, Launch] = {}
         self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
         self.faults: list[str] = []
         self._compiles, self._kernels = compiles, set[str]()
         self._lacking: dict[Any, OutOfResources] = {}  # launch -> what it needs that the GPU has not
+        self._stages, self._seen = Stages(GPUS[gpu].shared_memory, CACHE), set[Any]()
         torch.cuda.current_device = lambda: self.driver.device
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
-        triton.knobs.runtime.add_stages_inspection_hook = assemble_once
+        triton.knobs.runtime.add_stages_inspection_hook = self._stages
         devices.pretend(GPUS[gpu])
-        for op, calls in op_calls.CALLS.items():
+        for op, calls in importlib.import_module(calls_in).CALLS.items():
             for call in calls:
                 self._kernels.clear()
                 try:
@@ -141,7 +143,7 @@ class Recording:
                 except BackendError as error:
                     self.calls[op].append(str(error))
                 except OutOfResources as error:
-                    self.faults.append(f"{op} {call.keywords}: {error}")
+                    self.faults.append(f"{op} {call.args} {call.keywords}: {error}")
                 else:
                     self.calls[op].append(sorted(self._kernels))
 
@@ -162,6 +164,9 @@ class Recording:
         from triton.compiler import ASTSource, compile
 
         print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
+        parts = machine_code_of(launch, every=self._gpu in OLDEST)
+        self._stages.machine_code = not parts <= self._seen
+        self._seen |= parts
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
         try:
             made = compile(source, target=self.driver.target, options=launch.options).metadata
@@ -178,39 +183,24 @@ class Recording:
                 self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
 
 
-def assemble_once(*arguments: Any) -> tuple[str, str] | None:
-    """Triton's hook of its stages: LLVM IR that several NVIDIA GPUs share is assembled for the oldest of them alone.
+def machine_code_of(launch: Launch, every: bool) -> set[tuple[str, ...]]:
+    """The parts of a launch that LLVM and the assembler see: its kernel with dtypes, and with values of flags.
 
-    PTX for sm_80 and sm_89 runs on every newer GPU; PTX for sm_90a and later has instructions that newer GPUs lack. The
-    IR of most kernels without matrix products is the same for all. Their shared memory is known before this stage.
+    Args:
+        launch: integers above 1 among its constants are tile sizes; Triton has divided tiles among threads by then.
+        every: whether float16 differs from bfloat16, and flags count. One GPU of each maker shows that.
     """
-    if not arguments:
-        return "assemble_once", ""  # a part of the key in Triton's cache
-    _, stages, _, _, capability = arguments
-    if "ptx" not in stages:
-        return None  # AMD
-    to_ptx, to_cubin = stages["ptx"], stages["cubin"]
+    names = launch.kernel.arg_names
+    dtypes = {dtype if every else dtype.replace("fp16", "bf16") for dtype in launch.signature.values()}
+    parts = {(launch.name, dtype) for dtype in dtypes if dtype.startswith("*") and "i" not in dtype} | {(launch.name,)}
+    if every:
+        flags = {place: value for (place, *_), value in launch.constants.items() if not is_size(value)}
+        parts |= {(launch.name, names[place], str(value)) for place, value in flags.items()}
+    return parts
 
-    def record(older: int, metadata: dict[str, Any]) -> Path:
-        return CACHE / f"assembled-{older}" / metadata["llir_hash"]
 
-    def ptx(llir: str, metadata: dict[str, Any]) -> str:
-        text = metadata["triton_version"] + re.sub(r'"target-(cpu|features)"="[^"]*"', "", llir)
-        metadata["llir_hash"] = hashlib.sha256(text.encode()).hexdigest()
-        if any(older <= capability and record(older, metadata).exists() for older in PORTABLE):
-            metadata["name"] = ""  # the entry point's, which the PTX would name
-            return ""
-        return str(to_ptx(llir, metadata))
-
-    def cubin(text: str, metadata: dict[str, Any]) -> bytes:
-        made: bytes = to_cubin(text, metadata) if text else b""
-        if text and capability in PORTABLE:
-            record(capability, metadata).parent.mkdir(parents=True, exist_ok=True)
-            record(capability, metadata).touch()
-        return made
-
-    stages["ptx"], stages["cubin"] = ptx, cubin
-    return None
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
 
 
 def name_of(kernel: Any) -> str:
@@ -271,14 +261,16 @@ def in_own_process(*arguments: str) -> Any:
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-20:])
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])  # ptxas' errors stand before
 
 
-def main(command: str = "write", gpu: str = "") -> None:
+def main(command: str = "write", *arguments: str) -> None:
     if command == "record":
         print(json.dumps(record()))
     elif command == "compile":
-        print(json.dumps(Recording(gpu, compiles=True).faults))
+        print(json.dumps(Recording(*arguments, compiles=True).faults))
+    elif command == "find":
+        print(json.dumps({gpu: Recording(gpu, *arguments, compiles=True).faults for gpu in GPUS}))
     else:
         PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
 

@@ -1,10 +1,7 @@
 """The programs of docs/engines.md on two processes: the same losses, steps and checkpoint as one process's."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import tiny
 import torch
 from torch.testing import assert_close
+from two_processes import on_two_processes
 
 import ligermodels as lm
 
@@ -62,21 +60,6 @@ def changed(program: str, changes: dict[str, str]) -> str:
     return program
 
 
-def on_two_processes(program: str, work: Path) -> list[str]:
-    """What each prints."""
-    (work / "train.py").write_text(program)
-    (work / "data.py").write_text(DATA)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    run = subprocess.run(
-        [*launcher, "--redirects", "3", "--log-dir", str(work / "logs"), "train.py"],
-        cwd=work, env=environment, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    logs = sorted((work / "logs").glob("*/*/*/*.log"))
-    assert run.returncode == 0, run.stderr + "".join(f"\n{log}:\n{log.read_text()}" for log in logs)
-    return [log.read_text() for log in logs if log.name == "stdout.log"]
-
-
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     names: dict[str, Any] = {}
     exec(DATA, names)
@@ -103,8 +86,9 @@ def test_a_program_of_the_page(name: str, tied: bool, tmp_path: Path) -> None:
         pytest.skip(f"needs {package}")
     folder = tiny.save(tmp_path / "checkpoint", tie_word_embeddings=tied)
     changes = {"meta-llama/Llama-3.2-1B": str(folder), **changes, **ON_CPU, **({} if tied else RECOMPUTE)}
-    program = changed(program, changes)
-    said = on_two_processes(program, tmp_path)
+    (tmp_path / "data.py").write_text(DATA)
+    (tmp_path / "train.py").write_text(changed(program, changes))
+    said = on_two_processes(tmp_path / "train.py", work=tmp_path)
     found = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", each)] for each in said]
     losses, model = on_one_process(folder)
     assert_close(torch.tensor(found).mean(0), torch.tensor(losses), rtol=1e-6, atol=1e-6)

@@ -1,13 +1,12 @@
 """Models that compute natively on two processes, by accelerate and the Trainer: the same losses and checkpoints."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
+from two_processes import on_two_processes
 
 import ligermodels as lm
 
@@ -19,11 +18,8 @@ HOW = ("ddp", "fsdp2", "zero3", "trainer fsdp2", "sft fsdp2")
 def test_training_on_two_processes(how: str, folder: Path, tmp_path: Path) -> None:
     if how.startswith("zero") and not find_spec("deepspeed"):
         pytest.skip("needs DeepSpeed")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(HERE / "ranks.py"), str(folder), str(tmp_path), how]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    results = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    said, _ = on_two_processes(HERE / "ranks.py", str(folder), str(tmp_path), how, work=tmp_path)
+    results = [line.split()[1:] for line in said.splitlines() if line.startswith("RESULT")]
     losses = {kind: torch.tensor([float(loss) for loss in found]) for kind, _, *found in results}
     passes = {kind: int(count) for kind, count, *_ in results}
     wanted, weights = losses.pop("theirs"), lm.from_pretrained(tmp_path / "theirs").state_dict()

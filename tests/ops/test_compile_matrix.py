@@ -35,6 +35,26 @@ def test_page(recorded: Any) -> None:
 
 
 @pytest.mark.slow
+def test_faults_are_found() -> None:
+    """Of tests/helpers/faulty_kernels.py, on exactly the GPUs that do not run them."""
+    pytest.importorskip("triton")
+    texts = {
+        "product": "product (128,) {}: out of resource: shared memory",
+        "float8": "type fp8e4nv not supported in this architecture",
+        "griddepcontrol": "nvidia_kernel",
+    }
+    found = {
+        gpu: [name for fault in faults for name, text in texts.items() if text in fault]
+        for gpu, faults in in_own_process("find", "faulty_kernels").items()
+    }
+    small, large = ["product", "griddepcontrol"], list[str]()
+    assert found == {
+        "sm_80": ["float8", "griddepcontrol"], "sm_89": small, "sm_90": large, "sm_100": large, "sm_120": ["product"],
+        "gfx942": small,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_89", "sm_90", "gfx942", "sm_120", "sm_100"])  # two processes: three each
 def test_launches_compile(gpu: str) -> None:
     """For the GPU, with at most its shared memory; a dtype that it lacks is an error of the compiler."""
