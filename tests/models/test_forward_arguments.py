@@ -47,6 +47,14 @@ def test_a_token_may_be_selected_several_times(name: str, indices: list[int], dt
             torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_a_pass_checks_its_mask(name: str) -> None:
+    model = make("llama-3.1")
+    inputs = {"input_ids": draw(), "inputs_embeds": torch.ones(2, 8, model.config.hidden_size).double()}
+    with pytest.raises(InputError, match="attention_mask: must be whole numbers or bool"):
+        model(**{name: inputs[name]}, attention_mask=torch.ones(2, 8, dtype=torch.complex64))
+
+
 # -- a decoding state --------------------------------------------------------------------------------------------------
 
 
