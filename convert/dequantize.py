@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tensors
-from ligermodels.convert.encoded import MXFP4, Encoded, fp8_tensors, matrix_of, mxfp4_tensors
+from ligermodels.convert.encoded import MXFP4, Encoded, MXFP4Codes, MXFP4Scales, fp8_tensors, matrix_of, mxfp4_tensors
 from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -118,8 +118,8 @@ class Dequantized(EncodedReader):
 
 
 class Stored4Bits(NamedTuple):
-    """Readers of the two parts of tensors in 4 bits: name -> codes, uint8 (rows, columns), and name -> scales, float32
-    (rows, columns / block)."""
+    """Readers of the two parts of tensors in 4 bits: name -> codes, uint8, of the tensor's shape, and name -> scales,
+    float32 (rows, columns / block), of MXFP4 uint8 (..., rows / 32, columns)."""
 
     codes: EncodedReader
     scales: EncodedReader
@@ -147,6 +147,17 @@ def stored_4_bits(reader: Reader, levels: Sequence[float], block: int) -> Stored
     )
 
 
+def stored_mxfp4(reader: Reader) -> Stored4Bits | None:
+    """Readers of the codes and scales of the tensors of a checkpoint that are stored in MXFP4; None without any."""
+    tensors = _mxfp4(reader)
+    if not isinstance(reader, Dequantized) or not tensors:
+        return None
+    return Stored4Bits(
+        EncodedReader(reader.files, {name: MXFP4Codes(tensor) for name, tensor in tensors.items()}, torch.uint8, {}),
+        EncodedReader(reader.files, {name: MXFP4Scales(tensor) for name, tensor in tensors.items()}, torch.uint8, {}),
+    )
+
+
 def names_in_4_bits(reader: Reader) -> frozenset[str]:
     """Names of the tensors that bitsandbytes stored in 4 bits."""
     return frozenset(_bits4(reader))
@@ -154,8 +165,12 @@ def names_in_4_bits(reader: Reader) -> frozenset[str]:
 
 def names_in_mxfp4(reader: Reader) -> frozenset[str]:
     """Names of the tensors that are stored in MXFP4."""
+    return frozenset(_mxfp4(reader))
+
+
+def _mxfp4(reader: Reader) -> dict[str, MXFP4]:
     encoded = reader.encoded if isinstance(reader, Dequantized) else {}
-    return frozenset(name for name, tensor in encoded.items() if isinstance(tensor, MXFP4))
+    return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, MXFP4)}
 
 
 def _bits4(reader: Reader) -> dict[str, Bits4]:

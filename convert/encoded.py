@@ -176,14 +176,59 @@ class MXFP4(NamedTuple):
         return self.blocks, self.scales
 
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        span = slice(first // FP4_BLOCK, -(-last // FP4_BLOCK))
-        rows, columns = matrix_of(self.shape)
-        shape = columns, rows // FP4_BLOCK
-        blocks = files.read(self.blocks).view(-1, *shape, FP4_BLOCK // 2)[matrix, :, span]
-        scales = as_float(files.read(self.scales).view(-1, *shape)[matrix, :, span])
-        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
+        start, end = first // FP4_BLOCK, -(-last // FP4_BLOCK)
+        pairs = self.codes_of(files, matrix, start, end)
+        scales = as_float(self.scales_of(files, matrix, start, end))
         values = look_up(torch.tensor(FP4, device="cpu"), pairs).mul_(scales[..., None])
-        return values.flatten(1).T[first - span.start * FP4_BLOCK :][: last - first]
+        return values.flatten(1).T[first - start * FP4_BLOCK :][: last - first]
+
+    def codes_of(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
+        """The codes of the blocks of rows `start` to `end` of a matrix: uint8 (columns, end - start, 32)."""
+        rows, columns = matrix_of(self.shape)
+        blocks = files.read(self.blocks).view(-1, columns, rows // FP4_BLOCK, FP4_BLOCK // 2)[matrix, :, start:end]
+        return torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
+
+    def scales_of(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
+        """The scales of the blocks of rows `start` to `end` of a matrix: uint8 (columns, end - start)."""
+        rows, columns = matrix_of(self.shape)
+        return files.read(self.scales).view(-1, columns, rows // FP4_BLOCK)[matrix, :, start:end]
+
+
+class MXFP4Codes(NamedTuple):
+    """The codes of a tensor in MXFP4, one per byte."""
+
+    tensor: MXFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def stored(self) -> Sequence[str]:
+        return self.tensor.stored
+
+    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+        start = first // FP4_BLOCK
+        codes = self.tensor.codes_of(files, matrix, start, -(-last // FP4_BLOCK))
+        return codes.flatten(1).T[first - start * FP4_BLOCK :][: last - first]
+
+
+class MXFP4Scales(NamedTuple):
+    """The scales of a tensor in MXFP4: (..., rows / 32, columns)."""
+
+    tensor: MXFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, columns = self.tensor.shape
+        return *lead, rows // FP4_BLOCK, columns
+
+    @property
+    def stored(self) -> Sequence[str]:
+        return self.tensor.stored
+
+    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+        return self.tensor.scales_of(files, matrix, first, last).T
 
 
 def mxfp4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 
-QuantizedFormat = Literal["float8", "int4", "nf4"]
+QuantizedFormat = Literal["float8", "int4", "nf4", "mxfp4"]
 ExpertFormat = Literal["target_parameters", "per_expert", "shared_outer"]
 """How files name the LoRA of experts; see `ligermodels.adapt.expert_files`."""
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]

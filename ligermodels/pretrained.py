@@ -77,7 +77,7 @@ def from_pretrained(
 
     Tensors are read one by one, cast and placed on `device`, so the host holds little more than the model itself. FP8,
     MXFP4 and bitsandbytes' 4-bit tensors are dequantised to `dtype`, and the model is saved without
-    `quantization_config`; `quantize="nf4"` keeps bitsandbytes' nf4 weights in 4 bits. Draft heads in the checkpoint
+    `quantization_config`; `quantize="nf4"` and `"mxfp4"` keep weights in these formats. Draft heads in the checkpoint
     (Medusa heads, layers of multi-token prediction) are not loaded; `MedusaModel.from_pretrained` and
     `MTPModel.from_pretrained` load them.
 
@@ -101,12 +101,12 @@ def from_pretrained(
         plan: shard the model over the ranks, as `parallelize` does. All ranks call this; each reads and holds its own
             shard, on its GPU or, without GPUs, on the CPU.
         prepare: called with the model while it is on the meta device, before it is sharded; it may call `add_lora`.
-        quantize: "float8", "int4" or "nf4": quantise the weights of the blocks' linear layers while they are read. The
-            result equals `lm.quantize(model, quantize)` on the model in `dtype`; but nf4 weights of a bitsandbytes
-            checkpoint are kept as they are stored with "nf4". Peak memory is the quantised model and about one
-            gigabyte.
+        quantize: "float8", "int4", "nf4" or "mxfp4": quantise the weights of the blocks' linear layers while they are
+            read. The result equals `lm.quantize(model, quantize)` on the model in `dtype`; but nf4 weights of a
+            bitsandbytes checkpoint are kept as they are stored with "nf4", and mxfp4 weights with "mxfp4". Peak memory
+            is the quantised model and about one gigabyte.
         quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
-        quantize_head: "float8", "int4" or "nf4": quantise the LM head too. Needs `quantize`.
+        quantize_head: "float8", "int4", "nf4" or "mxfp4": quantise the LM head too. Needs `quantize`.
 
     Returns:
         The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.

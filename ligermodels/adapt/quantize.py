@@ -30,25 +30,27 @@ def quantize(
 
     "float8" is E4M3 with a scale for each output channel, half of the bytes of bfloat16. "int4" has a scale for each
     group of 128 inputs of an output channel, 4.25 bits per weight. "nf4" is QLoRA's format, as in bitsandbytes, with a
-    scale for each block of 64 inputs, 4.5 bits per weight. Weights are dequantised when they are used. Activations, the
-    decoding state, embeddings, norms, routers and biases keep the model's dtype.
+    scale for each block of 64 inputs, 4.5 bits per weight. "mxfp4" is gpt-oss's format, with a power of two for each
+    block of 32 inputs, 4.25 bits per weight; experts that are stored in it keep their values.
+    Weights are dequantised when they are used. Activations, the decoding state, embeddings, norms, routers and biases
+    keep the model's dtype.
 
     Quantised are the projections of attention layers, Gated DeltaNet (with its decay and step size), dense feed-forward
     layers, experts, and Gemma 4's inputs per layer ("after.*"). Linear layers with one output, such as the gate
     of a shared expert, are not quantised. With "nf4" neither are layers that a 4-bit checkpoint of bitsandbytes stores
-    unquantised.
+    unquantised, and with "mxfp4" those that an mxfp4 checkpoint does.
 
     Quantised weights are frozen, but gradients pass through the layers. So LoRA (`add_lora`), draft heads or
     `inputs_embeds` can be trained.
 
     Args:
         model: the model, also on the meta device, as in `prepare` of `from_pretrained`.
-        kind: format of the weights, "float8", "int4" or "nf4".
+        kind: format of the weights, "float8", "int4", "nf4" or "mxfp4".
         exclude: `fnmatch` patterns for names of linear layers, or of modules that contain them ("mlp"), that are not
             quantised. A name is whole ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"). The experts
             of a mixture are called "mlp.experts". Default: none.
-        head: format of the head, "float8", "int4" or "nf4". A tied head then gets a weight of its own, also in the
-            model's config; the embedding is not changed. Default: None, the head is not quantised.
+        head: format of the head, "float8", "int4", "nf4" or "mxfp4". A tied head then gets a weight of its own, also
+            in the model's config; the embedding is not changed. Default: None, the head is not quantised.
 
     Returns:
         `model`. `dequantize` turns the rounded weights into plain ones.
@@ -63,7 +65,7 @@ def quantize(
         >>> lm.quantize(model, "int4", exclude=["*.down"])  # doctest: +SKIP
     """
     _check(model, kind, head)
-    layers = _layers_to_quantize(model, exclude, _stored_unquantized(model) if kind == "nf4" else ())
+    layers = _layers_to_quantize(model, exclude, _stored_unquantized(model, kind))
     if not layers and head is None:
         raise InputError("exclude: leaves no linear layer to quantise")
     if head is not None:
@@ -85,10 +87,13 @@ def quantize(
     return model
 
 
-def _stored_unquantized(model: CausalLM) -> Collection[str]:
-    """Names of weights that the checkpoint of the model, if it is in 4 bits of bitsandbytes, stores unquantised."""
+def _stored_unquantized(model: CausalLM, kind: QuantizedFormat) -> Collection[str]:
+    """Names of weights that the checkpoint of the model, if it is in the format `kind`, stores unquantised."""
     source = None if model.export_spec is None else model.export_spec.source
-    return () if source is None else source.unquantized
+    encodings = {"nf4": "bitsandbytes 4 bits", "mxfp4": "mxfp4"}
+    if source is None or source.quantization is None or source.quantization.encoding != encodings.get(kind):
+        return ()
+    return source.unquantized
 
 
 def _layers_to_quantize(model: CausalLM, exclude: Sequence[str], kept: Collection[str]) -> dict[str, Any]:

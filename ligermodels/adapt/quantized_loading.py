@@ -1,7 +1,8 @@
 """Load a checkpoint into a model with quantised layers: their weights are rounded while the checkpoint is read.
 
-Weights that bitsandbytes stored in nf4 are not rounded again: layers in nf4 take over their codes and scales. They
-cannot if blocks cross rows or have another size than 64, or if a layer is not made of whole rows of stored tensors.
+Weights that are stored in nf4 of bitsandbytes or in mxfp4 are not rounded again: layers in that format take over their
+codes and scales. In nf4 they cannot if blocks cross rows or have another size than 64, or if a layer is not made of
+whole rows of stored tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.lora import without_lora
-from ligermodels.convert.dequantize import names_in_4_bits, names_in_mxfp4, stored_4_bits
+from ligermodels.convert.dequantize import names_in_4_bits, names_in_mxfp4, stored_4_bits, stored_mxfp4
 from ligermodels.convert.loading import Reader
 from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, CheckpointWarning, InputError
 from ligermodels.layers.quantized import Codes, quantized_weights
 from ligermodels.models.untie import EMBEDDING, HEAD
-from ligermodels.ops.quantized.weights import BLOCK, NF4_LEVELS
+from ligermodels.ops.quantized.weights import BLOCK, FP4_BLOCK, NF4_LEVELS
 
 CHUNK_BYTES = 2**30
 """Bytes of weights, in the model's dtype, that are read before they are rounded; at least one layer's weights."""
@@ -125,18 +126,22 @@ def _ways(
     rounded: _Reading, mappings: Sequence[WeightMapping], layers: Mapping[str, Codes], reader: Reader
 ) -> list[tuple[_Reading, list[WeightMapping]]]:
     """Divide the mappings of quantised layers by the way to read them. Warns of weights that are rounded twice."""
-    stored = stored_4_bits(reader, NF4_LEVELS, BLOCK)
-    if stored is None:
-        in_mxfp4 = names_in_mxfp4(reader)
-        _warn_of_mxfp4([m for m in mappings if in_mxfp4 >= {v.source for v in m.views}], layers)
-        return [(rounded, [*mappings])]
-    exact = _Reading((_Part(stored.codes, torch.uint8), _Part(stored.scales, torch.float32, BLOCK)), _fill_nf4)
-    nf4 = [m for m in mappings if layers[m.target].kind == "nf4"]
-    fitting = [m for m in nf4 if all(part.fits(m, layers[m.target]) for part in exact.parts)]
+    fitting: list[WeightMapping] = []
+    exact = rounded
+    if (nf4 := stored_4_bits(reader, NF4_LEVELS, BLOCK)) is not None:
+        parts = _Part(nf4.codes, torch.uint8), _Part(nf4.scales, torch.float32, BLOCK)
+        kind, exact = "nf4", _Reading(parts, _fill_nf4)
+    elif (mxfp4 := stored_mxfp4(reader)) is not None:
+        parts = _Part(mxfp4.codes, torch.uint8), _Part(mxfp4.scales, torch.uint8, FP4_BLOCK)
+        kind, exact = "mxfp4", _Reading(parts, _fill_mxfp4)
+    if exact is not rounded:
+        own = [m for m in mappings if layers[m.target].kind == kind]
+        fitting = [m for m in own if all(part.fits(m, layers[m.target]) for part in exact.parts)]
     others = [m for m in mappings if m not in fitting]
-    in_4_bits = names_in_4_bits(reader)
-    _warn_of_second_rounding([m for m in others if in_4_bits >= {v.source for v in m.views}], layers)
-    return [(rounded, others), (exact, fitting)]
+    for names, warn in ((names_in_4_bits, _warn_of_second_rounding), (names_in_mxfp4, _warn_of_mxfp4)):
+        stored = names(reader)
+        warn([m for m in others if stored >= {v.source for v in m.views}], layers)
+    return [(rounded, others), (exact, fitting)] if fitting else [(rounded, others)]
 
 
 def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[str, Codes]) -> None:
@@ -160,8 +165,9 @@ def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, Codes
         first = mappings[0].target
         message = (
             f"{len(mappings)} weights, such as {first}, are stored in MXFP4, dequantised and rounded to "
-            f"{layers[first].kind}, which is less exact; exclude them (quantize_exclude, --quantize-exclude) to keep "
-            "their values in the model's dtype"
+            f"{layers[first].kind}, which is less exact: "
+            'quantize="mxfp4" (--quantize mxfp4) keeps their values; excluding them (quantize_exclude, '
+            "--quantize-exclude) keeps them in the model's dtype"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=5)
 
@@ -182,6 +188,10 @@ def _fill(layer: Codes, name: str, weight: Tensor) -> None:
 
 def _fill_nf4(layer: Codes, name: str, codes: Tensor, scales: Tensor) -> None:
     layer.fill_nf4(codes, scales)
+
+
+def _fill_mxfp4(layer: Codes, name: str, codes: Tensor, scales: Tensor) -> None:
+    layer.fill_mxfp4(codes, scales)
 
 
 def _groups(

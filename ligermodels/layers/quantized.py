@@ -16,7 +16,7 @@ from ligermodels.layers.keeps_dtype import KeepsDtype
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.sharding import TensorSharding, gathered
 from ligermodels.ops import GLUOptions, QuantizedFormat, QuantizedWeight
-from ligermodels.ops.quantized.weights import pack_nf4
+from ligermodels.ops.quantized.weights import pack_mxfp4, pack_nf4
 
 CHUNK_ELEMENTS = 2**24
 """Elements of a weight that are compared, or dequantised, at a time."""
@@ -31,13 +31,13 @@ UNEXPORTABLE = (
 class Codes(KeepsDtype):
     """A frozen weight kept as codes and scales: see `ops.quantize_weight`.
 
-    Parameters `codes`, uint8, and `scales`, float32, are not trained, and keep their dtypes where the module is cast.
-    As parameters they are sharded by FSDP2 and tensor parallelism like other weights. Gradients of x and of the bias
-    are those of a linear layer of the dequantised weight.
+    Parameters `codes`, uint8, and `scales`, float32 (of mxfp4 uint8), are not trained, and keep their dtypes where the
+    module is cast. As parameters they are sharded by FSDP2 and tensor parallelism like other weights. Gradients of x
+    and of the bias are those of a linear layer of the dequantised weight.
 
     Args:
         in_features, out_features: sizes of the weight.
-        kind: "float8", "int4" or "nf4".
+        kind: "float8", "int4", "nf4" or "mxfp4".
         device: of the codes, which are not filled: see `fill`.
     """
 
@@ -68,6 +68,15 @@ class Codes(KeepsDtype):
             scales: (..., in_features / 64), float32, of each block.
         """
         self._keep(pack_nf4(levels.flatten(0, -2), scales.flatten(0, -2)))
+
+    def fill_mxfp4(self, codes: Tensor, scales: Tensor) -> None:
+        """Keep a weight that is rounded to mxfp4 already.
+
+        Args:
+            codes: (..., in_features), uint8, the bits of each element.
+            scales: (..., in_features / 32), uint8, of each block.
+        """
+        self._keep(pack_mxfp4(codes.flatten(0, -2), scales.flatten(0, -2)))
 
     @torch.no_grad()
     def _keep(self, quantized: QuantizedWeight) -> None:
@@ -158,8 +167,8 @@ class QuantizedCompute(Codes, Compute):
         return QuantizedCompute(in_features, out_features, self.kind, torch.device("meta"))
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
-        """By output channels, or for "rows" by input channels, of which int4 and nf4 need whole groups of 128 on
-        each rank (ConfigError)."""
+        """By output channels, or for "rows" by input channels, of which the formats in 4 bits need whole groups of
+        128 on each rank (ConfigError)."""
         if split == "replicated":
             return {"codes": "replicated", "scales": "replicated"}
         if split != "rows":
@@ -179,7 +188,7 @@ class ExpertCodes(Codes):
 
     Args:
         shape: (E, out, in).
-        kind: "float8", "int4" or "nf4".
+        kind: "float8", "int4", "nf4" or "mxfp4".
         device: of the codes, which are not filled: see `fill`.
     """
 
@@ -206,7 +215,7 @@ class QuantizedExperts(ExpertCompute):
 
     Args:
         gate_up, down: shapes (E, out, in) of the weights.
-        kind: "float8", "int4" or "nf4".
+        kind: "float8", "int4", "nf4" or "mxfp4".
         device: of the codes, which are not filled.
     """
 

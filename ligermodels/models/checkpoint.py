@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
-from ligermodels.convert.dequantize import dequantized, names_in_4_bits
+from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
 from ligermodels.convert.loading import FileReader, Reader, Spec
@@ -85,8 +85,8 @@ class OpenCheckpoint(NamedTuple):
         return replace(spec, source=source)
 
     def _unquantized(self, weight_map: WeightMap) -> frozenset[str]:
-        """Native tensors that are not, or only in part, in 4 bits in a checkpoint of bitsandbytes."""
-        in_4_bits = names_in_4_bits(self.reader)
+        """Native tensors that are not, or only in part, in 4 bits in a checkpoint of bitsandbytes or in MXFP4."""
+        in_4_bits = names_in_4_bits(self.reader) or names_in_mxfp4(self.reader)
         parts = [(mapping.target, {view.source for view in mapping.views}) for mapping in weight_map.mappings]
         return frozenset(target for target, sources in parts if in_4_bits and not sources <= in_4_bits)
 

@@ -173,7 +173,7 @@ def test_what_is_read_is_checked(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"decoder.blocks.1.mlp.down: has weights that are not finite in float32"):
             lm.quantize(model, "int4")
         assert not quantised(model) and all(p.requires_grad for p in model.parameters())
-    with pytest.raises(InputError, match="quantize: must be one of float8, int4, nf4, got 'int3'"):
+    with pytest.raises(InputError, match="quantize: must be one of float8, int4, nf4, mxfp4, got 'int3'"):
         lm.from_pretrained(tmp_path, quantize="int3")  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):

@@ -307,7 +307,7 @@ def test_heads_that_cannot_be_quantised(tmp_path: Path) -> None:
             lm.from_pretrained(tmp_path, quantize="int4", quantize_head="int4")
     with pytest.raises(InputError, match="quantize_head: got 'int4' without `quantize`"):
         lm.from_pretrained(tmp_path, quantize_head="int4")
-    with pytest.raises(InputError, match="quantize_head: must be one of float8, int4, nf4, got 'fp4'"):
+    with pytest.raises(InputError, match="quantize_head: must be one of float8, int4, nf4, mxfp4, got 'fp4'"):
         lm.from_pretrained(tmp_path, quantize="int4", quantize_head="fp4")  # type: ignore[arg-type]
 
 

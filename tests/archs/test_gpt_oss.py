@@ -216,6 +216,27 @@ def test_rope_that_a_config_leaves_out(fields: dict[str, Any], tmp_path: Path) -
     assert lm.from_pretrained(tmp_path).config == model.config
 
 
+def test_mxfp4_experts_stay_as_they_are_stored(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """With quantize="mxfp4" experts keep codes and scales; attention is not quantised, as in the checkpoint."""
+    make_mxfp4(tmp_path / "model")
+    plain = lm.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    model = lm.from_pretrained(tmp_path / "model", dtype=torch.float32, quantize="mxfp4")
+    assert not [w for w in recwarn if issubclass(w.category, CheckpointWarning)]
+    for block, other in zip(model.decoder.blocks, plain.decoder.blocks, strict=True):
+        assert block.mixer.qkv.compute is None and block.mlp.compute.kind == "mxfp4"
+        for name in ("gate_up", "down"):
+            assert torch.equal(block.mlp.compute.dense(name, torch.float32), getattr(other.mlp, name))
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+    rounded = lm.quantize(plain, "mxfp4", exclude=["mixer"])  # rounding what is mxfp4 already changes nothing
+    for block, other in zip(model.decoder.blocks, rounded.decoder.blocks, strict=True):
+        for name in ("gate_up", "down"):
+            own = (each.mlp.compute.dense(name, torch.float32) for each in (block, other))
+            assert torch.equal(*own)
+    lm.add_lora(model, 3, target_modules=["experts"])
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_mxfp4_experts_under_lora(tmp_path: Path) -> None:
     """Stored experts are rounded to int4 as they are read, as those of the loaded model are."""
     make_mxfp4(tmp_path / "model")

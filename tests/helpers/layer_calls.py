@@ -99,7 +99,7 @@ def quantized_linear(
         ops.quantized_linear(leaf(rows, k, dtype=dtype), codes, scales, more, activation=activation)
 
 
-for kind in ("int4", "nf4", "float8"):
+for kind in ("int4", "nf4", "mxfp4", "float8"):
     calls(
         f"quantized_linear, {kind}", dtype=(BF16, F16), kind=(kind,), rows=(1, 8, 16, 64),
         features=((128, 4096), (20000, 72)), bias=BOTH,
@@ -107,7 +107,7 @@ for kind in ("int4", "nf4", "float8"):
     )(quantized_linear)  # fmt: skip
 
 
-@calls("dequantize_weight, int4 and nf4", dtype=PRODUCTS, kind=("int4", "nf4"))
+@calls("dequantize_weight, 4 bits", dtype=PRODUCTS, kind=("int4", "nf4", "mxfp4"))
 def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
     codes, scales = ops.empty_quantized(kind, 40, 300, torch.device("cpu"))
     ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
@@ -133,8 +133,8 @@ def mix_experts(
 
 
 @calls(
-    "mix_experts, backend few_tokens", dtype=(BF16, F16), kind=(None, "int4", "nf4", "float8"), tokens=(1, 8, 20),
-    sizes=((256, 128), (72, 40), (2048, 768)), bias=BOTH,
+    "mix_experts, backend few_tokens", dtype=(BF16, F16), kind=(None, "int4", "nf4", "mxfp4", "float8"),
+    tokens=(1, 8, 20), sizes=((256, 128), (72, 40), (2048, 768)), bias=BOTH,
 )  # fmt: skip
 def few_tokens(dtype: torch.dtype, kind: Any, tokens: int, sizes: tuple[int, int], bias: bool) -> None:
     channels, size = sizes

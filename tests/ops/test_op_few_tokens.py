@@ -19,7 +19,7 @@ SIZES = (  # tokens, choices, experts, channels, intermediate channels
     (7, 3, 4, 48, 40),  # more rows than experts
     (40, 2, 7, 64, 16),  # tiles of one expert after another
 )
-KINDS = (None, "float8", "int4", "nf4")
+KINDS = (None, "float8", "int4", "nf4", "mxfp4")
 
 
 class Experts:
@@ -102,7 +102,7 @@ def test_rows(kernels_device: torch.device, kind: Any) -> None:
     assert is_nan[3].all() and not is_nan[:3].any() and not is_nan[4:].any()
 
 
-@pytest.mark.parametrize("kind", ["float8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", ["float8", "int4", "nf4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 13])
 def test_quantized_grouped_mm(kernels_device: torch.device, kind: Any, rows: int) -> None:
     """Rows that are sorted by expert, as experts with LoRA have them, read the codes too; dx is as ever."""

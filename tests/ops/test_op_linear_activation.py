@@ -14,7 +14,7 @@ from ligermodels.ops import GLUOptions
 
 SIZES = [(4, 128), (18, 256), (6, 1), (70, 1100), (130, 1029)]
 """(N, K), N even: whole tiles and steps, less than one, and more."""
-KINDS = (None, "float8", "int4", "nf4")
+KINDS = (None, "float8", "int4", "nf4", "mxfp4")
 
 
 def operands(where: Where, kind: Any, size: tuple[int, int], rows: tuple[int, ...], bias: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def case(kind: Any, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tens
 
 @pytest.mark.parametrize("pieces", [None, 8 * E * K], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("rows", [1, 16, 17, 200])
-@pytest.mark.parametrize("kind", ["float8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", ["float8", "int4", "nf4", "mxfp4"])
 def test_against_float64(kind: Any, rows: int, pieces: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
         monkeypatch.setattr(experts, "PIECE", pieces)

@@ -13,10 +13,10 @@ from ligermodels.ops.quantized import linear, unpack, weights
 from ligermodels.ops.quantized.dequantize import dequantize_weight_reference
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.quantized.more_rows import more_rows
-from ligermodels.ops.quantized.weights import NF4_LEVELS
+from ligermodels.ops.quantized.weights import FP4_LEVELS, NF4_LEVELS, empty_quantized
 from ligermodels.ops.runtime import devices
 
-KINDS = ("float8", "int4", "nf4")
+KINDS = ("float8", "int4", "nf4", "mxfp4")
 SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
 """(N, K): whole groups, less than one, and a short last one."""
 
@@ -88,6 +88,27 @@ def nf4_codes(codes: Tensor) -> Tensor:
     return torch.cat([groups & 15, groups >> 4], 2).flatten(1)
 
 
+@pytest.mark.parametrize("size", [*SIZES, (3, 32), (2, 224)], ids=str)
+def test_mxfp4(size: tuple[int, int]) -> None:
+    """The power of two of OCP's specification, and the nearest numbers up to 6 times it, halfway the even code."""
+    weight = awkward(size, torch.float32)
+    weight[0, 0] = 5  # between 4 and 6: 4 is even
+    codes, scales = quantize_weight(weight, "mxfp4")
+    assert scales.dtype == torch.uint8 and scales.shape == (size[0], -(-size[1] // 128), 4)
+    blocks = torch.nn.functional.pad(weight.double(), (0, -size[1] % 128)).unflatten(1, (-1, 4, 32))
+    largest = blocks.abs().amax(3)
+    wanted = torch.where(largest > 0, torch.log2(largest).floor() - 2, 0).clamp(-126, 127)
+    assert torch.equal(scales.double() - 127, wanted)
+    units = 2 ** wanted[..., None]
+    levels = torch.tensor(FP4_LEVELS, dtype=torch.float64)
+    distances = (blocks[..., None] - levels * units[..., None]).abs()
+    found = levels[nf4_codes(codes).view(*blocks.shape).long()]
+    assert torch.equal((blocks - found * units).abs(), distances.amin(-1))
+    exact = dequantize_weight(codes, scales, size[1], torch.float64)
+    assert torch.equal(exact, (found * units).flatten(1)[:, : size[1]])
+    assert torch.equal(dequantize_weight(codes, scales, size[1], torch.float32).double(), exact)
+
+
 @pytest.mark.parametrize("pieces", [None, 1], ids=["whole", "row by row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [*SIZES, (3, 64), (2, 192)], ids=str)
@@ -138,7 +159,7 @@ def test_nf4_is_that_of_bitsandbytes(features: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("size", [*SIZES, (3, 64), (2, 2176)], ids=str)
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "nf4", "mxfp4"])
 def test_kernel_that_dequantises(kind: Any, size: tuple[int, int], kernels_device: torch.device) -> None:
     """The bits of the reference, for some groups of each row too."""
     codes, scales = quantize_weight(awkward(size, torch.float32).to(kernels_device), kind)
@@ -160,7 +181,7 @@ def test_what_cannot_be_quantised(kind: Any) -> None:
     for weight in (torch.ones(3), torch.ones(2, 3, 4), torch.ones(2, 3).long(), torch.ones(0, 3)):
         with pytest.raises(InputError, match="quantize_weight: weight must be floating"):
             quantize_weight(weight, kind)
-    with pytest.raises(InputError, match=r"kind: must be one of float8, int4, nf4, got 'int5'"):
+    with pytest.raises(InputError, match=r"kind: must be one of float8, int4, nf4, mxfp4, got 'int5'"):
         quantize_weight(torch.ones(2, 3), "int5")  # type: ignore[arg-type]
 
 
@@ -284,7 +305,7 @@ def test_every_code_without_its_instructions(kind: Any, rows: int, monkeypatch: 
     monkeypatch.setattr(unpack, "gpu_of", lambda device: devices.GPU("AMD", (9, 4), 2**16, 304, hip=True))
     codes = torch.arange(256, dtype=torch.uint8, device=where)[:, None].repeat(1, 64)
     codes = codes.view(torch.float8_e4m3fn) if kind == "float8" else codes
-    scales = torch.ones({"float8": (256,), "int4": (256, 1), "nf4": (256, 1, 2)}[kind], device=where)
+    scales = empty_quantized(kind, 256, 128, where).scales.fill_(127 if kind == "mxfp4" else 1)  # 1
     x = torch.zeros(rows, 64 if kind == "float8" else 128, device=where, dtype=torch.float16)
     x[:, 5] = 1
     y = torch.empty(rows, 256, device=where, dtype=torch.float16)

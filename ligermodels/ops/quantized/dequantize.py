@@ -1,4 +1,4 @@
-"""The plain weight of codes and scales. For int4 and nf4 one kernel reads the codes and writes the weight; torch would
+"""The plain weight of codes and scales. For 4 bits one kernel reads the codes and writes the weight; torch would
 write several intermediate tensors in float32."""
 
 import torch
@@ -6,8 +6,17 @@ from torch import Tensor
 
 from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.unpack import nf4_levels
-from ligermodels.ops.quantized.weights import BYTES, E4M3, NF4_LEVELS, check_quantized, format_of, num_groups
+from ligermodels.ops.quantized.unpack import mxfp4_numbers, mxfp4_scales, nf4_levels
+from ligermodels.ops.quantized.weights import (
+    BYTES,
+    E4M3,
+    FP4_BLOCK,
+    FP4_LEVELS,
+    NF4_LEVELS,
+    check_quantized,
+    format_of,
+    num_groups,
+)
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -57,13 +66,19 @@ def dequantize_weight_reference(codes: Tensor, scales: Tensor, in_features: int,
     if format_of(codes, scales) == "int4":
         values = (q.to(wide) - 8) * scales[..., None, None].to(wide)
     else:
-        values = torch.tensor(NF4_LEVELS, dtype=wide, device=codes.device)[q.int()] * scales[..., None].to(wide)
+        levels = NF4_LEVELS if scales.dtype != torch.uint8 else FP4_LEVELS
+        if scales.dtype == torch.uint8:
+            scales = torch.ldexp(torch.ones_like(scales, dtype=wide), scales.int() - 127)
+            scales = scales.repeat_interleave(FP4_BLOCK, 2).unflatten(2, (2, BYTES))
+        else:
+            scales = scales[..., None].to(wide)
+        values = torch.tensor(levels, dtype=wide, device=codes.device)[q.int()] * scales
     return values.flatten(1)[:, :in_features].to(dtype)
 
 
 @custom_op()
 def _dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """codes (N, 64 G) of int4 or nf4 -> (N, in_features)."""
+    """codes (N, 64 G) of 4 bits -> (N, in_features)."""
     weight = torch.empty(codes.shape[0], in_features, dtype=dtype, device=codes.device)
     if is_fake(codes) or weight.numel() == 0:
         return weight
@@ -93,6 +108,10 @@ def _dequantize_kernel(
         scale = tl.load(scales + group, mask=there, other=0.0)
         scale_high = scale
         low, high = (q & 15).to(tl.float32) - 8, (q >> 4).to(tl.float32) - 8
+    elif KIND == "mxfp4":
+        scale = mxfp4_scales(tl.load(scales + 4 * group + byte // 32, mask=there, other=0))
+        scale_high = mxfp4_scales(tl.load(scales + 4 * group + 2 + byte // 32, mask=there, other=0))
+        low, high = mxfp4_numbers(q & 15), mxfp4_numbers(q >> 4)
     else:
         scale = tl.load(scales + 2 * group, mask=there, other=0.0)
         scale_high = tl.load(scales + 2 * group + 1, mask=there, other=0.0)

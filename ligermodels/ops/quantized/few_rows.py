@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, mxfp4_values, native_codes, nf4_values
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
@@ -83,7 +83,7 @@ def _few_rows_kernel(
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (for int4 and nf4, a group).
+    """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (in 4 bits, a group).
     KIND: the format, or "plain". NATIVE: see `unpack`. ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
     first = tl.program_id(0) * BLOCK_N
     channel = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
@@ -110,7 +110,7 @@ def few_rows_product(
     channel: int64 (BLOCK_N,), rows of the weight. The others: see `_few_rows_kernel`."""
     p = tl.arange(0, PARTS)
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if KIND == "int4" or KIND == "nf4":
+    if KIND == "int4" or KIND == "nf4" or KIND == "mxfp4":
         byte = tl.arange(0, 64)
         # With num_stages on the loop, Triton also prefetches loads that are no operand of a product.
         for step in tl.range(steps, num_stages=STAGES):
@@ -118,6 +118,9 @@ def few_rows_product(
             group = channel[None, :] * G + tl.minimum(g, G - 1)[:, None]
             if KIND == "int4":
                 scale = tl.load(scales + group)
+            elif KIND == "mxfp4":
+                block = 4 * group[:, :, None] + (byte // 32)[None, None, :]
+                scale, scale_high = tl.load(scales + block), tl.load(scales + block + 2)
             else:
                 scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
             place = channel[None, :, None] * (64 * G) + (g[:, None] * 64 + byte[None, :])[:, None, :]
@@ -130,6 +133,10 @@ def few_rows_product(
                 total = tl.dot(low, v_low)
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, :, None]
+            elif KIND == "mxfp4":
+                low, high = mxfp4_values(q, scale, scale_high, v_low.dtype)
+                acc = tl.dot(low, v_low, acc)
+                acc = tl.dot(high, v_high, acc)
             else:
                 low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, :, None]

@@ -37,7 +37,7 @@ def quantized_linear(
 
     Args:
         x: (..., K), any floating dtype; under autocast it is cast to autocast's dtype.
-        codes: codes of the weight (N, K), from `quantize_weight`. Codes of int4 and nf4 determine K only up to a
+        codes: codes of the weight (N, K), from `quantize_weight`. Codes of 4 bits determine K only up to a
             multiple of 128.
         scales: scales of the weight, from `quantize_weight`.
         bias: (N,), cast to the dtype of x; or None.

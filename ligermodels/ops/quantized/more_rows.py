@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.unpack import float8_values, int4_values, mxfp4_values, native_codes, nf4_values
 from ligermodels.ops.quantized.weights import format_of
 from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
@@ -18,7 +18,7 @@ from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
 STEP = 128
-"""Inputs per step: a group of int4 or nf4."""
+"""Inputs per step: a group of the formats in 4 bits."""
 COMBINED = 512
 """Channels per program of the second kernel."""
 
@@ -82,12 +82,15 @@ def _more_rows_kernel(
     high_step = (tl.program_id(1) + 1) * steps // tl.num_programs(1)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     rows, row_there = x + m.to(tl.int64)[None, :] * x_row, (m < M)[None, :]
-    if KIND == "int4" or KIND == "nf4":
+    if KIND == "int4" or KIND == "nf4" or KIND == "mxfp4":
         byte = tl.arange(0, 64)
         for step in tl.range(low_step, high_step, num_stages=STAGES):  # prefetches scales too, as in `few_rows`
             group = channel * steps + step
             if KIND == "int4":
                 scale = tl.load(scales + group)
+            elif KIND == "mxfp4":
+                block = 4 * group[:, None] + (byte // 32)[None, :]
+                scale, scale_high = tl.load(scales + block), tl.load(scales + block + 2)
             else:
                 scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
@@ -99,6 +102,10 @@ def _more_rows_kernel(
                 total = tl.dot(low, v_low)
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, None]
+            elif KIND == "mxfp4":
+                low, high = mxfp4_values(q, scale, scale_high, v_low.dtype)
+                acc = tl.dot(low, v_low, acc)
+                acc = tl.dot(high, v_high, acc)
             else:
                 low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, None]

@@ -132,6 +132,31 @@ def nf4_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def mxfp4_numbers(codes):
+    """The numbers of codes of E2M1, one per byte, in float32: the bits of a code are the highest of a float32 with
+    another bias, except for 0.5, which is subnormal."""
+    code = codes.to(tl.int32)
+    low = code & 7
+    bits = tl.where(low < 2, low * 0x3F000000, (low << 22) + (126 << 23)) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp4_scales(scales):
+    """The powers of two of the scales of mxfp4, in float32; 255 is NaN."""
+    exponent = scales.to(tl.int32)
+    bits = tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp4_values(codes, scales, scales_high, DTYPE: tl.constexpr):
+    """The numbers of the low and of the high four bits of bytes times their scales, as DTYPE: exact in bfloat16."""
+    low = mxfp4_numbers(codes & 15) * mxfp4_scales(scales)
+    return low.to(DTYPE), (mxfp4_numbers(codes >> 4) * mxfp4_scales(scales_high)).to(DTYPE)
+
+
+@triton.jit
 def nf4_levels(codes):
     """The levels of codes, one per byte, in float32: for any GPU, and slower than assembly."""
     number = tl.arange(0, 16)

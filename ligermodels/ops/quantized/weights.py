@@ -15,6 +15,11 @@ layout of int4, with indices of levels in place of q + 8: a byte's low four bits
 its high four bits to the second. `scales` are (N, G, 2). If K is a multiple of 64, bitsandbytes computes the same codes
 and scales; otherwise the last block of each row is filled up with the level 0.
 
+"mxfp4": the OCP's microscaling format (https://arxiv.org/abs/2310.10537), as gpt-oss stores it: E2M1 numbers with one
+power of two per block of 32 inputs, whose exponent plus 127 is a byte. `codes` have the layout of int4, with the bits
+of E2M1. `scales` are uint8 (N, G, 4), two for the low and two for the high four bits of a group; the last blocks of a
+row are filled up with zeros.
+
 Rounding is to nearest, so the error of an element is at most half the distance between neighbouring codes.
 """
 
@@ -41,6 +46,10 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The level of each code in nf4; all are exact in float32."""
+FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code of E2M1."""
+FP4_BLOCK = 32
+"""Inputs that share a scale in mxfp4."""
 _CHUNK_ELEMENTS = 2**22
 """Elements that are held as float32 at once."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -49,10 +58,18 @@ E4M3 = torch.float8_e4m3fn
 
 class QuantizedWeight(NamedTuple):
     """Codes and scales of a weight (N, K). float8: float8 (N, K) and float32 (N,). With G = ceil(K / 128), int4: uint8
-    (N, 64 G) and float32 (N, G); nf4: uint8 (N, 64 G) and float32 (N, G, 2)."""
+    (N, 64 G) and float32 (N, G); nf4: uint8 (N, 64 G) and float32 (N, G, 2); mxfp4: uint8 (N, 64 G) and (N, G, 4)."""
 
     codes: Tensor
     scales: Tensor
+
+
+_PER_GROUP = {"int4": (), "nf4": (GROUP // BLOCK,), "mxfp4": (GROUP // FP4_BLOCK,)}
+"""Format -> the last dimension of scales (N, G, ...)."""
+
+
+def _scales(kind: QuantizedFormat) -> torch.dtype:
+    return torch.uint8 if kind == "mxfp4" else torch.float32
 
 
 def empty_quantized(
@@ -61,7 +78,7 @@ def empty_quantized(
     """Uninitialised codes and scales of a weight.
 
     Args:
-        kind: "float8", "int4" or "nf4".
+        kind: "float8", "int4", "nf4" or "mxfp4".
         out_features: number N of output channels.
         in_features: number K of inputs.
         device: device of both tensors.
@@ -78,12 +95,12 @@ def empty_quantized(
         return QuantizedWeight(codes, torch.empty(scales, dtype=torch.float32, device=device))
     groups = num_groups(in_features)
     codes = torch.empty(out_features, groups * BYTES, dtype=torch.uint8, device=device)
-    sizes = (out_features, groups) if kind == "int4" else (out_features, groups, 2)
-    return QuantizedWeight(codes, torch.empty(sizes, dtype=torch.float32, device=device))
+    sizes = out_features, groups, *_PER_GROUP[kind]
+    return QuantizedWeight(codes, torch.empty(sizes, dtype=_scales(kind), device=device))
 
 
 def num_groups(in_features: int) -> int:
-    """Number of groups per output channel in int4 and nf4."""
+    """Number of groups per output channel in the formats of 4 bits."""
     return -(-in_features // GROUP)
 
 
@@ -91,6 +108,8 @@ def format_of(codes: Tensor, scales: Tensor) -> QuantizedFormat:
     """The format of codes and scales."""
     if codes.dtype == E4M3:
         return "float8"
+    if scales.dtype == torch.uint8:
+        return "mxfp4"
     return "nf4" if scales.ndim == 3 else "int4"
 
 
@@ -104,8 +123,7 @@ def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, de
     else:
         groups = num_groups(in_features)
         check_tensor(op, "codes", codes, ("N", groups * BYTES), device, torch.uint8)
-        sizes = (codes.shape[0], groups) if kind == "int4" else (codes.shape[0], groups, 2)
-        check_tensor(op, "scales", scales, sizes, device, torch.float32)
+        check_tensor(op, "scales", scales, (codes.shape[0], groups, *_PER_GROUP[kind]), device, _scales(kind))
 
 
 @torch.no_grad()
@@ -114,7 +132,7 @@ def quantize_weight(weight: Tensor, kind: QuantizedFormat) -> QuantizedWeight:
 
     Args:
         weight: (N, K), any floating dtype. On the meta device nothing is computed.
-        kind: "float8", "int4" or "nf4".
+        kind: "float8", "int4", "nf4" or "mxfp4".
 
     Returns:
         Codes and scales, see `QuantizedWeight`.
@@ -134,7 +152,7 @@ def quantize_weight(weight: Tensor, kind: QuantizedFormat) -> QuantizedWeight:
     for rows in _rows(weight):
         values = weight[rows].float()
         codes, scales = _ROUND[kind](values)
-        finite &= scales.isfinite().all()
+        finite &= values.isfinite().all()
         quantized.codes[rows], quantized.scales[rows] = codes, scales
     if not finite:
         raise InputError("quantize_weight: weight has values that are not finite in float32; replace them first")
@@ -163,6 +181,31 @@ def _to_nf4(values: Tensor) -> tuple[Tensor, Tensor]:
     return _packed(q.to(torch.uint8).flatten(1)), scales
 
 
+def _to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale is that of OCP: the largest number is 2^(its exponent) times 1 to 2, 6 at most."""
+    blocks = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP // FP4_BLOCK, FP4_BLOCK))
+    largest = blocks.abs().amax(3)
+    exponents = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0).clamp(-126, 127)
+    ratios = torch.ldexp(blocks, -exponents[..., None])
+    levels = torch.tensor(FP4_LEVELS[:8], device=values.device)
+    bounds = (levels[:-1] + levels[1:]) / 2
+    below, above = (torch.bucketize(ratios.abs(), bounds, right=right, out_int32=True) for right in (False, True))
+    q = torch.where(below % 2 == 0, below, above) + 8 * ratios.signbit()  # halfway: to the even code
+    return _packed(q.to(torch.uint8).flatten(1)), (exponents + 127).to(torch.uint8)
+
+
+def pack_mxfp4(codes: Tensor, scales: Tensor) -> QuantizedWeight:
+    """An mxfp4 weight from its codes and scales.
+
+    Args:
+        codes: (N, K), uint8, the bits of each element; K a multiple of 32.
+        scales: (N, K / 32), uint8, of each block.
+    """
+    missing = -codes.shape[1] % GROUP
+    scales = F.pad(scales, (0, missing // FP4_BLOCK), value=127).unflatten(1, (-1, GROUP // FP4_BLOCK))
+    return QuantizedWeight(_packed(F.pad(codes, (0, missing))), scales)
+
+
 def pack_nf4(levels: Tensor, scales: Tensor) -> QuantizedWeight:
     """An nf4 weight from its levels and scales.
 
@@ -185,6 +228,7 @@ _ROUND: dict[QuantizedFormat, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "float8": _to_float8,
     "int4": _to_int4,
     "nf4": _to_nf4,
+    "mxfp4": _to_mxfp4,
 }
 """Format -> the function that rounds rows in float32 to codes and scales."""
 
