@@ -76,7 +76,6 @@ class ExportSpec:
         *,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
-        check: Callable[[Path], object] | None = None,
         keep: Keep = "all",
     ) -> None:
         """Write a checkpoint folder. With DTensors all ranks call this, rank 0 writes, and all succeed or none.
@@ -86,8 +85,6 @@ class ExportSpec:
             state: native name -> tensor.
             max_shard_size: largest file in bytes, or text such as "5GB" (10^9) or "5GiB" (2^30).
             overwrite: replace a checkpoint in `folder`; other files there stay.
-            check: called with the temporary folder before its files replace the files of `folder`. If it raises,
-                nothing is written.
             keep: "all" writes the whole checkpoint that the model was loaded from, with `state` as its language model.
                 "without-heads" leaves out draft heads. "model" writes the language model alone.
 
@@ -120,7 +117,6 @@ class ExportSpec:
                 files={**files, **written},
                 overwrite=overwrite,
                 replaced=(*CHECKPOINT, *_adapter_in(folder)),
-                check=check,
                 ranks=ranks,
             )
 

@@ -42,7 +42,6 @@ def save_checkpoint(
     files: Mapping[str, bytes | str | Path] | None = None,
     overwrite: bool = False,
     replaced: Collection[str] = CHECKPOINT,
-    check: Callable[[Path], object] | None = None,
     ranks: Ranks | None = None,
 ) -> None:
     """Write `model.safetensors`, or shards of at most `max_shard_size` and their index, named as in transformers.
@@ -57,8 +56,6 @@ def save_checkpoint(
         files: name -> content of further files, or the path of a file to copy. A name may have one folder.
         overwrite: replace a checkpoint in `folder`. Files there that match none of `replaced` stay.
         replaced: patterns of the names of a checkpoint's files.
-        check: called with the temporary folder, with all files in it, before they replace the files of `folder`. If it
-            raises, nothing is written.
         ranks: ranks that all call this; one of them writes. Default: this process alone.
 
     Raises:
@@ -97,8 +94,6 @@ def save_checkpoint(
                 done = {file: digest.result() for file, digest in digests.items()}
                 if split.is_sharded:
                     _write(temporary / INDEX, _index(split, done))
-                if check is not None:
-                    check(temporary)
             opened.close()  # moves the files into `folder`
 
 

@@ -120,8 +120,9 @@ def _warn(blocks: Sequence[nn.Module], unsupported: Sequence[tuple[nn.Module, st
         return
     named = [label for label, size in sizes.items() if size > LEAST / 10 * total]
     warnings.warn(
-        f"float8: {sum(sizes.values()) / total:.0%} of the weights of the blocks stay in the model's dtype, for they "
-        f"have no rule for float8: {', '.join(named)}; exclude them to say that this is wanted",
+        f"float8: {sum(sizes.values()) / total:.0%} of the weights of the blocks stay in the model's dtype: "
+        f"{', '.join(named)}; exclude them to say that this is wanted (routed experts compute in float8 with "
+        "experts=True, other layers if they name their float8_linears)",
         Float8Warning,
         stacklevel=3,
     )

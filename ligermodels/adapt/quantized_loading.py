@@ -163,11 +163,12 @@ def _warn_of_second_rounding(mappings: Sequence[WeightMapping], layers: Mapping[
 def _warn_of_mxfp4(mappings: Sequence[WeightMapping], layers: Mapping[str, Codes]) -> None:
     if mappings:
         first = mappings[0].target
+        kind, advice = layers[first].kind, 'quantize="mxfp4" (--quantize mxfp4) keeps their values; '
+        advice = "the stored blocks are not those of this layer; " if kind == "mxfp4" else advice
         message = (
-            f"{len(mappings)} weights, such as {first}, are stored in MXFP4, dequantised and rounded to "
-            f"{layers[first].kind}, which is less exact: "
-            'quantize="mxfp4" (--quantize mxfp4) keeps their values; excluding them (quantize_exclude, '
-            "--quantize-exclude) keeps them in the model's dtype"
+            f"{len(mappings)} weights, such as {first}, are stored in MXFP4, dequantised and rounded to {kind}, which "
+            f"is less exact: {advice}excluding them (quantize_exclude, --quantize-exclude) keeps them in the model's "
+            "dtype"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=5)
 

@@ -46,7 +46,7 @@ def plain_product(
 
 class ExpertCompute(ComputePart):
     """How the experts keep their weights and multiply by them. If it `holds_weight`, the parameters of the mixture are
-    None, and it defines `forward`, `dense` and `fill`; otherwise `mix`."""
+    None, and it defines `forward`, `dense` and `fill`; it may define `mix`. If it does not, it defines `mix`."""
 
     holds_weight: ClassVar[bool] = True
 

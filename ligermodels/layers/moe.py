@@ -19,7 +19,7 @@ from ligermodels.convert.mappings import (
     stack,
     transposed,
 )
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
@@ -274,8 +274,6 @@ class MoE(ComposedExperts, Layer):
             down_bias = on_first_rank(self, self.down_bias)
         else:
             gate_up, down, gate_up_bias, down_bias = (own_experts(p) for p in parameters)
-            if self.compute is not None and not self.compute.holds_weight:
-                raise InputError("experts that compute in float8 cannot be divided over ranks: leave out experts=True")
         compute = of_rows(gate_up, down, self.activation, (gate_up_bias, down_bias), self.product)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         return exchange.sum_of(experts, weights, self.config.router.num_experts, compute)
@@ -311,14 +309,14 @@ def mix_experts(
         (N, H), in the dtype of the experts' computation.
     """
     activates = options_of(activation) or activation
-    if product is plain_product:
-        return ops.mix_experts(
-            tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
-        )
     if mix is not None and isinstance(activates, ops.GLUOptions):
         mixed = mix(tokens, weights, experts, gate_up, down, activates, biases)
         if mixed is not None:
             return mixed
+    if product is plain_product:
+        return ops.mix_experts(
+            tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
+        )
     count = num_experts or len(cast(Tensor, gate_up))
     return ops.by_expert(tokens, weights, experts, count, of_rows(gate_up, down, activation, biases, product))
 

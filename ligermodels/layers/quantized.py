@@ -159,7 +159,7 @@ class QuantizedCompute(Codes, Compute):
         """See `Compute.forward`. InputError for x of another width."""
         codes, scales = shard.local(self.codes), shard.local(self.scales)
         if shard is UNSHARDED and (x.ndim == 0 or x.shape[-1] != self.in_features):
-            # Codes of int4 and nf4 alone tell the width only up to a multiple of 128.
+            # Codes in 4 bits alone tell the width only up to a multiple of 128.
             raise InputError(f"x must be floating, of shape (..., {self.in_features}); got {tuple(x.shape)}")
         return ops.quantized_linear(x, self._coded(codes), scales, bias, activation=activation)
 

@@ -27,7 +27,10 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
         raise ConfigError("expert: the model has no mixture of experts that could be spread; leave it out")
     for name, module in named:
         if getattr(module, "compute", None) is not None:
-            raise ConfigError(f"expert: {name}: quantised experts cannot be spread over ranks; shard the model instead")
+            raise ConfigError(
+                f"expert: {name}: experts with quantised weights, or in float8 (experts=True), cannot be spread over "
+                "ranks; shard the model instead"
+            )
         if getattr(getattr(module, "update", None), "shared_outer", False):
             raise ConfigError(
                 f"expert: {name}: LoRA that experts share cannot be spread over ranks; give "

@@ -83,7 +83,7 @@ class Sampling:
         """The token, long (B,), after a node at this level, where p (B, V) is the model's distribution."""
         q = None if self.drafts is None else self.drafts.probabilities(level, p.shape[1])
         draft = tokens[:, level + 1 : level + 2]  # of a chain
-        if q is None or not draft.numel():  # no draft, or one that the drafter has cut
+        if q is None or not draft.numel():  # no draft at this level
             return draw(p, self._choosing[:, level])
         accepted = self._accepting[:, level, None] * q.gather(1, draft) < p.gather(1, draft)
         rest = (p - q).clamp(min=0)

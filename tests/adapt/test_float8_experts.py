@@ -8,6 +8,7 @@ import torch
 from float8_models import FAMILIES, agreement, family, gradients, losses_of_training, tokens
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.errors import Float8Warning, InputError
 from ligermodels.layers import MoE
 from ligermodels.layers.float8_experts import Float8Experts
@@ -21,7 +22,7 @@ def mixtures(model: lm.CausalLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_gradients_beside_float32(name: str) -> None:
+def test_gradients_beside_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every parameter; state dicts keep their names; in eval mode without gradients the model computes as before."""
     model = family(name)
     ids = tokens()
@@ -32,8 +33,12 @@ def test_gradients_beside_float32(name: str) -> None:
         warnings.simplefilter("error", Float8Warning)
         lm.float8(model, experts=True)
     assert all(isinstance(layer.compute, Float8Experts) for layer in mixtures(model))
+    calls = []
+    op = ops.float8_mix_experts
+    monkeypatch.setattr(ops, "float8_mix_experts", lambda *given, **options: calls.append(1) or op(*given, **options))
     assert set(model.state_dict()) == names
     found = gradients(model)
+    assert len(calls) == len(mixtures(model))
     assert found.keys() == wanted.keys()
     for key, gradient in found.items():
         cosine, ratio = agreement(gradient, wanted[key])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import BackendError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import GLUOptions, QuantizedWeight
 from ligermodels.ops.glu.glu import ACTIVATIONS
 
@@ -135,8 +135,30 @@ def test_refusals(kernels_device: torch.device) -> None:
     experts.x.requires_grad_()
     with pytest.raises(BackendError, match="no gradients"):
         experts.mix(OPTIONS[0], backend="few_tokens")
+    experts = Experts(kernels_device, SIZES[0], None, bias=False)
+    experts.own[0] = experts.own[0].transpose(1, 2).contiguous().transpose(1, 2)  # as gpt-oss has them in transformers
+    with pytest.raises(BackendError, match="not contiguous"):
+        experts.mix(OPTIONS[0], backend="few_tokens")
     with ops.set_experts_backend("triton"), pytest.raises(BackendError, match="4 or 8 bits"):
         Experts(kernels_device, SIZES[0], "nf4", bias=False).mix(OPTIONS[0])
+
+
+def test_operands_that_do_not_fit(kernels_device: torch.device) -> None:
+    experts = Experts(kernels_device, (3, 2, 4, 128, 32), "int4", bias=True)
+    given: dict[str, Any] = {
+        "x": experts.x, "weights": experts.weights, "experts": experts.experts, "gate_up": experts.own[0],
+        "down": experts.own[1], "num_experts": 4, "gate_up_bias": experts.biases[0], "down_bias": experts.biases[1],
+    }  # fmt: skip
+    for name, value, message in (
+        ("num_experts", 2, "codes of 2 experts"),
+        ("weights", experts.weights[:, :1], "experts must be"),
+        ("experts", experts.experts.float(), "experts must be"),
+        ("experts", experts.experts[:2], "experts must be"),
+        ("gate_up_bias", experts.biases[0][:, :-1], "gate_up_bias must be"),
+        ("down_bias", experts.biases[1][:3], "down_bias must be"),
+    ):
+        with pytest.raises(InputError, match=f"quantized_mix_experts: .*{message}"):
+            ops.quantized_mix_experts(**{**given, name: value}, activation=OPTIONS[0])
 
 
 @pytest.mark.gpu

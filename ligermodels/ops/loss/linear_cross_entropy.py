@@ -1,6 +1,6 @@
 """The language-model head and its cross entropy in one op: the loss without the logits in memory.
 
-`linear_loss` computes the plain loss, `linear_terms` the loss with class weights, token scaling, sharded classes or
+`linear_head` computes the plain loss, `linear_terms` the loss with class weights, token scaling, sharded classes or
 further results.
 """
 

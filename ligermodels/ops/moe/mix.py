@@ -151,6 +151,8 @@ def _few_tokens_refuses(operands: _Operands, activation: Activation) -> str | No
         return "it has no gradients"
     if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
         return "the experts' weights are not of the tokens' dtype"
+    if not (operands.gate_up.is_contiguous() and operands.down.is_contiguous()):
+        return "the experts' weights are not contiguous"  # it would copy all of them
     return expert_rows_refuse(x, weights.numel(), len(operands.gate_up), operands.gate_up, operands.down)
 
 

@@ -20,10 +20,12 @@ from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_w
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
 PIECE = 2**26
 """Elements of the weights of all experts that are dequantised at a time."""
+_MIX = Signature(x="N H+", weights="N k+", experts="N k int64 int32")
 FEW_ROWS = 16
 """Up to this number of rows, each row dequantises the weight of its expert, where there is no kernel for it."""
 
@@ -90,8 +92,19 @@ def quantized_mix_experts(
         BackendError: `set_experts_backend` names a backend that cannot serve this call.
     """
     (x,) = under_autocast(x)
-    name, size = "quantized_mix_experts", gate_up.codes.shape[0] // (2 * num_experts)
+    name = "quantized_mix_experts"
     reject_dtensors(name, x, *gate_up, *down)
+    _MIX.check(name, x, weights, experts)
+    rows = gate_up.codes.shape[0], down.codes.shape[0]
+    if num_experts < 1 or rows[0] % (2 * num_experts) or rows[1] != num_experts * x.shape[1]:
+        raise InputError(
+            f"{name}: the codes of {num_experts} experts of {x.shape[1]} channels have E * 2 * I and E * H rows; got "
+            f"{rows[0]} of gate_up and {rows[1]} of down"
+        )
+    size = rows[0] // (2 * num_experts)
+    for each, bias, width in (("gate_up_bias", gate_up_bias, 2 * size), ("down_bias", down_bias, x.shape[1])):
+        if bias is not None:
+            check_tensor(name, each, bias, (num_experts, width), x.device)
     check_quantized(name, *gate_up, x.shape[1], x.device)
     check_quantized(name, *down, size, x.device)
     biases = [None if bias is None else bias.to(x.dtype) for bias in (gate_up_bias, down_bias)]
@@ -100,7 +113,7 @@ def quantized_mix_experts(
     if takes_few_tokens(reason or expert_rows_refuse(x, weights.numel(), num_experts, gate_up.codes, down.codes)):
         return few_tokens(x, weights, experts, gate_up, down, num_experts, *biases, activation=activation)
 
-    require_grouped_mm("more tokens with experts in 4 or 8 bits")
+    require_grouped_mm("experts in 4 or 8 bits, beside few_tokens,")
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         rows = gated_activation(quantized_grouped_mm(rows, *gate_up, offsets, biases[0]), activation)

@@ -35,9 +35,9 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.tensors import check_tensor
 
 GROUP = 128
-"""Inputs of a group: in int4 they share a scale, in nf4 they are two blocks."""
+"""Inputs of a group: in int4 they share a scale, in nf4 they are two blocks, in mxfp4 four."""
 BYTES = 64
-"""Bytes of codes per group in int4 and nf4."""
+"""Bytes of codes per group in int4, nf4 and mxfp4."""
 BLOCK = 64
 """Inputs that share a scale in nf4."""
 NF4_LEVELS = (

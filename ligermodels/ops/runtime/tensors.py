@@ -54,13 +54,6 @@ def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
     )
 
 
-def check_rows(op: str, name: str, x: Tensor) -> None:
-    """Raises InputError, naming `op`, unless x, the argument `name`, is floating (..., N) with N > 0."""
-    check_tensor(op, name, x, (..., "N"))
-    if x.shape[-1] == 0:
-        raise InputError(f"{op}: {name} must be of shape (..., N) with N > 0; got {tuple(x.shape)}")
-
-
 def check_strides(op: str, **caches: Tensor) -> None:
     """Raises InputError, naming `op`, unless the last dimension of each of the `caches`, by their names, is
     contiguous."""
