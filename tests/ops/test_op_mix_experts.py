@@ -310,7 +310,10 @@ def test_bad_input(inputs: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize("name", TILES)
 def test_tiles_fit(name: str, memory: int) -> None:
     """The first launches are pipelined, and their operands fit into shared memory; tiles of few rows are small."""
-    first = tile_options(name, 2, memory * 1024, 256)[0]
-    assert (first.rows + first.columns) * first.step * 2 * (first.stages - 2 * (name == "outer")) <= memory * 1024
+    size = 1 if name.startswith("float8") else 2
+    if size == 1 and memory < 91:
+        pytest.skip("no GPU with float8 has less")
+    first = tile_options(name, size, memory * 1024, 256)[0]
+    assert (first.rows + first.columns) * first.step * size * (first.stages - 2 * (name == "outer")) <= memory * 1024
     assert first.stages >= (2 if name == "unaligned" else 3) and first.columns >= 64
-    assert tile_options(name, 2, memory * 1024, 16)[0].rows == 16
+    assert tile_options(name, size, memory * 1024, 16)[0].rows == 16

@@ -40,7 +40,7 @@ def take_rows(x: Tensor, chosen: ChosenRows) -> Tensor:
     Returns:
         (C, H), of x's dtype.
     """
-    return _TakeRows.apply(x, *chosen)
+    return _TakeChosen.apply(x, *chosen)
 
 
 def sum_rows(y: Tensor, weights: Tensor | None, chosen: ChosenRows) -> Tensor:
@@ -55,10 +55,10 @@ def sum_rows(y: Tensor, weights: Tensor | None, chosen: ChosenRows) -> Tensor:
         (N, H), of y's dtype, summed in float32 (float64 if y or the weights are float64).
     """
     weights = None if weights is None else weights.to(torch.promote_types(weights.dtype, torch.float32))
-    return _SumRows.apply(y, weights, *chosen)
+    return _SumChosen.apply(y, weights, *chosen)
 
 
-class _TakeRows(torch.autograd.Function):
+class _TakeChosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, choices, rows):
         ctx.save_for_backward(rows)
@@ -70,7 +70,7 @@ class _TakeRows(torch.autograd.Function):
         return (_rows_sum(dy, None, *ctx.saved_tensors),)
 
 
-class _SumRows(torch.autograd.Function):
+class _SumChosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weights, choices, rows):
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, choices, rows)
