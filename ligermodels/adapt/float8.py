@@ -92,11 +92,16 @@ def float8(
         _check_layer(name, linear)
     for linear in layers.values():
         linear.store(Float8Experts(recipe) if isinstance(linear, MoE) else Float8(recipe))
+    _mark(blocks)
+    _warn(blocks, unsupported)
+    return model
+
+
+def _mark(blocks: Sequence[nn.Module]) -> None:
+    """Mark blocks and their layers, which then ask for the form of an input."""
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, Block | Layer):
             module.in_float8 = True
-    _warn(blocks, unsupported)
-    return model
 
 
 def _other_weights(block: nn.Module, linears: Iterable[str]) -> list[str]:

@@ -246,4 +246,4 @@ def activate(y: Tensor, activation: Callable[..., Tensor] | None, form: Float8Fo
 def options_of(activation: Callable[..., Tensor] | None) -> GLUOptions | None:
     """The options of a `GatedActivation`, with which an op computes it in its own kernel; None for any other function,
     and for a subclass, whose call may do something else."""
-    return cast(GatedActivation, activation).options if type(activation) is GatedActivation else None
+    return activation.options if type(activation) is GatedActivation else None

@@ -201,10 +201,7 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
     if layers.get("model_type") in GEMMA4:
         return _gemma4_layers(layers)
     nested = object_field(stored, NESTED) if NESTED in stored else {}
-    types = layers.get("layer_types")
-    if not types:  # as Qwen3's config has it
-        first = int(layers.get("max_window_layers", 28)) if layers.get("use_sliding_window") else math.inf
-        types = [SLIDING if i >= first else "full_attention" for i in range(int(layers.get("num_hidden_layers") or 0))]
+    types = layers.get("layer_types") or _types_by_number(layers)
     if nested.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * len(types)
     if SLIDING in types:
@@ -213,6 +210,12 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
     elif set(types) == {"full_attention"}:
         layers.pop("layer_types", None)  # the default
     return layers
+
+
+def _types_by_number(layers: Mapping[str, Any]) -> list[str]:
+    """The types of layers whose config has none, as Qwen3's config has them."""
+    first = int(layers.get("max_window_layers", 28)) if layers.get("use_sliding_window") else math.inf
+    return [SLIDING if i >= first else "full_attention" for i in range(int(layers.get("num_hidden_layers") or 0))]
 
 
 def _gemma4_layers(layers: dict[str, Any]) -> dict[str, Any]:

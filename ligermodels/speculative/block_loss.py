@@ -123,23 +123,16 @@ class _BlockLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, codes: Tensor, code_weight: Tensor, weight: Tensor, teacher: Teacher,
         targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        wide = torch.promote_types(hidden.dtype, torch.float32)
         needed = any(ctx.needs_input_grad[:3])
         dh, dc = (x.new_empty(x.shape if needed else 0) for x in (hidden, codes))
         dw = code_weight.new_empty(code_weight.shape if needed else 0)
         total = GradientSum(dw, several=True) if dw.numel() else None
         results = list[tuple[Tensor, ...]]()
-        buffers = KERNEL_BUFFERS if use_kernels(hidden, teacher.hidden) else BUFFERS
-        columns = (buffers + (options.softcap is not None)) * len(weight)
-        columns += 0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight)
-        slots, size = targets.shape[1], max(1, options.memory_budget // (4 * columns * targets.shape[1]))
+        slots, size = targets.shape[1], _blocks_of_a_chunk(hidden, weight, teacher, options)
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
-            logits, slope = capped((h @ weight.T).to(wide), options.softcap), None
-            if options.softcap is not None and needed:
-                slope = 1 - (logits / options.softcap).square()
-            logits = logits.add_(c @ code_weight.T) if c.shape[1] else logits
+            logits, slope = _draft_logits(h, weight, c, code_weight, options.softcap, needed)
             results.append(
                 _slot_losses(logits, teacher, chunk, targets[chunk], mask[chunk], weights[chunk], options, needed)
             )
@@ -160,6 +153,23 @@ class _BlockLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
+
+
+def _blocks_of_a_chunk(hidden: Tensor, weight: Tensor, teacher: Teacher, options: SlotLoss) -> int:
+    """The number of blocks whose logits fit into the memory budget."""
+    buffers = KERNEL_BUFFERS if use_kernels(hidden, teacher.hidden) else BUFFERS
+    columns = (buffers + (options.softcap is not None)) * len(weight)
+    columns += 0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight)
+    return max(1, options.memory_budget // (4 * columns * hidden.shape[1]))
+
+
+def _draft_logits(
+    hidden: Tensor, weight: Tensor, codes: Tensor, code_weight: Tensor, softcap: float | None, needed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Logits (rows, V) in at least float32; and the slope of the softcap, where there is one and it is needed."""
+    logits = capped((hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)), softcap)
+    slope = None if softcap is None or not needed else 1 - (logits / softcap).square()
+    return (logits.add_(codes @ code_weight.T) if codes.shape[1] else logits), slope
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
