@@ -23,15 +23,18 @@ from benchmarks.reporting import recording
 from ligermodels.demo.corpus import python_sources, train_tokenizer
 
 CASES = {
-    f"{model} {batch}x{length}": (model, batch, length)
-    for model, batch, length in (
-        ("llama-3.2-1b", 4, 4096),
-        ("smollm2-135m", 1, 2048),
-        ("smollm2-135m", 8, 2048),
-        ("qwen3-0.6b", 2, 2048),
-        ("gemma-2-2b", 1, 8192),
+    f"{model} {batch}x{length}" + (f", {gpus} GPUs" if gpus > 1 else ""): (model, batch, length, gpus)
+    for model, batch, length, gpus in (
+        ("llama-3.2-1b", 4, 4096, 1),
+        ("smollm2-135m", 1, 2048, 1),
+        ("smollm2-135m", 8, 2048, 1),
+        ("qwen3-0.6b", 2, 2048, 1),
+        ("gemma-2-2b", 1, 8192, 1),
+        ("gpt-oss-4-layers", 1, 8192, 1),
+        ("llama-3-8b", 1, 4096, 2),
     )
 }
+"""Name -> model, sequences a GPU, tokens of a sequence, GPUs."""
 TEXT_BYTES = 8_000_000
 
 
@@ -43,13 +46,13 @@ def prepare(folder: Path) -> None:
 
 
 def of_command(folder: Path, case: str, options: dict[str, Any]) -> float:
-    """Tokens per second of `ligermodels train`: the median of all reports except the first, which includes the
-    warm-up."""
-    model, batch, length = CASES[case]
+    """Tokens per second of `ligermodels train` on all its GPUs: the median of all reports except the first, which
+    includes the warm-up."""
+    model, batch, length, gpus = CASES[case]
     (folder / "config.json").write_text(json.dumps({**CONFIGS[model], "torch_dtype": "bfloat16"}))
     settings = {
         "seq_len": length,
-        "batch_tokens": batch * length,
+        "batch_tokens": batch * length * gpus,
         "validation_tokens": length,
         "checkpoint_every": "null",
         **options,
@@ -57,6 +60,8 @@ def of_command(folder: Path, case: str, options: dict[str, Any]) -> float:
     command = [sys.executable, "-m", "ligermodels", "train", str(folder), "--data", str(folder / "text.txt")]
     command += [f"--set={name}={value}" for name, value in settings.items() if name != "attention"]
     command += ["--attention", options["attention"], "--out", str(folder / "run"), "--overwrite"]
+    if gpus > 1:
+        command += ["--gpus", str(gpus)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median([report["tokens_per_second"] for report in metrics if "tokens_per_second" in report][1:])
