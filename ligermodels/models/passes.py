@@ -124,7 +124,7 @@ def _call_decoder(
     Returns:
         The states after the final norm; and further results, as fields of `DecoderResult`.
     """
-    asks_more = inputs.return_hidden_states is not None or bool(model.decoder.expert_routers)
+    asks_more = inputs.return_hidden_states is not None or len(model.decoder.expert_routers) > 0
     if asks_more:
         options |= _options_of_results(model, inputs, rows)
     # Without a list the routers' logits are not kept.

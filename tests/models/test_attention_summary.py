@@ -12,7 +12,9 @@ from ligermodels.models.attention_summary import attention_summary
 from ligermodels.ops.attention import flash_attention, varlen
 
 
-def summary(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], **changes: Any) -> str:
+def summary(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], attention: str = "auto", **changes: Any
+) -> str:
     """For a GPU of this capability, without flash-attn."""
     monkeypatch.setattr(varlen, "MISSING", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -20,7 +22,7 @@ def summary(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, i
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for backend in flash_attention.INSTALLED:
         monkeypatch.setitem(flash_attention.INSTALLED, backend, False)
-    config = lm.from_config(zoo.CONFIGS[name] | changes, device="meta").config
+    config = lm.from_config(zoo.CONFIGS[name] | changes, device="meta", attention=attention).config
     return attention_summary(config, torch.device("cuda"), torch.bfloat16, 64)
 
 
@@ -31,6 +33,7 @@ def test_backends_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary(monkeypatch, "llama-3", (8, 0), head_dim=128) == "varlen"
     assert summary(monkeypatch, "llama-3", (7, 5), head_dim=128) == "triton"
     assert summary(monkeypatch, "gpt_oss", (9, 0)) == "triton"
+    assert summary(monkeypatch, "llama-3", (9, 0), "triton", head_dim=128) == "triton"  # named: no hint
     gemma4 = summary(monkeypatch, "gemma4_text", (8, 0), global_head_dim=512)
     assert gemma4 == "varlen (5 of 7 layers), triton (2 of 7 layers)"
 

@@ -95,15 +95,16 @@ def attention(
 
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     """The backend that serves a request: the first one that can and does not defer to a later one, or the named one.
+    Tensors on the meta device get their shapes, whichever backend is named.
 
     Raises BackendError if `name` is unknown, or why that backend cannot serve the request.
     """
-    if name == "auto":
-        if request.device == "meta":
-            return META
-        return next(b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
-    if name not in BACKENDS:
+    if name != "auto" and name not in BACKENDS:
         raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
+    if request.device == "meta":
+        return META
+    if name == "auto":
+        return next(b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
     if reason := BACKENDS[name].refuses(request):
         raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
     return BACKENDS[name]
