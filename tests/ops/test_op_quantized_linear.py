@@ -263,18 +263,19 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradcheck(run, inputs)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_make_no_copy_of_the_weight(
-    where: Where, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    kernels_device: torch.device, kind: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They serve up to 64 rows of 16 bits; a NaN stays in its row, and what lies beyond x is not read."""
 
     def never(*_: Any) -> Tensor:
         raise AssertionError("dequantised")
 
-    if where.place == "reference" or where.dtype == torch.float32:
-        pytest.skip("no kernels serve it")
+    where = Where(kernels_device, dtype)
     given = operands(where, kind, (70, 1100), (rows,), bias=True)
     wanted = quantized_linear(**given)
     monkeypatch.setattr(linear, "dequantize_weight", never)
