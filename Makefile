@@ -1,6 +1,6 @@
 # make demo | test | test-gpu | test-compile | test-integrations | test-serving | lint | format | matrix | gpus | docs | package |
 # bench. Each first makes .venv, again whenever what it installs changes.
-# PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in more processes.
+# PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in 8 processes.
 PYTHON ?= python3
 JOBS ?= 2
 OTHER ?= python3.13
@@ -16,9 +16,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/integrations
 
-# The tests that need a CUDA GPU. Tests of large tensors take turns, so that the processes share one GPU.
+# The tests that need a CUDA GPU, in as many processes as the machine has room for (12 on 16 cores and 80 GB) or JOBS.
+# Tests of large tensors take turns. The kernels that one process has compiled the others find in Triton's cache.
+test-gpu: JOBS = auto
 test-gpu: $(READY)
-	$(BIN)/pytest -n 8 --dist worksteal -m "gpu and not slow" --ignore tests/integrations
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 40 -m "gpu and not slow" --ignore tests/integrations
 
 # Every kernel, compiled at every launch of tests/helpers/op_calls.py for GPUs that need not be there: each launch until
 # its shared memory is known, some to machine code. build/triton keeps what was compiled: later runs compile what changed. That every kernel is launched, and docs/gpus.md, `make test` checks.

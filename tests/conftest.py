@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,8 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 KEPT_BYTES = 2**30
 """Bytes of GPU memory that a process may keep after a test."""
+MOST_BYTES = {False: 4 * 2**30, True: 40 * 2**30}
+"""Bytes of GPU memory that a test may take, and one marked `large`, before a warning names it."""
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -39,21 +42,35 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="run whole products of parameters on the CPU too")
+    parser.addoption("--every-case", action="store_true", help="run whole products of parameters")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`: three quarters of the cores, whose other quarter compiles; 6 GiB of a GPU for each.
+
+    The largest tests take turns with a third of an 80 GB GPU.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not HAS_CUDA:
+        return cores
+    return max(1, min(cores * 3 // 4, torch.cuda.get_device_properties(0).total_memory // (6 * 2**30)))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU skip tests marked `gpu`, and cover products of parameters pairwise: the interpreter is slow."""
+    """Without a GPU skip tests marked `gpu`; cover products of parameters pairwise: the interpreter is slow, and so is
+    the compiler of kernels. On a GPU the large tests come first, so that one process runs them: they take turns."""
     if HAS_CUDA:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        items.sort(key=lambda item: item.get_closest_marker("large") is None)
+    else:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.getoption("--every-case"):
         from pairwise import pairwise
 
-        kept = set(pairwise(items))
+        kept = set(pairwise(items, has_gpu=HAS_CUDA))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
@@ -120,8 +137,13 @@ def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     lock = filelock.FileLock(Path(tempfile.gettempdir()) / f"ligermodels-tests-{os.getuid()}.lock")
-    with lock if request.node.get_closest_marker("large") else nullcontext():
+    large = request.node.get_closest_marker("large") is not None
+    with lock if large else nullcontext():
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
         yield
+        if (used := torch.cuda.max_memory_allocated()) > MOST_BYTES[large]:
+            warnings.warn(f"{request.node.nodeid} took {used / 2**30:.0f} GiB of the GPU", stacklevel=1)
         if torch.cuda.memory_reserved() > KEPT_BYTES:
             gc.collect()
             torch.cuda.empty_cache()

@@ -75,10 +75,10 @@ def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
     ids[mask == 0] = 0
     eos = oracle.config.eos_token_id
     wanted = oracle.generate(
-        ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=eos, pad_token_id=0
     )
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=40), wanted)
-    alone = model.generate([ids[1, 4:].tolist()], max_new_tokens=40)[0, 5:]
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=16), wanted)
+    alone = model.generate([ids[1, 4:].tolist()], max_new_tokens=16)[0, 5:]
     assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
 
 

@@ -53,8 +53,9 @@ def test_states_of_any_length(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cuda_graph", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "cuda_graph"), [*((name, True) for name in FAMILIES), ("gemma2", False), ("qwen3_5_text", False)]
+)
 def test_the_tokens_are_the_same(name: str, cuda_graph: bool) -> None:
     """For batches and states of several sizes, so that graphs are compiled again; kernels of Inductor may round
     otherwise, so tokens may differ only where two logits are equal but for rounding. The families take turns in which

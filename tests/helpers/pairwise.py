@@ -31,29 +31,36 @@ def cover(cases: Sequence[Sequence[Hashable]]) -> list[int]:
 def parameters(item: pytest.Function) -> tuple[Hashable, ...]:
     """One value for each `parametrize` of a test, and for each fixture with parameters.
 
-    The fixture `where` of tests/ops has two: the place, and whether the dtype is float32.
+    The fixture `where` of tests/ops has two: the place, and the dtype (on a GPU each of them, elsewhere whether it is
+    float32).
     """
     params, values = dict(item.callspec.params), list[Hashable]()
     if isinstance(params.get("where"), tuple):
         place, dtype = params.pop("where")
-        values += [place, dtype == torch.float32]
+        values += [place, dtype if place == "cuda" else dtype == torch.float32]
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         values.append(tuple(id(params.pop(name.strip(), None)) for name in names))
     return (*values, *map(id, params.values()))
 
 
-def pairwise(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def pairwise(items: Sequence[pytest.Item], *, has_gpu: bool = False) -> list[pytest.Item]:
     """Items that cover, for each test, all pairs of values of its parameters; all cases of a test marked `every_case`.
 
-    Cases on a GPU are dropped if the test has other cases.
+    Args:
+        items: The cases of all tests.
+        has_gpu: Whether there is a GPU. Then the cases of a test on the GPU cover all pairs, and so do its others.
+            Without one a test's cases on the GPU are dropped if it has others; else the first of them is kept.
     """
-    tests: dict[tuple[object, str], list[pytest.Item]] = {}
+    tests: dict[tuple[object, str, bool], list[pytest.Item]] = {}
     for item in items:
-        tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+        on_gpu = item.get_closest_marker("gpu") is not None
+        tests.setdefault((item.parent, getattr(item, "originalname", item.name), on_gpu), []).append(item)
     kept: set[pytest.Item] = set()
-    for cases in tests.values():
-        cases = [case for case in cases if not case.get_closest_marker("gpu")] or cases[:1]
+    for (parent, name, on_gpu), cases in tests.items():
+        if on_gpu and not has_gpu:
+            kept.update(() if (parent, name, False) in tests else cases[:1])
+            continue
         if len(cases) > 2 and not any(case.get_closest_marker("every_case") for case in cases):
             cases = [cases[index] for index in cover([parameters(case) for case in cases])] or cases
         kept.update(cases)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -42,20 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
     "packed-one-last-place": {"bounds": [0, 3, 13, 13], "queries": 1},
     "all-options": {"window": 6, "softcap": 2.0, "softmax_scale": 0.3, "bounds": [0, 8, 13]},
 }
-WIDE = ["plain", "one-kv-head", "all-options", "sinks-mask", "sinks-packed-window", "wide-values-mask-decode-some"]
-WIDE += ["narrow-values-softcap", "packed-last-places-window"]
-"""Cases in which the Triton kernels of 128 and 256 channels in float32 run, each option in one of them: to compile one
-for 256 takes 20 s. Those of 80 channels, whose tiles have 128, run every case."""
-DEVICES = [
-    pytest.param("cpu", torch.float64, 14, id="cpu-fp64"),
-    pytest.param("cpu", torch.float32, 16, id="cpu-fp32"),
-    *(
-        pytest.param(
-            "cuda", dtype, head_dim, id=f"cuda-{dtype}-{head_dim}".replace("torch.", ""), marks=pytest.mark.gpu
-        )
-        for dtype in (torch.bfloat16, torch.float32)
-        for head_dim in (16, 64, 80, 128, 256)
-    ),
+FEW = ["plain", "one-kv-head", "all-options", "sinks-mask", "sinks-packed-window", "wide-values-mask-decode-some"]
+FEW += ["narrow-values-softcap", "packed-last-places-window"]
+"""Each option in one of them, for heads whose kernels differ from others by their tiles: to compile one of 256 channels
+in float32 takes 20 s. Heads of 80 channels, whose tiles have 128, run every case, and so do those of 64 in 16 bits."""
+ON_A_GPU = [
+    pytest.param(case, dtype, head_dim, id=f"{dtype}-{head_dim}-{case}".removeprefix("torch."))
+    for dtype, widths in ((torch.bfloat16, (64, 80)), (torch.float32, (80,)))
+    for head_dim in (16, 64, 80, 128, 256)
+    for case in (CASES if head_dim in widths else FEW)
 ]
 NAMES = [pytest.param(name, marks=[pytest.mark.kernels] if name == "triton" else []) for name in backends()]
 LIMITS = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
@@ -96,33 +92,48 @@ def by_definition(
     return torch.stack(rows).view(batch, length, heads, v.shape[3])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("device", "dtype", "head_dim"), DEVICES)
-def test_backend_follows_the_definition(name: str, case: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
-    few = (name, device, dtype) == ("triton", "cuda", torch.float32) and head_dim >= 128
-    if few and case not in WIDE:
-        pytest.skip("other cases show its options")
-    options = dict(CASES[case])
-    bounds, queries, kv_heads = options.pop("bounds", None), options.pop("queries", 13), options.pop("kv_heads", 2)
-    batch = 1 if bounds else 2
-    sinks, mask = options.pop("sinks", False), None
-    value_dim = options.pop("value_dim", None)
-    if options.pop("masked", False):
-        mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
+class Case:
+    """A case's operands, and what the definition makes of them: outputs, then gradients, in float64."""
+
+    def __init__(self, name: str, dtype: torch.dtype, head_dim: int) -> None:
+        options = dict(CASES[name])
+        self.bounds, queries = options.pop("bounds", None), options.pop("queries", 13)
+        self.value_dim, kv_heads = options.pop("value_dim", None), options.pop("kv_heads", 2)
+        batch, self.mask = 1 if self.bounds else 2, None
+        self.sinks = options.pop("sinks", False)
+        if options.pop("masked", False):
+            self.mask = (torch.rand(batch, queries, 13) < 0.4) | torch.eye(13, dtype=torch.bool)[-queries:]
+        self.options = options
+        widths = (head_dim, head_dim, self.value_dim or head_dim)
+        sizes = zip((queries, 13, 13), (4, kv_heads, kv_heads), widths, strict=True)
+        tensors = [torch.randn(batch, *size) for size in sizes]
+        tensors += [2 * torch.randn(4)] if self.sinks else []
+        self.inputs = [x.to(dtype) for x in tensors]
+        exact = [x.double().requires_grad_() for x in self.inputs]
+        wanted = by_definition(*exact, mask=self.mask, bounds=self.bounds, **options)
+        self.seed = torch.randn(wanted.shape).to(dtype)
+        self.wanted = [wanted.detach(), *torch.autograd.grad(wanted, exact, self.seed.double())]
+
+
+made = lru_cache(maxsize=4)(Case)
+"""All backends share the few cases that were made last."""
+
+
+def check_backend(name: str, case_name: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
+    case = made(case_name, dtype, head_dim)
     request = AttentionRequest(
         device=device,
         dtype=dtype,
         head_dim=head_dim,
-        query_length=queries,
+        query_length=case.inputs[0].shape[1],
         key_length=13,
-        softmax_scale=options.get("softmax_scale", head_dim**-0.5),
-        window=options.get("window"),
-        softcap=options.get("softcap"),
-        masked=mask is not None,
-        packed=bounds is not None,
-        sinks=sinks,
-        value_dim=value_dim,
+        softmax_scale=case.options.get("softmax_scale", head_dim**-0.5),
+        window=case.options.get("window"),
+        softcap=case.options.get("softcap"),
+        masked=case.mask is not None,
+        packed=case.bounds is not None,
+        sinks=case.sinks,
+        value_dim=case.value_dim,
     )
     if name != "reference":  # It serves everything.
         try:
@@ -130,26 +141,32 @@ def test_backend_follows_the_definition(name: str, case: str, device: str, dtype
         except BackendError as refusal:
             assert name in str(refusal)
             return
-    widths = (head_dim, head_dim, value_dim or head_dim)
-    sizes = zip((queries, 13, 13), (4, kv_heads, kv_heads), widths, strict=True)
-    tensors = [torch.randn(batch, *size) for size in sizes]
-    tensors += [2 * torch.randn(4)] if sinks else []
-    inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
-    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    if bounds:
-        options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
-    if sinks:
+    inputs = [x.to(device, copy=True).requires_grad_() for x in case.inputs]
+    options = dict(case.options)
+    if case.bounds:
+        options["cu_seqlens"] = torch.tensor(case.bounds, dtype=torch.int32, device=device)
+    if case.sinks:
         options["sinks"] = inputs[3]
-    out = attention(*inputs[:3], mask=None if mask is None else mask.to(device), backend=name, **options)
-    options = {key: value for key, value in options.items() if key not in ("cu_seqlens", "sinks")}
-    wanted = by_definition(*exact, mask=mask, bounds=bounds, **options)
-    seed = torch.randn(wanted.shape).to(dtype)
-    found = [out, *torch.autograd.grad(out, inputs, seed.to(device))]
-    expected = [wanted, *torch.autograd.grad(wanted, exact, seed.double())]
-    for a, b in zip(found, (x.detach() for x in expected), strict=True):
+    out = attention(*inputs[:3], mask=None if case.mask is None else case.mask.to(device), backend=name, **options)
+    found = [out, *torch.autograd.grad(out, inputs, case.seed.to(device))]
+    for a, b in zip(found, case.wanted, strict=True):
         # The gradients of a few sinks are sums over all queries, whose terms' errors meet.
         limit = (2 if b.numel() <= 8 else 1) * LIMITS[dtype]
         assert (a.detach().cpu().double() - b).norm() <= limit * max(float(b.norm()), math.sqrt(b.numel()) / 10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float64, 14), (torch.float32, 16)])
+def test_backend_follows_the_definition(name: str, case: str, dtype: torch.dtype, head_dim: int) -> None:
+    check_backend(name, case, "cpu", dtype, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("case", "dtype", "head_dim"), ON_A_GPU)
+def test_backend_follows_the_definition_on_a_gpu(name: str, case: str, dtype: torch.dtype, head_dim: int) -> None:
+    check_backend(name, case, "cuda", dtype, head_dim)
 
 
 LONG_CASES: dict[str, dict[str, Any]] = {
@@ -166,12 +183,16 @@ LONG_CASES: dict[str, dict[str, Any]] = {
     "sinks in a window": {"sinks": True, "window": 130},
     "packed sinks": {"sinks": True, "bounds": (0, 1, 300, 301, 700)},
 }
+FEW_LONG = ["causal", "softcap in a window", "packed last places, window", "packed sinks"]
+LONG = [
+    *((case, head_dim) for head_dim in (64, 128) for case in LONG_CASES),
+    *((case, head_dim) for head_dim in (96, 256, 512) for case in FEW_LONG),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] != "reference"])
-@pytest.mark.parametrize("case", LONG_CASES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
+@pytest.mark.parametrize(("case", "head_dim"), LONG)
 def test_long_sequences(name: str, case: str, head_dim: int) -> None:
     """Over many tiles, in bfloat16, against the reference in float32 on the same values."""
     options = dict(LONG_CASES[case])
@@ -223,6 +244,7 @@ def test_sdpa_keeps_no_scores_on_a_gpu(dtype: torch.dtype, case: str, head_dim: 
 
 
 @pytest.mark.gpu
+@pytest.mark.every_case
 @pytest.mark.parametrize("value_dim", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] != "reference"])

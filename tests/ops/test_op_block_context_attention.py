@@ -121,10 +121,16 @@ def test_frozen_operands(where: Where) -> None:
                 assert torch.equal(found, wanted) if i in needs else found is None
 
 
+MANY_TILES = [
+    *((128, 7, case) for case in ("no documents", "documents", "any order", "window", "causal")),
+    *((dim, 16, case) for dim in (64, 128) for case in ("documents", "window")),
+    *((dim, block, case) for dim, block in ((80, 7), (256, 16)) for case in ("any order", "causal")),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.kernels
-@pytest.mark.parametrize("case", ["no documents", "documents", "any order", "window", "causal"])
-@pytest.mark.parametrize(("dim", "block"), [(64, 16), (80, 7), (128, 7), (128, 16), (256, 16)])
+@pytest.mark.parametrize(("dim", "block", "case"), MANY_TILES)
 def test_many_tiles(dim: int, block: int, case: str) -> None:
     """Sizes of training, for the tiles of a GPU."""
     where = Where(torch.device("cuda"), torch.bfloat16, "cuda")

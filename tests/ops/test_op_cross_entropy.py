@@ -213,6 +213,7 @@ def test_large(T: int, V: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 def test_more_than_2_to_the_31_logits() -> None:
     T, V = 16800, 128256

@@ -265,7 +265,6 @@ def test_compiled(name: str, kernels_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "dtype"),
@@ -284,6 +283,7 @@ def test_large(heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_cache_of_more_than_2_to_the_31(heads_first: bool) -> None:

@@ -162,6 +162,7 @@ def test_operands_that_do_not_fit(kernels_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
 def test_under_graphs(kind: Any, tokens: int) -> None:

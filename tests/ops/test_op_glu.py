@@ -154,6 +154,7 @@ def test_large(ops: tuple[Op, Op, Op], shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 def test_more_than_2_to_the_31_elements() -> None:
     packed = torch.randn(75001, 2 * 14336, dtype=torch.bfloat16, device="cuda")

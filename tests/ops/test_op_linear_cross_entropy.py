@@ -120,6 +120,7 @@ def test_all_ignored(where: Where, reduction: str) -> None:
     assert not loss.any() and not any(t.grad.any() for t in inputs)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 def test_repeated_backward(where: Where, reduction: str, memory_budget: int) -> None:

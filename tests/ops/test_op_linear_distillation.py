@@ -265,6 +265,7 @@ def test_a_wrong_count_is_an_error() -> None:
         heads.loss(num_tokens=3)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
 @pytest.mark.parametrize("divergence", ["jsd", "nla", "lk"])

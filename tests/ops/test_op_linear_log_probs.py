@@ -309,6 +309,7 @@ def test_kept_logits_are_not_recomputed(
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
 def test_repeated_backward(where: Where, trained: bool) -> None:
     """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits.

@@ -116,6 +116,7 @@ def test_large(name: str, T: int, V: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 def test_equal_bits_beside_other_kernels() -> None:
     T, V = 3000, 50257

@@ -78,7 +78,7 @@ def fused(x: Tensor, weights: Tensor, *others: Tensor, experts: Tensor, options:
 def test_mix_experts(where: Where, sizes: tuple[int, ...], routing: str, options: GLUOptions, bias: bool) -> None:
     """Forward and all gradients against float64, and equal bits in a second run."""
     if sizes[0] == 1 and where.dtype.itemsize < 4:
-        pytest.skip("single numbers are right by luck in 16 bits")
+        sizes = SIZES[1]  # single numbers are right by luck in 16 bits
     known = {"experts": route(routing, *sizes[:3]), "options": options}
     slack = 1.0 if options.limit is None else 3.0  # rounding decides whether a gradient near the limit is 0
     check(partial(fused, **known), partial(plain, **known), inputs_of(where, sizes, bias), slack=slack)
@@ -220,6 +220,7 @@ def test_compiled_with_varying_sizes(kernels_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "sizes", [(2048, 8, 128, 512, 768), (4096, 2, 8, 1024, 1792), (3000, 4, 32, 2880, 2880)], ids=str

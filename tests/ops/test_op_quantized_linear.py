@@ -263,22 +263,25 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64])
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "K"), [(1, 1100), (2, 200), (8, 70), (9, 70), (16, 70), (17, 200), (33, 70), (64, 70)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_make_no_copy_of_the_weight(
-    where: Where, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    kernels_device: torch.device, kind: str, rows: int, K: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They serve up to 64 rows of 16 bits; a NaN stays in its row, and what lies beyond x is not read."""
 
     def never(*_: Any) -> Tensor:
         raise AssertionError("dequantised")
 
-    if where.place == "reference" or where.dtype == torch.float32:
-        pytest.skip("no kernels serve it")
-    given = operands(where, kind, (70, 1100), (rows,), bias=True)
+    where = Where(kernels_device, dtype)
+    given = operands(where, kind, (70, K), (rows,), bias=True)
     wanted = quantized_linear(**given)
     monkeypatch.setattr(linear, "dequantize_weight", never)
-    around = torch.full((rows + 2, 1100 + 48), float("nan"), device=where.device, dtype=where.dtype)
+    around = torch.full((rows + 2, K + 48), float("nan"), device=where.device, dtype=where.dtype)
     around[1:-1, 16:-32] = given["x"]
     assert torch.equal(quantized_linear(**{**given, "x": around[1:-1, 16:-32]}), wanted)
     around[1, 16] = float("nan")
