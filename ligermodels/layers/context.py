@@ -73,8 +73,8 @@ class ForwardContext:
     experts: the entry of `routing` for the block that computes; see `of_block`.
     needed: if the layer is given only the tokens whose states are needed, (1, n, H), these tokens. `rope_tables`,
         `positions` and `per_layer_inputs` then belong to them; all other fields describe the whole pass.
-    agreed: numbers of tokens on which the ranks of a process group have agreed in this pass, by the group's name; see
-        `expert_parallel`. All contexts that are made from one context share this dict.
+    agreed: this rank's number of tokens in this pass, and the largest of a rank, on which the ranks of a process group
+        have agreed, by the group's name; see `expert_parallel`. All contexts that are made from one context share it.
     """
 
     rope_tables: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class ForwardContext:
     routing: Mapping[int, Tensor] = field(default_factory=dict)
     experts: Tensor | None = None
     needed: SelectedTokens | None = None
-    agreed: dict[str, int] = field(default_factory=dict)
+    agreed: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def of_block(self, number: int) -> ForwardContext:
         """The context of one block: with `experts`, if the caller gives them."""

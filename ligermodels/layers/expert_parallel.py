@@ -185,18 +185,24 @@ class ExpertExchange:
 
 
 def _most_tokens(tokens: Tensor, ranks: Ranks, context: ForwardContext | None) -> int:
-    """The largest number of tokens of a rank. Ranks agree on it in the first mixture of a pass: later ones never have
-    more tokens."""
+    """The largest number of tokens of a rank. Ranks agree on it in the first mixture of a pass, for all tokens of the
+    pass: a later mixture may be given more tokens than the first one, where that is given the needed tokens alone.
+
+    A layer of the user's that adds tokens is an error, on each rank where it does.
+    """
     count = len(tokens)
     if tokens.is_meta:
         return count
     agreed = {} if context is None else context.agreed
     if ranks.group not in agreed:
-        counts = all_gather_rows(torch.tensor([count], device=tokens.device), ranks.size, ranks.group)
-        agreed[ranks.group] = int(counts.max())  # waits for the device
-    if count > agreed[ranks.group]:
-        raise RuntimeError(f"a mixture has {count} tokens, but the first one of the pass {agreed[ranks.group]}")
-    return agreed[ranks.group]
+        needed = None if context is None else context.needed
+        own = count if needed is None else max(count, needed.rows * needed.length)
+        counts = all_gather_rows(torch.tensor([own], device=tokens.device), ranks.size, ranks.group)
+        agreed[ranks.group] = own, int(counts.max())  # waits for the device
+    own, most = agreed[ranks.group]
+    if count > own:
+        raise RuntimeError(f"expert parallelism: a mixture has {count} tokens, more than the {own} of the pass")
+    return most
 
 
 def _everywhere(count: int, most: int, ranks: Ranks) -> Transfers:

@@ -18,7 +18,7 @@ from zoo import GEMMA4
 import ligermodels as lm
 from benchmarks.__main__ import MODULES
 from benchmarks.cases import all as whole
-from benchmarks.cases import cpu_decoding, float8_loss, peers, training
+from benchmarks.cases import cpu_decoding, float8_loss, mixtures, peers, training
 from benchmarks.cases import draft as draft_benchmark
 from benchmarks.cases import medusa as medusa_benchmark
 from benchmarks.cases import needed_tokens as needed_tokens_benchmark
@@ -43,6 +43,19 @@ def test_decoding_on_a_cpu_is_measured_beside_transformers(monkeypatch: pytest.M
     monkeypatch.setattr(cpu_decoding, "models", lambda size: (theirs, other))
     with pytest.raises(RuntimeError, match="tokens are not those of transformers"):
         cpu_decoding.run("tiny greedy batch 1")
+
+
+@pytest.mark.parametrize("case", [mixtures.CASES[0], mixtures.CASES[-1]], ids=lambda case: case.model)
+def test_steps_of_mixtures(case: mixtures.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loss, the same operations, with LoRA and checkpointing too."""
+    sizes = SIZES | {"moe_intermediate_size": 32, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
+    config = CONFIGS[case.model]
+    monkeypatch.setitem(CONFIGS, case.model, config | {k: v for k, v in sizes.items() if k in config})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    case = dataclasses.replace(case, batch=1, length=24, layers=None, attention="eager")
+    assert mixtures.agreement(case) < 0.01
+    records = [mixtures.run(case, provider, 2) for provider in mixtures.PROVIDERS]
+    assert records[0]["tflops"] * records[0]["step_ms"] == pytest.approx(records[1]["tflops"] * records[1]["step_ms"])
 
 
 def test_training_steps_of_ours_and_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

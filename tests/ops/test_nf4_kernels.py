@@ -1,13 +1,19 @@
-"""The assembly that looks up the levels of nf4 on GPUs, emulated."""
+"""The assembly that converts codes of nf4 and mxfp4 on GPUs, emulated."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from ligermodels.ops.quantized import unpack
-from ligermodels.ops.quantized.weights import NF4_LEVELS
+from ligermodels.ops.quantized.weights import FP4_LEVELS, NF4_LEVELS
 
 LEVELS = torch.tensor(NF4_LEVELS)
-TABLES = {"_BFLOAT16_LEVELS": LEVELS.bfloat16().view(torch.int16), "_FLOAT16_LEVELS": LEVELS.half().view(torch.int16)}
+FP4 = torch.tensor(FP4_LEVELS)
+TABLES = {
+    "_BFLOAT16_LEVELS": LEVELS.bfloat16(), "_FLOAT16_LEVELS": LEVELS.half(),
+    "_BFLOAT16_FP4": FP4.bfloat16(), "_FLOAT16_FP4": FP4.half(),
+}  # fmt: skip
 
 
 def prmt(a: int, b: int, selector: int) -> int:
@@ -24,7 +30,18 @@ def lop3(a: int, b: int, c: int, table: int) -> int:
     return sum(bit << i for i, bit in enumerate(bits))
 
 
+def fma(dtype: torch.dtype) -> Callable[[int, int, int], int]:
+    """a * b + c of both halves, rounded once; float64 is exact here."""
+
+    def call(*words: int) -> int:
+        a, b, c = (torch.tensor([w], dtype=torch.uint32).view(dtype).double() for w in words)
+        return int((a * b + c).to(dtype).view(torch.uint32))
+
+    return call
+
+
 INSTRUCTIONS = {
+    "mov.b32": lambda a: a, "fma.rn.bf16x2": fma(torch.bfloat16), "fma.rn.f16x2": fma(torch.float16),
     "and.b32": int.__and__, "shr.u32": int.__rshift__, "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "prmt.b32": prmt, "lop3.b32": lop3,
 }  # fmt: skip
@@ -45,8 +62,9 @@ def emulated(assembly: str, codes: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_assembly_looks_up_levels(name: str) -> None:
-    table = [entry & 0xFFFF for entry in TABLES[name].tolist()]
+def test_assembly_converts_codes(name: str) -> None:
+    """Bit by bit, with the sign of -0."""
+    table = [entry & 0xFFFF for entry in TABLES[name].view(torch.int16).tolist()]
     assembly = getattr(unpack, name)
     for byte in range(256):
         codes = [byte, (byte * 7 + 3) % 256, (byte * 31 + 9) % 256, 255 - byte]

@@ -103,12 +103,9 @@ def test_rows_go_to_their_experts_and_back(where: Where, tokens: int, k: int, nu
     for start, end in zip([0, *offsets.tolist()], offsets.tolist(), strict=False):
         assert torch.equal(order[start:end], order[start:end].sort().values)  # in token order
 
-    def there(x: torch.Tensor) -> torch.Tensor:
-        return ops.gather_rows(x, order, inverse, copies=k)
-
     x = torch.randn(tokens, 11, dtype=where.dtype, device=where.device)
-    check(there, lambda x: x.repeat_interleave(k, 0)[order], [x])
-    check(lambda x: ops.gather_rows(there(x), inverse, order), lambda x: x.repeat_interleave(k, 0), [x])
+    with pytest.warns(DeprecationWarning, match="use ops.take_rows"):
+        assert torch.equal(ops.gather_rows(x, order, inverse, copies=k), x.repeat_interleave(k, 0)[order])
 
 
 @pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 1), (7, 3, 1030), (40, 8, 64), (0, 2, 5), (9, 2, 0)])
@@ -139,6 +136,20 @@ def test_rows_of_some_choices(
     check(lambda y: ops.sum_rows(y, None, chosen), lambda y: summed(y, torch.ones_like(weights).to(wide(y))), [y])
 
 
+def test_rows_that_do_not_fit() -> None:
+    x, order = torch.ones(3, 4), torch.arange(6)
+    rows = order.view(3, 2)
+    for message, call in (
+        (r"take_rows: x must be floating", lambda: ops.take_rows(x.int(), ops.ChosenRows(order, rows))),
+        (r"take_rows: rows must be .* \(3, k\)", lambda: ops.take_rows(x, ops.ChosenRows(order, order.view(2, 3)))),
+        (r"take_rows: choices must be torch.int64 or", lambda: ops.take_rows(x, ops.ChosenRows(order.float(), rows))),
+        (r"sum_rows: choices must be .* \(3\)", lambda: ops.sum_rows(x, None, ops.ChosenRows(order, rows))),
+        (r"sum_rows: rows must be .* \(3, 1\)", lambda: ops.sum_rows(x, x[:, :1], ops.ChosenRows(order[:3], rows))),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("frozen", [None, 0, 1, 2])
 def test_compiled_with_varying_sizes(frozen: int | None, kernels_device: torch.device) -> None:
@@ -147,7 +158,7 @@ def test_compiled_with_varying_sizes(frozen: int | None, kernels_device: torch.d
 
     def op(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         order, inverse, offsets = ops.sort_by_expert(experts, 4)
-        return ops.grouped_mm(ops.gather_rows(x, order, inverse, copies=2), weights, offsets, biases)
+        return ops.grouped_mm(ops.take_rows(x, ops.ChosenRows(order, inverse.view(-1, 2))), weights, offsets, biases)
 
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 3, 9):

@@ -10,6 +10,7 @@ from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import GLUOptions, QuantizedWeight
 from ligermodels.ops.glu.glu import ACTIVATIONS
+from ligermodels.ops.quantized import expert_rows
 
 pytestmark = pytest.mark.kernels
 OPTIONS = (GLUOptions("silu"), GLUOptions("gelu_tanh", 1.702, 1 / 1.702, 1.0, 1.0))
@@ -100,6 +101,18 @@ def test_rows(kernels_device: torch.device, kind: Any) -> None:
     experts.x[3] = float("nan")
     is_nan = experts.mix(OPTIONS[0]).isnan()
     assert is_nan[3].all() and not is_nan[:3].any() and not is_nan[4:].any()
+
+
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_programs_take_several_tiles(kernels_device: torch.device, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows per expert, and one expert with more than a tile of rows; each program has several tiles of channels."""
+    experts = Experts(kernels_device, (12, 1, 5, 144, 72), kind, bias=True)
+    experts.experts = torch.tensor([[1]] * 10 + [[4], [0]], device=kernels_device)
+    wanted = experts.mix(OPTIONS[1])
+    torch.testing.assert_close(wanted.double(), experts.plain(OPTIONS[1], torch.float64), rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(expert_rows, "PROGRAMS", 7)
+    monkeypatch.setattr(expert_rows, "num_sms", lambda device: 1)
+    assert torch.equal(experts.mix(OPTIONS[1]), wanted)
 
 
 @pytest.mark.parametrize("kind", ["float8", "int4", "nf4", "mxfp4"])

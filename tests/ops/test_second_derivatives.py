@@ -30,9 +30,6 @@ MORE = {
             x, w, numbers(x, 0, 2, 3, 0, 2, 3, 0, 3).view(4, 2), *others, activation=ops.GLUOptions("silu")
         )
     ),
-    "gather_rows": Case(
-        lambda x: ops.gather_rows(x.square(), numbers(x, 2, 0, 1, 3), numbers(x, 1, 2, 0, 3), 2), ((2, 5),), ()
-    ),
     "take_tokens": Case(lambda x: take_tokens(x.square(), numbers(x, 4, 1, 2)), ((2, 3, 5),), ()),
     "quantized_linear, twice": Case(
         lambda x: ops.quantized_linear(ops.quantized_linear(x, *int4(x, 70)).sin(), *int4(x, 20)), ((2, 70),), ()
@@ -42,7 +39,7 @@ MORE = {
         lambda q, k, v: ops.attention(q, k, v, softcap=5.0), ((1, 5, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)), ()
     ),
 }
-DIFFERENTIABLE = {"_GatherRows", "_TakeRows"}
+DIFFERENTIABLE = {"_TakeRows"}
 """Functions whose backward passes are plain torch, and linear in the gradient."""
 
 

@@ -24,6 +24,7 @@ from ligermodels.cli import app
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
 from ligermodels.layers.context import ForwardContext
+from ligermodels.layers.tokens import SelectedTokens
 from ligermodels.parallel.apply import parallel_copy
 from ligermodels.parallel.expert import expert_parallel
 from ligermodels.training import FusedAdamW
@@ -118,7 +119,15 @@ def exchanges(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             if (parameter := getattr(plain, name)) is not None:
                 mean = parameter.grad / mesh.size()
                 torch.testing.assert_close(getattr(spread, name).grad.full_tensor(), mean)
-    assert context.agreed == ({mesh.get_group().group_name: 7} if mesh.size() == 2 else {})
+    if mesh.size() == 2:
+        assert context.agreed == {mesh.get_group().group_name: (counts[rank], 7)}
+        with pytest.raises(RuntimeError, match=f"has 9 tokens, more than the {counts[rank]} of the pass"):
+            spread(torch.randn(1, 9, 8).double(), context)  # on every rank: none waits for the others
+        needed = torch.arange(2 if rank == 0 else 9)  # later mixtures may have all tokens of the pass
+        context = ForwardContext(needed=SelectedTokens(needed, 1, 9))
+        for tokens_given in (len(needed), 9):
+            x = torch.randn(1, tokens_given, 8).double()
+            torch.testing.assert_close(spread(x, context)[0], plain(x)[0])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -5,6 +5,7 @@ computes. A sum reads each row once and writes each token once, in a fixed order
 a row and the gradient of its token once, for the gradients of the row and of its weight.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
 BLOCK = 1024
 """Columns that a program reads at a time."""
+
+
+_TAKE = Signature(x="N H", choices="C int64 int32", rows="N k+ int64 int32")
+_SUM = Signature(y="C H", weights="N k ?", choices="C int64 int32", rows="N k+ int64 int32")
 
 
 class ChosenRows(NamedTuple):
@@ -39,7 +45,11 @@ def take_rows(x: Tensor, chosen: ChosenRows) -> Tensor:
 
     Returns:
         (C, H), of x's dtype.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
+    _TAKE.check("take_rows", x, *chosen)
     return _TakeChosen.apply(x, *chosen)
 
 
@@ -53,9 +63,30 @@ def sum_rows(y: Tensor, weights: Tensor | None, chosen: ChosenRows) -> Tensor:
 
     Returns:
         (N, H), of y's dtype, summed in float32 (float64 if y or the weights are float64).
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
     """
+    _SUM.check("sum_rows", y, weights, *chosen)
     weights = None if weights is None else weights.to(torch.promote_types(weights.dtype, torch.float32))
     return _SumChosen.apply(y, weights, *chosen)
+
+
+def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Deprecated: x[index // copies] is take_rows(x, ChosenRows(index, inverse.view(-1, copies))).
+
+    Args:
+        x: (N, H), floating.
+        index: long (N * copies,), a permutation, such as `Routes.order`.
+        inverse: long (N * copies,), the inverse of `index`.
+        copies: number of copies of each row. Default: 1.
+
+    Returns:
+        (N * copies, H), of x's dtype.
+    """
+    message = "ops.gather_rows is deprecated: use ops.take_rows(x, ops.ChosenRows(index, inverse.view(-1, copies)))"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return take_rows(x, ChosenRows(index, inverse.view(-1, copies)))
 
 
 class _TakeChosen(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Ops of a mixture of experts: sorting rows by expert, moving them there and back, and one GEMM for all experts.
+"""Ops of a mixture of experts: sorting rows by expert, and one GEMM for all experts.
 
 Shapes: N tokens, each sent to k of E experts, make N * k rows. Nothing here waits for the GPU, except the loop over
 experts that replaces a missing grouped GEMM. The order of sums is fixed.
@@ -56,40 +56,6 @@ def expert_order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(num_experts, device=order.device, dtype=sorted_experts.dtype)
     return order, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
-
-
-def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """x[index // copies]: rows of x, each `copies` times, in the order of a permutation.
-
-    Its gradient is a gather too, and sums the copies of a row in a fixed order; torch's own gradient would add them
-    atomically.
-
-    Args:
-        x: (N, H), any dtype.
-        index: long (N * copies,), a permutation, such as `Routes.order`.
-        inverse: long (N * copies,), the inverse of `index`.
-        copies: number of copies of each row.
-
-    Returns:
-        (N * copies, H), of x's dtype.
-    """
-    return _GatherRows.apply(x, index, inverse, copies)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, index, inverse, copies):
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x[index // copies]
-
-    @staticmethod
-    def backward(ctx, dy):
-        (inverse,) = ctx.saved_tensors
-        dx = dy[inverse]
-        if ctx.copies > 1:
-            dx = dx.unflatten(0, (-1, ctx.copies)).sum(1)
-        return dx, None, None, None
 
 
 # -- grouped GEMM ------------------------------------------------------------------------------------------------------

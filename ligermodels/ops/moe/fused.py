@@ -167,7 +167,8 @@ def _experts_product(
     summed = places is not None and (copies > 1 or weights is not None)
     products = a.new_empty(R, N) if summed else out
     arguments = a, None, w, *w.stride(), None, contiguous(bias), places, offsets, products, N, K, len(offsets)
-    launch_product("product", product_kernel, lambda tiles: arguments, (R, N, K), offsets, a)
+    name = "product" if w.stride(2) == 1 else "transposed_product"
+    launch_product(name, product_kernel, lambda tiles: arguments, (R, N, K), offsets, a)
     if summed:
         combine_into(out, products, weights, copies)
     return out

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 
 TILES: dict[str, tuple[Tiles, ...]] = {
     "gate_up": (
-        Tiles(128, 256, 64, 8, 4),
+        Tiles(128, 256, 64, 8, 3),
         Tiles(128, 128, 64, 8, 4),
         Tiles(128, 128, 32, 8, 4),
         Tiles(64, 128, 32, 4, 3),
@@ -46,9 +46,20 @@ TILES: dict[str, tuple[Tiles, ...]] = {
         Tiles(128, 128, 32, 8, 4),
         Tiles(64, 128, 32, 4, 3),
     ),
-    "down_gradient": (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 32, 8, 4), Tiles(64, 128, 32, 8, 3)),
+    "transposed_product": (
+        Tiles(128, 256, 64, 8, 4, group=16, persistent=0),
+        Tiles(128, 128, 64, 8, 4),
+        Tiles(128, 128, 32, 8, 4),
+        Tiles(64, 128, 32, 4, 3),
+    ),
+    "down_gradient": (
+        Tiles(64, 128, 64, 4, 4, persistent=2),
+        Tiles(128, 128, 64, 8, 4),
+        Tiles(128, 128, 32, 8, 4),
+        Tiles(64, 128, 32, 8, 3),
+    ),
     "outer": (
-        Tiles(128, 256, 64, 8, 6),
+        Tiles(128, 256, 64, 8, 5),
         Tiles(128, 128, 64, 8, 6),
         Tiles(128, 128, 32, 8, 6),
         Tiles(64, 128, 32, 4, 5),
@@ -58,8 +69,9 @@ TILES: dict[str, tuple[Tiles, ...]] = {
     "float8_down_gradient": (Tiles(128, 128, 128, 8, 4), Tiles(64, 128, 64, 8, 4), Tiles(16, 128, 64, 8, 2)),
     "unaligned": (Tiles(64, 64, 64, 4, 2),),
 }
-"""Kernel -> its launches in 16 bits, in order of preference; the first one that fits is used. "unaligned" has
-those of all kernels for sizes that are no multiples of 16, whose operands are loaded element by element. In float8,
+"""Kernel -> its launches in 16 bits, in order of preference; the first one that fits is used. "transposed_product" is
+"product" with weights that are contiguous along their output channels, as for the gradient of x. "unaligned" has those
+of all kernels for sizes that are no multiples of 16, whose operands are loaded element by element. In float8,
 blocks of 128 elements have scales: as many as half of the columns of "gate_up", a step of "product", and the columns of
 "down_gradient".
 

@@ -46,12 +46,12 @@ class _Backend(NamedTuple):
 
     refuses: why it cannot serve a call; None if it can.
     mix: computes `mix_experts` from the operands, `experts` and the activation.
-    rows: computes `grouped_mlp` from the operands, `offsets` and the activation.
+    rows: computes `grouped_mlp` from the operands, `offsets` and the activation; None if it cannot.
     """
 
     refuses: Callable[[_Operands, Activation], str | None]
     mix: Callable[[_Operands, Tensor, Activation], Tensor]
-    rows: Callable[[_Operands, Tensor, Activation], Tensor]
+    rows: Callable[[_Operands, Tensor, Activation], Tensor] | None
 
 
 # -- through grouped_mm ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _mix_by_few_tokens(operands: _Operands, experts: Tensor, activation: Activat
 
 
 BACKENDS = {
-    "few_tokens": _Backend(_few_tokens_refuses, _mix_by_few_tokens, _rows_by_grouped_mm),
+    "few_tokens": _Backend(_few_tokens_refuses, _mix_by_few_tokens, None),
     "grouped_mm": _Backend(lambda operands, activation: None, _mix_by_grouped_mm, _rows_by_grouped_mm),
     "triton": _Backend(_triton_refuses, _mix_by_triton, _rows_by_triton),
 }
@@ -308,7 +308,9 @@ def grouped_mlp(
     """
     _ROWS.check("grouped_mlp", x, offsets, gate_up, down, gate_up_bias, down_bias)
     operands = _operands("grouped_mlp", activation, x, None, gate_up, down, gate_up_bias, down_bias)
-    return _choose(backend, operands, activation).rows(operands, offsets, activation)
+    rows = _choose(backend, operands, activation).rows
+    assert rows is not None, "a backend without it refuses sorted rows"
+    return rows(operands, offsets, activation)
 
 
 def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None, *others: Any) -> _Operands:

@@ -109,8 +109,8 @@ def _dequantize_kernel(
         scale_high = scale
         low, high = (q & 15).to(tl.float32) - 8, (q >> 4).to(tl.float32) - 8
     elif KIND == "mxfp4":
-        scale = mxfp4_scales(tl.load(scales + 4 * group + byte // 32, mask=there, other=0))
-        scale_high = mxfp4_scales(tl.load(scales + 4 * group + 2 + byte // 32, mask=there, other=0))
+        scale = mxfp4_scales(tl.load(scales + 4 * group + byte // 32, mask=there, other=0), 0)
+        scale_high = mxfp4_scales(tl.load(scales + 4 * group + 2 + byte // 32, mask=there, other=0), 0)
         low, high = mxfp4_numbers(q & 15), mxfp4_numbers(q >> 4)
     else:
         scale = tl.load(scales + 2 * group, mask=there, other=0.0)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
 from ligermodels.ops.quantized.few_rows import few_rows_product, few_rows_store
-from ligermodels.ops.quantized.unpack import native_codes
+from ligermodels.ops.quantized.unpack import native_operands
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import pipeline_stages, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
@@ -24,6 +24,10 @@ MAX_ROWS = 512
 """Most rows, which a program holds in its registers."""
 MEAN_ROWS = 16
 """Most rows per expert of a model: above, weights are read several times."""
+FEW_MEAN_ROWS = 4
+"""Up to this number of rows per expert, tiles have 8 rows: few experts have more, which read their weights twice."""
+PROGRAMS = 16
+"""Programs per multiprocessor, if there is work for more: they take several tiles, and find their rows once."""
 
 
 class Tile(NamedTuple):
@@ -95,26 +99,38 @@ def _expert_rows(
     x = as_rows(x)
     kind = "plain" if scales is None else format_of(weight, scales)
     four_bits = weight.dtype == torch.uint8
-    codes, native = native_codes(weight.contiguous())
-    tile, block = tile_of(four_bits, tokens, K), 8 if tokens <= 8 else 16
+    codes, scales, native = native_operands(weight.contiguous(), contiguous(scales))
+    block = 8 if tokens <= 8 or FEW_MEAN_ROWS * num_experts >= R else 16
+    tile = tile_of(weight.element_size(), four_bits, tokens, block, K)
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     by_expert = num_experts < R and tokens > 1
-    _expert_rows_kernel[((num_experts if by_expert else R) * -(-M // tile.channels),)](
-        x, x.stride(0), experts.contiguous(), codes, contiguous(scales), contiguous(bias),
+    places, tiles = num_experts if by_expert else R, -(-M // tile.channels)
+    programs = -(-tiles // max(places * tiles // (PROGRAMS * num_sms(x.device)), 1))
+    _expert_rows_kernel[(places * programs,)](
+        x, x.stride(0), experts.contiguous(), codes, scales, contiguous(bias),
         *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), y, R, M, K, num_groups(K), -(-K // step),
-        R // N, KIND=kind, NATIVE=native, ACTIVATION=activation, ONE=tokens == 1, BY_EXPERT=by_expert,
+        R // N, programs, KIND=kind, NATIVE=native, ACTIVATION=activation, ONE=tokens == 1, BY_EXPERT=by_expert,
         WHOLE=K % step == 0, BLOCK_R=power_of_2_above(R), BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts,
         STEP=tile.step, STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return y
 
 
-def tile_of(four_bits: bool, tokens: int, inputs: int) -> Tile:
-    """Those of `few_rows`; short rows are divided among fewer parts, so that no part is empty."""
-    parts = 4 if inputs > 8 * GROUP else 2
-    if tokens > 8:
+def tile_of(itemsize: int, four_bits: bool, tokens: int, block: int, inputs: int) -> Tile:
+    """Those of `few_rows`; short rows are divided among fewer parts, so that no part is empty. Steps of two parts leave
+    room for more programs, which hide the conversion of codes where the inputs of several tokens take shared memory.
+
+    Args:
+        itemsize: bytes of a code, or of an element of a plain weight.
+        four_bits: whether a code has four bits.
+        tokens: number of tokens.
+        block: rows of a tile.
+        inputs: length of a row.
+    """
+    parts = 2 if inputs <= 8 * GROUP or (tokens > 1 and itemsize == 1) else 4
+    if block > 8:
         return Tile(32, 4, parts, GROUP, 3 if four_bits else 4)
     return Tile(16, 2 if four_bits else parts, parts, GROUP, 4)
 
@@ -122,46 +138,37 @@ def tile_of(four_bits: bool, tokens: int, inputs: int) -> Tile:
 @kernel
 def _expert_rows_kernel(
     x, x_row, experts, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
-    R, N, K, G, steps, copies, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
-    BY_EXPERT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+    R, N, K, G, steps, copies, programs, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ONE: tl.constexpr, BY_EXPERT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels of one expert per program: with BY_EXPERT of each expert, else of the expert of each row,
-    where only the first row of an expert has work. ONE: there is one token, and each row has a program of its own."""
-    tiles = tl.cdiv(N, BLOCK_N)
-    place = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BLOCK_N
-    channel = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    """`programs` programs take turns at the tiles of channels of an expert: with BY_EXPERT of each expert, else of the
+    expert of each row, where only the first row of an expert has work. ONE: there is one token, and each row has
+    programs of its own."""
+    place = tl.program_id(0) // programs
     m = tl.arange(0, BLOCK_M)
+    expert, count = place, 1
+    if not BY_EXPERT:
+        expert = tl.load(experts + place).to(tl.int32)
     if ONE:
-        channel += tl.load(experts + place).to(tl.int64) * N
-        row, there = m + place, m < 1
-        result = few_rows_product(
-            x + (place // copies).to(tl.int64) * x_row, row, there, codes, scales, channel, K, G, steps,
-            KIND, NATIVE, ONE, WHOLE, BLOCK_M, BLOCK_N, PARTS, STEP, STAGES,
-        )  # fmt: skip
-        few_rows_store(
-            result, y, row, there, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N,
-            ACTIVATION, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        x += (place // copies).to(tl.int64) * x_row
     else:
         number = tl.arange(0, BLOCK_R)
-        of_rows = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32)
-        expert = place
-        if not BY_EXPERT:
-            expert = tl.load(experts + place).to(tl.int32)
-        own = of_rows == expert
+        own = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32) == expert
         rank = tl.cumsum(own.to(tl.int32), 0) - 1
         count = tl.sum(own.to(tl.int32), 0)
         if not BY_EXPERT:
             count = tl.where(tl.min(tl.where(own, number, BLOCK_R), 0) == place, count, 0)
-        channel += expert.to(tl.int64) * N
-        for start in range(0, count, BLOCK_M):
-            there = start + m < count
+    for start in range(0, count, BLOCK_M):
+        row, there = m + place, start + m < count
+        if not ONE:
             chosen = own[None, :] & (rank[None, :] == (start + m)[:, None])
             row = tl.sum(tl.where(chosen, number[None, :], 0), 1)
+        rows = (row // copies).to(tl.int64) * x_row
+        for first in range(tl.program_id(0) % programs * BLOCK_N, N, programs * BLOCK_N):
+            channel = expert.to(tl.int64) * N + tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
             result = few_rows_product(
-                x, (row // copies).to(tl.int64) * x_row, there, codes, scales, channel, K, G, steps,
+                x, rows, there, codes, scales, channel, K, G, steps,
                 KIND, NATIVE, ONE, WHOLE, BLOCK_M, BLOCK_N, PARTS, STEP, STAGES,
             )  # fmt: skip
             few_rows_store(

@@ -5,8 +5,8 @@ A program takes some output channels. Its warps divide the inputs among them, in
 enough warps on all multiprocessors even for a layer with few channels, and no sums of programs to add. Each warp
 multiplies W x^T by tensor cores, with a smallest tile of 16 channels: the channels of W are its rows, the few tokens
 its columns. In plain decoding the single token takes all columns. Codes are converted to the dtype of x (a plain
-weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group, for nf4 over each block. At the
-end the sums of the parts are added.
+weight has that dtype). Scales multiply float32 sums: for int4 the sum over each group, for nf4 and mxfp4 over each
+block. At the end the sums of the parts are added.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, mxfp4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.unpack import (
+    float8_values,
+    int4_values,
+    mxfp4_scales,
+    mxfp4_values,
+    native_operands,
+    nf4_values,
+)
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
@@ -53,7 +60,7 @@ def few_rows(
     options = gated or GLUOptions("")
     kind = "plain" if scales is None else format_of(codes, scales)
     four_bits = codes.dtype == torch.uint8
-    codes, native = native_codes(codes)
+    codes, scales, native = native_operands(codes, scales)
     tile, block = _tile(four_bits, M, N), 8 if M <= 8 else 16
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
@@ -108,24 +115,25 @@ def few_rows_product(
 
     rows: int64 (BLOCK_M,), offsets of the rows in x; with ONE, x is the only row. there: whether each row exists.
     channel: int64 (BLOCK_N,), rows of the weight. The others: see `_few_rows_kernel`."""
-    p = tl.arange(0, PARTS)
-    acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     if KIND == "int4" or KIND == "nf4" or KIND == "mxfp4":
-        byte = tl.arange(0, 64)
+        # Units are bytes of codes whose low four bits share a scale, and so do their high four bits.
+        PER_GROUP: tl.constexpr = 2 if KIND == "mxfp4" else 1
+        BYTES: tl.constexpr = 64 // PER_GROUP
+        UNITS: tl.constexpr = PARTS * PER_GROUP
+        acc = tl.zeros((UNITS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+        byte = tl.arange(0, BYTES)
         # With num_stages on the loop, Triton also prefetches loads that are no operand of a product.
         for step in tl.range(steps, num_stages=STAGES):
-            g = step * PARTS + p
+            unit = step * UNITS + tl.arange(0, UNITS)
+            g = unit >> (PER_GROUP - 1)
             group = channel[None, :] * G + tl.minimum(g, G - 1)[:, None]
-            if KIND == "int4":
-                scale = tl.load(scales + group)
-            elif KIND == "mxfp4":
-                block = 4 * group[:, :, None] + (byte // 32)[None, None, :]
-                scale, scale_high = tl.load(scales + block), tl.load(scales + block + 2)
-            else:
+            if KIND == "nf4":
                 scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
-            place = channel[None, :, None] * (64 * G) + (g[:, None] * 64 + byte[None, :])[:, None, :]
+            else:
+                scale = tl.load(scales + group)
+            place = channel[None, :, None] * (64 * G) + (unit[:, None] * BYTES + byte[None, :])[:, None, :]
             q = tl.load(codes + place, mask=((g < G) | WHOLE)[:, None, None], other=0)
-            k = g[:, None] * 128 + byte[None, :]
+            k = (unit * BYTES + g * 64)[:, None] + byte[None, :]
             v_low = _inputs(x, rows, k, there, K, ONE, WHOLE)
             v_high = _inputs(x, rows, k + 64, there, K, ONE, WHOLE)
             if KIND == "int4":
@@ -133,17 +141,19 @@ def few_rows_product(
                 total = tl.dot(low, v_low)
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, :, None]
-            elif KIND == "mxfp4":
-                low, high = mxfp4_values(q, scale, scale_high, v_low.dtype)
-                acc = tl.dot(low, v_low, acc)
-                acc = tl.dot(high, v_high, acc)
             else:
-                low, high = nf4_values(q, v_low.dtype, NATIVE)
+                if KIND == "mxfp4":
+                    low, high = mxfp4_values(q, v_low.dtype, NATIVE)
+                    bit = 8 * (tl.arange(0, UNITS) & 1)[:, None]
+                    scale, scale_high = mxfp4_scales(scale, bit), mxfp4_scales(scale >> 16, bit)
+                else:
+                    low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, :, None]
                 acc += tl.dot(high, v_high) * scale_high[:, :, None]
         result = tl.sum(acc, axis=0)
     else:
-        within = p[:, None] * STEP + tl.arange(0, STEP)[None, :]
+        acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+        within = tl.arange(0, PARTS)[:, None] * STEP + tl.arange(0, STEP)[None, :]
         for step in range(steps):
             k = step * (PARTS * STEP) + within
             place = channel[None, :, None] * K + k[:, None, :]

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.quantized.unpack import float8_values, int4_values, mxfp4_values, native_codes, nf4_values
+from ligermodels.ops.quantized.unpack import (
+    float8_values,
+    int4_values,
+    mxfp4_scales,
+    mxfp4_values,
+    native_operands,
+    nf4_values,
+)
 from ligermodels.ops.quantized.weights import format_of
 from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
 from ligermodels.ops.runtime.launcher import kernel
@@ -52,7 +59,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     bias = contiguous(bias)
     kind = format_of(codes, scales)
     tile = FLOAT8 if kind == "float8" else FOUR_BITS
-    codes, native = native_codes(codes)
+    codes, scales, native = native_operands(codes, scales)
     block = max(power_of_2_above(M), 16)
     code_bytes = STEP * tile.channels // (1 if kind == "float8" else 2)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + STEP * block * x.element_size())
@@ -86,11 +93,8 @@ def _more_rows_kernel(
         byte = tl.arange(0, 64)
         for step in tl.range(low_step, high_step, num_stages=STAGES):  # prefetches scales too, as in `few_rows`
             group = channel * steps + step
-            if KIND == "int4":
+            if KIND == "int4" or KIND == "mxfp4":
                 scale = tl.load(scales + group)
-            elif KIND == "mxfp4":
-                block = 4 * group[:, None] + (byte // 32)[None, :]
-                scale, scale_high = tl.load(scales + block), tl.load(scales + block + 2)
             else:
                 scale, scale_high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
             q = tl.load(codes + channel[:, None] * (64 * steps) + (step * 64 + byte)[None, :])
@@ -103,9 +107,12 @@ def _more_rows_kernel(
                 total = tl.dot(high, v_high, total)
                 acc += total * scale[:, None]
             elif KIND == "mxfp4":
-                low, high = mxfp4_values(q, scale, scale_high, v_low.dtype)
-                acc = tl.dot(low, v_low, acc)
-                acc = tl.dot(high, v_high, acc)
+                low, high = mxfp4_values(q, v_low.dtype, NATIVE)
+                bit = 8 * (byte // 32)[None, :]
+                low = low.to(tl.float32) * mxfp4_scales(scale[:, None], bit)  # exact in bfloat16
+                high = high.to(tl.float32) * mxfp4_scales(scale[:, None] >> 16, bit)
+                acc = tl.dot(low.to(v_low.dtype), v_low, acc)
+                acc = tl.dot(high.to(v_low.dtype), v_high, acc)
             else:
                 low, high = nf4_values(q, v_low.dtype, NATIVE)
                 acc += tl.dot(low, v_low) * scale[:, None]
