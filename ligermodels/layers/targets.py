@@ -160,6 +160,10 @@ class Targets:
         """x (rows, length, ...) of the layout's tokens -> (1, n, ...) of `tokens`."""
         return x if self.tokens is None else self.tokens.take(x)
 
+    def shifted(self, token_weights: Tensor, index: int) -> Tensor:
+        """A weight (B, T) for each label's term -> of the targets of loss number `index`, in the layout."""
+        return self._shifted(token_weights, self.ahead[index], 0)
+
     def share(self, num_items_in_batch: Tensor | int | None, reduction: str | None = None) -> Tensor | float:
         """The factor of losses that are means over this batch, such as a router's, beside the first loss.
 
@@ -213,7 +217,7 @@ class Targets:
                 '"mean" or "sum", or no num_items_in_batch'
             )
         if token_weights is not None:
-            options["token_weights"] = self.take(self._shifted(token_weights, self.ahead[index], 0))
+            options["token_weights"] = self.take(self.shifted(token_weights, index))
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
         options |= {"num_targets": self.wait_for_count(index), "reduction": reduction if divisor is None else "sum"}

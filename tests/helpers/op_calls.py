@@ -204,10 +204,11 @@ def linear_distillation(
     dtype: torch.dtype, vocabulary: int, divergence: Any, softcap: float | None, trained: bool, extras: bool
 ) -> None:
     weight, teacher = leaf(vocabulary, 16, dtype=dtype, grad=trained), leaf(vocabulary, 16, dtype=dtype, grad=False)
-    hidden, states = leaf(6, 16, dtype=dtype, grad=trained), leaf(6, 16, dtype=dtype, grad=False)
+    shape = (2, 3, 16) if extras else (2, 16)
+    hidden, states = leaf(*shape, dtype=dtype, grad=trained), leaf(2, 16, dtype=dtype, grad=False)
     found = ops.linear_distillation(
         hidden, weight, states, teacher, divergence=divergence, softcap=softcap, teacher_softcap=softcap,
-        teacher_lse=torch.ones(6) if extras else None, return_acceptance=extras, return_agreement=extras,
+        teacher_lse=torch.ones(2) if extras else None, return_acceptance=extras, return_agreement=extras,
     )  # fmt: skip
     backward(*(found if isinstance(found, tuple) else (found,)))
 
