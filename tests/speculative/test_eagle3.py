@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
@@ -27,6 +28,7 @@ TARGET: dict[str, Any] = {
 SOFTCAPPED = {**TARGET, "model_type": "gemma2", "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 6,
               "sliding_window": 32, "attn_logit_softcapping": 50.0}  # fmt: skip
 EVERY_THIRD = torch.arange(1, 61, 3)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def target(config: dict[str, Any] = TARGET, dtype: str = "float64") -> lm.CausalLM:
@@ -218,6 +220,24 @@ def test_padding_masked_labels_and_normalisers() -> None:
     torch.testing.assert_close(
         model(long, labels=labels_long, token_weights=torch.full_like(weights, 3.0)).head_losses, plain.head_losses
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["llama", "qwen3"])
+def test_kernels_train_as_torch_does(layer: Any) -> None:
+    """The loss, its numbers and the gradients of packed documents, and the tokens of a step of decoding."""
+    bounds = torch.tensor([0, 9, 10, 24], dtype=torch.int32, device=DEVICE)
+    ids, found = ids_of(24).to(DEVICE), []
+    base = target(SOFTCAPPED, "float32")
+    model = stirred(base, layer=layer, vocabulary=DraftVocabulary(EVERY_THIRD, 61)).to(DEVICE)
+    for backend in ("reference", "triton"):
+        with ops.set_backend(backend):
+            out = model(ids, labels=ids, cu_seqlens=bounds)
+            gradients = torch.autograd.grad(out.loss, list(model.head_parameters()))
+            tokens = model.generate(ids[:, :5], 4, cuda_graph=False)
+        found.append([out.loss.detach(), out.head_losses, out.acceptance, out.agreement, tokens, *gradients])
+    for ours, truth in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-5 * max(1, truth.abs().max().item()))
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
