@@ -4,16 +4,16 @@
 - "dspark qwen3-8b": 512 blocks of 7 slots on a sequence of 4,096 tokens, 5 layers, all tokens.
 
 Weights are random. The peer "torch" has the same target and draft head; its draft part materialises the logits and
-uses flex attention, as one compiled function (`draft_peers`). "target bf16" has the target in bf16, else it is in
-float8. Before the timing, the losses of both are compared. `--roofline` first measures the lower bound of each step:
-the GEMMs and the attention of the target's forward pass, and the GEMMs and the attention of the draft part forward and
-backward, with the optimizer's bytes; one product per token for the target's logits.
+uses flex attention, as one compiled function (`draft_peers`). "graph" takes whole steps by a CUDA graph, as training
+jobs do with `cuda_graph: on`. "target bf16" has the target in bf16, else it is in float8. Before the timing, the losses
+of both are compared. `--roofline` first measures the lower bound of each step: the GEMMs and the attention of the
+target's forward pass, and the GEMMs and the attention of the draft part forward and backward, with the optimizer's
+bytes; one product per token for the target's logits.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,19 @@ from torch import Tensor
 import ligermodels as lm
 from benchmarks.cases import attention
 from benchmarks.cases.draft_peers import PlainDSpark, PlainEagle3
-from benchmarks.cases.medusa import timed
+from benchmarks.cases.medusa import timed, timed_step
 from benchmarks.cases.models import CONFIGS
 from benchmarks.cases.projections import IN_BF16, IN_FLOAT8, Call, Products, gemms
 from benchmarks.cases.roofline import ADAMW_BYTES, copies, fastest_attention, forward_calls, step_ms
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.training.cuda_graph import graph_step
 from ligermodels.training.fused_adamw import FusedAdamW
 
 LOSS_LIMIT = 0.02
 """Largest relative difference of the losses of ours and the peer, in bf16."""
-PROVIDERS = ("ligermodels", "torch", "ligermodels target bf16", "torch target bf16")
+PROVIDERS = ("ligermodels", "ligermodels graph", "torch", "ligermodels target bf16", "torch target bf16")
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def head_of(case: Case, base: lm.CausalLM) -> Any:
     return lm.Eagle3Model.from_base(base, vocabulary=vocabulary, **case.options)
 
 
-def make(case: Case, provider: str, ids: Tensor) -> tuple[Callable[..., Tensor], torch.optim.Optimizer, float]:
-    """A function from ids and labels to the loss, the optimizer of the head, and the loss of ours on these ids.
+def measured(case: Case, provider: str, ids: Tensor) -> tuple[dict[str, float], float]:
+    """The numbers of steps on token ids (see `timed`), and the loss of ours on them.
 
     Args:
         case: the head and its batch.
@@ -87,11 +88,15 @@ def make(case: Case, provider: str, ids: Tensor) -> tuple[Callable[..., Tensor],
     with torch.no_grad():
         loss = float(model(ids, labels=ids).loss)
     if provider.startswith("ligermodels"):
-        return lambda ids, labels: model(ids, labels=labels).loss, FusedAdamW(model.head_parameters(), lr=1e-5), loss
+        optimizer = FusedAdamW(model.head_parameters(), lr=1e-5)
+        if "graph" not in provider:
+            return timed(lambda ids, labels: model(ids, labels=labels).loss, optimizer, ids, ids), loss
+        take, batch = graph_step(model, optimizer, max_grad_norm=None), {"input_ids": ids, "labels": ids}
+        return timed_step(lambda: take([batch]).losses[0], optimizer, ids), loss
     plain: Any = PlainEagle3(model, *ids.shape) if case.kind == "eagle3" else PlainDSpark(model, ids)
     trained = [x for x in plain.weights.values() if x.requires_grad]
     model.head.to("meta")  # the copies are trained
-    return lambda ids, labels: plain(ids), torch.optim.AdamW(trained, lr=1e-5, fused=True), loss
+    return timed(lambda ids, labels: plain(ids), torch.optim.AdamW(trained, lr=1e-5, fused=True), ids, ids), loss
 
 
 def layer_calls(decoder: Any, rows: int, context: int, width: int) -> list[Call]:
@@ -156,8 +161,8 @@ def record_of(case: Case, provider: str, least: dict[str, float]) -> dict[str, A
         torch.manual_seed(2)
         vocab_size = CONFIGS[case.model]["vocab_size"]
         ids = torch.randint(vocab_size, (case.batch, case.length), device=measure.DEVICE)
-        loss_of, optimizer, loss = make(case, provider, ids)
-        record |= timed(loss_of, optimizer, ids, ids)
+        numbers, loss = measured(case, provider, ids)
+        record |= numbers
         if (error := abs(record["loss"] / loss - 1)) > LOSS_LIMIT:
             raise RuntimeError(f"its loss is {record['loss']:.4f}, and ours {loss:.4f}: wrong by {error:.1%}")
         if least:
@@ -171,7 +176,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks draft", description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS[:3]), choices=PROVIDERS)
+    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS[:4]), choices=PROVIDERS)
     parser.add_argument("--roofline", action="store_true", help="first measure the lower bound of each step")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()

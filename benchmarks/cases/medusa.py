@@ -117,6 +117,11 @@ def timed(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    return timed_step(step, optimizer, ids)
+
+
+def timed_step(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, float]:
+    """The numbers of `timed`, of a function that takes a step on token ids and returns the loss."""
     loss = float(step())
     step()
     measure.synchronize()

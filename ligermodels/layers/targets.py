@@ -24,7 +24,14 @@ from ligermodels.ops.runtime.library import is_fake
 from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 
-def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
+def shift_labels(
+    labels: Tensor,
+    ahead: int,
+    cu_seqlens: Tensor | None = None,
+    *,
+    fill: int = IGNORE_INDEX,
+    left: Tensor | None = None,
+) -> Tensor:
     """targets[b, t] = labels[b, t + ahead], and `fill` past the row's end and in another document.
 
     Args:
@@ -32,16 +39,22 @@ def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *
         ahead: 1 for the language-model head; 2 + i for Medusa head i.
         cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens.
         fill: the value of tokens without a target.
+        left: `tokens_left` of the documents, computed once for several distances, in place of `cu_seqlens`.
 
     Returns:
         (B, T), of the labels' dtype.
     """
     targets = F.pad(labels[:, ahead:], (0, min(ahead, labels.shape[1])), value=fill)
+    left = tokens_left(cu_seqlens, labels) if left is None else left
+    return targets if left is None else targets.masked_fill(left <= ahead, fill)
+
+
+def tokens_left(cu_seqlens: Tensor | None, labels: Tensor) -> Tensor | None:
+    """The number of tokens from each one on to the end of its document, (B, T) as `labels`; None without bounds."""
     if cu_seqlens is None:
-        return targets
+        return None
     index = torch.arange(labels.numel(), device=labels.device)
-    end = cu_seqlens[document_of(cu_seqlens, labels.numel()) + 1]
-    return targets.masked_fill((index + ahead >= end).view_as(labels), fill)
+    return (cu_seqlens[document_of(cu_seqlens, labels.numel()) + 1] - index).view_as(labels)
 
 
 def count_targets(
@@ -74,7 +87,8 @@ def count_targets(
     shape = (labels.shape[0], labels.shape[1])
     layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
     rows = layout.packing.take(labels, IGNORE_INDEX)
-    return torch.stack([(shift_labels(rows, each, layout.cu_seqlens) != IGNORE_INDEX).sum() for each in ahead])
+    left = tokens_left(layout.cu_seqlens, rows)
+    return torch.stack([(shift_labels(rows, each, left=left) != IGNORE_INDEX).sum() for each in ahead])
 
 
 class TokensWithTarget(Tokens):
@@ -146,7 +160,11 @@ class Targets:
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead = tuple(ahead)
         self.layout = layout_without_padding((labels.shape[0], labels.shape[1]), None) if layout is None else layout
-        self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
+        taken = self.layout.packing.take(labels, IGNORE_INDEX)
+        left = tokens_left(self.layout.cu_seqlens, taken)
+        values = torch.stack([shift_labels(taken, each, left=left) for each in ahead])
+        shard = self.layout.shard
+        self.values = values if shard is None else torch.stack([shard.take(x, IGNORE_INDEX) for x in values])
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         counted = not (torch.compiler.is_compiling() or is_recording() or labels.is_meta)
         self._counts = AsyncHostCopy((self.values != IGNORE_INDEX).sum((1, 2))) if counted else None
@@ -159,6 +177,10 @@ class Targets:
     def take(self, x: Tensor) -> Tensor:
         """x (rows, length, ...) of the layout's tokens -> (1, n, ...) of `tokens`."""
         return x if self.tokens is None else self.tokens.take(x)
+
+    def shifted(self, token_weights: Tensor, index: int) -> Tensor:
+        """A weight (B, T) for each label's term -> of the targets of loss number `index`, in the layout."""
+        return self._shifted(token_weights, self.ahead[index], 0)
 
     def share(self, num_items_in_batch: Tensor | int | None, reduction: str | None = None) -> Tensor | float:
         """The factor of losses that are means over this batch, such as a router's, beside the first loss.
@@ -213,7 +235,7 @@ class Targets:
                 '"mean" or "sum", or no num_items_in_batch'
             )
         if token_weights is not None:
-            options["token_weights"] = self.take(self._shifted(token_weights, self.ahead[index], 0))
+            options["token_weights"] = self.take(self.shifted(token_weights, index))
         if self.layout.shard is not None and reduction == "mean" and divisor is None:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
         options |= {"num_targets": self.wait_for_count(index), "reduction": reduction if divisor is None else "sum"}

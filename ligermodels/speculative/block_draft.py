@@ -23,6 +23,7 @@ from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
+from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_anchors import Blocks, sample_blocks
@@ -34,7 +35,7 @@ from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.output import MultiHeadOutput
+from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
 from ligermodels.speculative.tree import DynamicTree, Tree, require_fixed
 
 Model = TypeVar("Model", bound="BlockDraftModel")
@@ -236,11 +237,11 @@ class BlockDraftModel(DraftHeadModel):
         embeds = torch.cat([roots, masks.expand(len(anchors), size - 1, -1)], dim=1)
         positions = row.positions[anchors][:, None] + torch.arange(size, device=anchors.device)
         contexts: list[KeysValues] = self.head.context(row.states, row.positions[None])
+        starts = context_starts(anchors[None], row.cu_seqlens, len(row.ids))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bounds, starts = row.cu_seqlens, anchors[None]
-            options: dict[str, Any] = {"cu_seqlens": bounds, **self.config.sees(layer)}
-            return block_context_attention(q[None], k[None], v[None], *contexts[layer], starts, **options)[0]
+            options: dict[str, Any] = {"starts": starts, **self.config.sees(layer)}
+            return block_context_attention(q[None], k[None], v[None], *contexts[layer], anchors[None], **options)[0]
 
         return cast(Drafted, self.head.drafted(self.head(embeds, positions, attend), blocks.after(row.ids)))
 
@@ -269,8 +270,8 @@ class BlockDraftModel(DraftHeadModel):
         options, drafted = self.training_options, self._drafted(row, blocks)
         mask, wide = blocks.targets != IGNORE_INDEX, torch.promote_types(row.last.dtype, torch.float32)
         factors = mask.to(wide) if token_weights is None else mask * token_weights.to(wide)
-        slots = self.loss_weights()
-        weights = torch.stack([column * weight for column, weight in zip(factors.unbind(1), slots, strict=True)], dim=1)
+        slots = options.slot_weights_on(mask.device, wide, self.num_heads)
+        weights = factors * slots
         code_weight = None if self.head.markov is None else self.head.markov.w2.weight
         found = self.projection.block_losses(
             blocks.after(row.last),
@@ -295,7 +296,7 @@ class BlockDraftModel(DraftHeadModel):
             total = total + options.confidence_weight * confidence
         counts = factors.sum(0)
         numbers = counts if items is None else items.to(wide)
-        whole = torch.stack([number * weight for number, weight in zip(numbers.unbind(), slots, strict=True)]).sum()
+        whole = (numbers * slots).sum()
         losses = (found.losses * factors).sum(0)
         if reduction == "mean" or items is not None:
             total, losses = per_item(total, whole), losses / numbers.masked_fill(numbers == 0, 1)
@@ -381,9 +382,8 @@ class BlockDraftModel(DraftHeadModel):
 
 def _accepted(found: BlockLosses, mask: Tensor) -> dict[str, Any]:
     """Acceptance and agreement of each slot, (K,), given that the slots before it are accepted; and their numbers."""
-    shares, trials = dict[str, Tensor](), dict[str, Tensor]()
-    for name, accepted in (("acceptance", found.acceptance), ("agreement", found.agreement.to(found.acceptance))):
-        reached = F.pad(accepted.cumprod(1)[:, :-1], (1, 0), value=1.0) * mask
-        trials[name] = reached.sum(0)
-        shares[name] = (reached * accepted).sum(0) / trials[name].clamp(min=1e-9)
-    return {**shares, "trials": trials}
+    accepted = torch.stack([found.acceptance, found.agreement.to(found.acceptance)])
+    reached = F.pad(accepted.cumprod(2)[:, :, :-1], (1, 0), value=1.0) * mask
+    trials = reached.sum(1)
+    shares = (reached * accepted).sum(1) / trials.clamp(min=1e-9)
+    return {**dict(zip(ACCEPTED, shares, strict=True)), "trials": dict(zip(ACCEPTED, trials, strict=True))}

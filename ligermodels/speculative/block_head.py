@@ -151,8 +151,8 @@ class BlockAttention(nn.Module):
     def keys_values(self, x: Tensor) -> KeysValues:
         """Normalised keys, not yet rotated, and values (..., Hkv, D) of states (..., H)."""
         config = self.config
-        projected = self.kv(x).unflatten(-1, (-1, config.num_kv_heads, config.head_dim))
-        k, v = projected[..., 0, :, :], projected[..., -1, :, :]
+        k, *rest = self.kv(x).unflatten(-1, (-1, config.num_kv_heads, config.head_dim)).unbind(-3)
+        v = rest[0] if rest else k
         if config.values is not None and config.values.norm_eps is not None:
             v = ops.rms_norm(v, None, config.values.norm_eps)
         return KeysValues(k if self.k_norm is None else self.k_norm(k), v)
@@ -160,7 +160,7 @@ class BlockAttention(nn.Module):
     def context(self, states: Tensor, tables: Tables) -> KeysValues:
         """Keys and values (B, T, Hkv, D) of context states (B, T, H)."""
         k, v = self.keys_values(states)
-        return KeysValues(ops.rope(k, k[:, :, :0], *tables)[0], v)
+        return KeysValues(ops.rope(k, k.detach()[:, :, :0], *tables)[0], v)
 
     def forward(self, x: Tensor, tables: Tables, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Run the layer.
@@ -220,11 +220,10 @@ class BlockLayer(nn.Module):
 
     def __init__(self, hidden_size: int, config: BlockConfig) -> None:
         super().__init__()
-        self.mixer_norm, self.mlp_norm = config.norm.build(hidden_size), config.norm.build(hidden_size)
+        self.mixer_norm, self.mlp_norm = config.norm.build(hidden_size), config.norm.build_before(hidden_size)
         self.mixer = BlockAttention(hidden_size, cast(AttentionConfig, config.mixer))
         self.mlp = config.mlp.build(hidden_size)
-        self.mixer_post_norm = config.norm.build(hidden_size) if config.post_norm else nn.Identity()
-        self.mlp_post_norm = config.norm.build(hidden_size) if config.post_norm else nn.Identity()
+        self.mixer_post_norm, self.mlp_post_norm = (config.build_norm_after(hidden_size) for _ in range(2))
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -243,8 +242,12 @@ class BlockLayer(nn.Module):
         Returns:
             (N, B, H).
         """
-        x = x + self.mixer_post_norm(self.mixer(self.mixer_norm(x), tables, attend))
-        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        branch = self.mixer(self.mixer_norm(x), tables, attend)
+        if self.mixer_post_norm is not None:
+            x, branch = self.mixer_post_norm(branch, x), None
+        normed, x = self.mlp_norm(x, branch)
+        branch = self.mlp(normed)
+        x = x + branch if self.mlp_post_norm is None else self.mlp_post_norm(branch, x)
         return x if self.layer_scalar is None else x * self.layer_scalar
 
 

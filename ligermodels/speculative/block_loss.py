@@ -21,12 +21,11 @@ from ligermodels.ops.loss.divergences import DistillationOptions, Labels
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 
-BUFFERS = 7
-"""(rows, V_d) buffers in fp32 that a chunk takes; one more with a softcap."""
-KERNEL_BUFFERS = 3
-"""Those where kernels compute the losses: the logits, and halves for their product, the gradient and the teacher's."""
-WHOLE_BUFFERS = 3
-"""(rows, V) buffers in fp32 that it takes in addition, where the draft vocabulary has not all tokens."""
+TORCH_BYTES, KERNEL_BYTES = 28, 12
+"""Bytes of a logit and all that is computed from it in a chunk, in torch and by kernels; 4 more with a softcap. Kernels
+without a softcap need the two sides' logits alone."""
+WHOLE_BYTES = 12
+"""Bytes in addition for each token of the model, where the draft vocabulary has not all tokens."""
 
 
 class SlotLoss(NamedTuple):
@@ -127,27 +126,25 @@ class _BlockLosses(torch.autograd.Function):
         dh, dc = (x.new_empty(x.shape if needed else 0) for x in (hidden, codes))
         dw = code_weight.new_empty(code_weight.shape if needed else 0)
         total = GradientSum(dw, several=True) if dw.numel() else None
-        results = list[tuple[Tensor, ...]]()
-        slots, size = targets.shape[1], _blocks_of_a_chunk(hidden, weight, teacher, options)
+        slots = _Slots.empty(targets, mask, weights, hidden, options)
+        size = _blocks_of_a_chunk(hidden, weight, teacher, options)
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h, c = hidden[chunk].flatten(0, 1), codes[chunk].flatten(0, 1)
-            logits, slope = _draft_logits(h, weight, c, code_weight, options.softcap, needed)
-            results.append(
-                _slot_losses(logits, teacher, chunk, targets[chunk], mask[chunk], weights[chunk], options, needed)
-            )
+            d, before = _gradients(h, weight, c, code_weight, teacher, chunk, slots, options, needed)
             if needed:
-                d = logits.to(hidden.dtype)
-                before = d if slope is None else slope.mul_(logits).to(hidden.dtype)
-                dh[chunk] = (before @ weight).unflatten(0, (-1, slots))
-                dc[chunk] = (d @ code_weight.to(d.dtype)).unflatten(0, (-1, slots))
+                torch.mm(before, weight, out=dh[chunk].flatten(0, 1))
+                torch.mm(d, code_weight.to(d.dtype), out=dc[chunk].flatten(0, 1))
                 if total is not None:
                     total.add(d, c)
-        losses, final, *others = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.mark_non_differentiable(losses, final, *others)
+            del d, before  # their memory serves the next chunk
+        losses = options.ce_weight * slots.cross_entropy + options.divergence_weight * slots.divergence
+        overlap = slots.accepted if teacher.tokens is None else slots.overlap
+        others = overlap, slots.accepted, slots.agreed, slots.ranks.masked_fill(~slots.mask, -1)
+        ctx.mark_non_differentiable(losses, slots.weights, *others)
         if needed:
             ctx.save_for_backward(dh, dc, dw if total is None else total.close())
-        return (losses * final).sum(), losses, final, *others
+        return (losses * slots.weights).sum(), losses, slots.weights, *others
 
     @staticmethod
     @once_differentiable
@@ -155,21 +152,94 @@ class _BlockLosses(torch.autograd.Function):
         return *((x * grad).to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
 
 
+class _Slots(NamedTuple):
+    """What is known and computed of all slots, each (N, K) and contiguous, so that chunks of blocks are views of it."""
+
+    targets: Tensor
+    mask: Tensor
+    weights: Tensor
+    of_gradient: Tensor  # the weights before those of D-PACE
+    divergence: Tensor
+    cross_entropy: Tensor
+    accepted: Tensor
+    overlap: Tensor
+    agreed: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def empty(cls, targets: Tensor, mask: Tensor, weights: Tensor, hidden: Tensor, options: SlotLoss) -> _Slots:
+        mask, wide = mask.contiguous(), torch.promote_types(hidden.dtype, torch.float32)
+        targets, weights = targets.masked_fill(~mask, IGNORE_INDEX).contiguous(), (weights * mask).contiguous()
+        of_gradient = (weights if options.dpace is None else mask).to(wide)
+        numbers = hidden.new_empty((4, *mask.shape), dtype=wide).unbind()
+        return cls(
+            targets, mask, weights, of_gradient, *numbers, torch.empty_like(mask), torch.empty_like(targets)
+        )  # fmt: skip
+
+
 def _blocks_of_a_chunk(hidden: Tensor, weight: Tensor, teacher: Teacher, options: SlotLoss) -> int:
     """The number of blocks whose logits fit into the memory budget."""
-    buffers = KERNEL_BUFFERS if use_kernels(hidden, teacher.hidden) else BUFFERS
-    columns = (buffers + (options.softcap is not None)) * len(weight)
-    columns += 0 if teacher.tokens is None else WHOLE_BUFFERS * len(teacher.weight)
-    return max(1, options.memory_budget // (4 * columns * hidden.shape[1]))
+    size = KERNEL_BYTES if use_kernels(hidden, teacher.hidden) else TORCH_BYTES
+    if size == KERNEL_BYTES and options.softcap is None:
+        size = hidden.element_size() + teacher.weight.element_size()
+    size = (size + (0 if options.softcap is None else 4)) * len(weight)
+    size += 0 if teacher.tokens is None else WHOLE_BYTES * len(teacher.weight)
+    return max(1, options.memory_budget // (size * hidden.shape[1]))
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, codes: Tensor, code_weight: Tensor, teacher: Teacher, chunk: slice, slots: _Slots,
+    options: SlotLoss, needed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fills in the slots of a chunk of blocks. If `needed`, also returns the gradients (rows, V_d) of the sum of
+    weights * losses by the logits, and by those before the softcap and the codes.
+
+    Args:
+        hidden: (rows, H), of the chunk.
+        weight: (V_d, H).
+        codes: (rows, r).
+        code_weight: (V_d, r).
+        teacher: the model's side, of all blocks.
+        chunk: the blocks.
+        slots: all slots.
+        options: how the losses are made.
+        needed: whether gradients are needed.
+    """
+    logits, slope = _draft_logits(hidden, weight, codes, code_weight, options.softcap, needed)
+    truth, lses, likeliest = _teacher_logits(teacher, chunk)
+    best = None if likeliest is None else logits.argmax(1)
+    part = _Slots(*(x[chunk].flatten() for x in slots))
+    divergence_in_place(
+        logits, truth, part.divergence, part.mask, part.of_gradient if needed else None,
+        DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale),
+        part.accepted, part.agreed, lses, None if lses is None else part.overlap,
+        Labels(part.targets, options.ce_weight, options.divergence_weight, part.cross_entropy, part.ranks),
+    )  # fmt: skip
+    if best is not None and teacher.tokens is not None:
+        part.agreed.copy_((teacher.tokens[best] == likeliest) & part.mask)
+    if options.dpace is not None:
+        mask = slots.mask[chunk]
+        known = mask & (slots.targets[chunk] != IGNORE_INDEX)
+        probabilities = (-slots.cross_entropy[chunk]).exp() * known
+        part.weights.mul_(dpace_weights(probabilities, mask, options.dpace).flatten())
+        if needed:
+            logits.mul_(part.weights[:, None])
+    d = logits.to(hidden.dtype)
+    return d, d if slope is None else slope.mul_(logits).to(hidden.dtype)
 
 
 def _draft_logits(
     hidden: Tensor, weight: Tensor, codes: Tensor, code_weight: Tensor, softcap: float | None, needed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (rows, V) in at least float32; and the slope of the softcap, where there is one and it is needed."""
-    logits = capped((hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)), softcap)
-    slope = None if softcap is None or not needed else 1 - (logits / softcap).square()
-    return (logits.add_(codes @ code_weight.T) if codes.shape[1] else logits), slope
+    """Logits (rows, V), with a softcap in at least float32; and the slope of the softcap, where there is one and it is
+    needed."""
+    logits, slope = hidden @ weight.T, None
+    if softcap is not None:
+        logits = capped(logits.to(torch.promote_types(hidden.dtype, torch.float32)), softcap)
+        slope = 1 - (logits / softcap).square() if needed else None
+    if codes.shape[1]:
+        logits.addmm_(codes.to(logits.dtype), code_weight.to(logits.dtype).T)
+    return logits, slope
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -186,42 +256,6 @@ def _teacher_logits(teacher: Teacher, chunk: slice) -> tuple[Tensor, Tensor | No
         return x, None, None
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) * teacher.logit_scale
     return x[:, teacher.tokens], capped(wide, teacher.softcap).logsumexp(1), x.argmax(1)
-
-
-def _slot_losses(
-    logits: Tensor, teacher: Teacher, chunk: slice, targets: Tensor, mask: Tensor, weights: Tensor, options: SlotLoss,
-    needed: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The fields of `BlockLosses` after `total`, of a chunk. If `needed`, the logits (rows, V_d) become the gradient of
-    the sum of weights * losses. targets, mask, weights: (blocks, K)."""
-    truth, lses, likeliest = _teacher_logits(teacher, chunk)
-    rows, valid, weights = logits.shape[0], mask.flatten(), weights * mask
-    divergence, accepted, overlap, cross_entropy = logits.new_empty(4, rows)
-    agreed, best = torch.empty_like(valid), None if likeliest is None else logits.argmax(1)
-    labels = Labels(
-        targets.masked_fill(~mask, IGNORE_INDEX).flatten(), options.ce_weight, options.divergence_weight, cross_entropy,
-        torch.empty_like(targets.flatten()),
-    )  # fmt: skip
-    name = options.divergence
-    of_rows = weights.flatten() if options.dpace is None else valid.to(weights.dtype)
-    divergence_in_place(
-        logits, truth, divergence, valid, of_rows.to(logits.dtype) if needed else None,
-        DistillationOptions(name, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale), accepted, agreed, lses,
-        None if lses is None else overlap, labels,
-    )  # fmt: skip
-    overlap = accepted if lses is None else overlap
-    if best is not None and teacher.tokens is not None:
-        agreed = (teacher.tokens[best] == likeliest) & valid
-    divergence, accepted, overlap, cross_entropy, agreed, ranks = (
-        x.view_as(mask) for x in (divergence, accepted, overlap, cross_entropy, agreed, labels.ranks)
-    )
-    if options.dpace is not None:
-        known = mask & (targets != IGNORE_INDEX)
-        weights = weights * dpace_weights((-cross_entropy).exp() * known, mask, options.dpace)
-        if needed:
-            logits.mul_(weights.flatten()[:, None])
-    losses = options.ce_weight * cross_entropy + options.divergence_weight * divergence
-    return losses, weights, overlap, accepted, agreed, ranks.masked_fill(~mask, -1)
 
 
 def dpace_weights(probabilities: Tensor, mask: Tensor, alpha: float) -> Tensor:

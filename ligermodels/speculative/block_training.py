@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError, short
@@ -55,9 +56,14 @@ class BlockTraining:
 
     def slot_weights(self, count: int) -> list[float]:
         """The weights of `count` slots, before D-PACE."""
+        weights: list[float] = self.slot_weights_on(torch.device("cpu"), torch.float64, count).tolist()
+        return weights
+
+    def slot_weights_on(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
+        """`slot_weights` (count,) on a device, computed there: a CUDA graph takes no copy from the host."""
         if self.gamma is None or self.dpace_alpha is not None:
-            return [1.0] * count
-        return torch.exp(-torch.arange(count, dtype=torch.float64) / self.gamma).tolist()
+            return torch.ones(count, dtype=dtype, device=device)
+        return torch.exp(-torch.arange(count, dtype=torch.float64, device=device) / self.gamma).to(dtype)
 
 
 def check_divergence(divergence: object) -> None:

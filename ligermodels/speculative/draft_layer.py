@@ -79,8 +79,11 @@ def check_layers(name: str, layers: Any, kinds: Sequence[str]) -> None:
 
 
 def following(x: Tensor, ahead: int) -> Tensor:
-    """x (B, T, ...) at t + `ahead`, and zeros beyond the end of the row."""
-    return F.pad(x[:, ahead:], (*(0, 0) * (x.ndim - 2), 0, min(ahead, x.shape[1])))
+    """x (B, T, ...) at t + `ahead`, which may be negative, and zeros (False) beyond the ends of the row."""
+    length = x.shape[1]
+    ahead = max(min(ahead, length), -length)
+    kept = x[:, ahead:] if ahead >= 0 else x[:, :ahead]
+    return F.pad(kept, (*(0, 0) * (x.ndim - 2), max(-ahead, 0), max(ahead, 0)))
 
 
 def head_context(

@@ -7,12 +7,12 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count, check_names, parameter_names
 from ligermodels.errors import InputError, short
-from ligermodels.layers import IGNORE_INDEX, HeadLoss
+from ligermodels.layers import IGNORE_INDEX, Targets
+from ligermodels.layers.targets import per_item
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import EAGLE_TYPE
@@ -24,12 +24,12 @@ from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.block_training import check_divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, following, layer_like
-from ligermodels.speculative.draft_projection import WholeVocabulary, copy_rows, own_lm_head
+from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_formats import DECAY, STEPS
 from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head
 from ligermodels.speculative.multi_head import check_decay
-from ligermodels.speculative.output import MultiHeadOutput
+from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree
 from ligermodels.speculative.tree_drafter import TreeDrafter
@@ -45,7 +45,8 @@ class Eagle3Model(DraftHeadModel):
     The loss is sum_k decay^k * D_k. D_k is the divergence of the head's distribution in step k at t from the model's
     distribution at t + 1 + k, both over the draft vocabulary, for each t for which the label of token t + 2 + k is not
     -100; of labels only that counts. Acceptance and agreement compare with the model's distribution over all its
-    tokens: with a reduced draft vocabulary, that is one more product of each token with the model's head.
+    tokens. With a reduced draft vocabulary that takes one more product with the model's head, so a pass with gradients
+    measures them at every `COMPARED`-th token of a row alone.
     """
 
     kind, head_type = "EAGLE-3", EAGLE_TYPE
@@ -184,27 +185,69 @@ class Eagle3Model(DraftHeadModel):
         if targets is None:
             logits = [batch.layout.packing.restore(projection.logits(normed)) for normed in drafted]
             return MultiHeadOutput(logits=torch.stack(logits))
-        sums = list[Tensor]()
-        # The targets of all steps come after the tokens whose next token is a target of step 0.
-        precedes = F.pad(targets.values[0, :, :-1] != IGNORE_INDEX, (1, 0))
-        whole = projection.whole_vocabulary(last, precedes, loss_options.get("memory_budget", 2**30))
+        ranks = list[Tensor]()
+        if not torch.is_grad_enabled():
+            drafted = list(drafted)
+            ranks = [projection.ranks(*each) for each in zip(drafted, targets.values, strict=True)]
+        # All steps are compared with the model's distribution once: row u of step k is here its row u - 1 - k.
+        drafted = torch.stack([following(x, -1 - k) for k, x in enumerate(drafted)], dim=2)
+        return self._steps_loss(projection, drafted, last, targets, ranks, **loss_options)
 
-        def head(step: int, hidden: Tensor, values: Tensor, **options: Any) -> HeadLoss:
-            teacher, *others = [following(x, step + 1) for x in (last, *(whole or ()))]
-            seen = WholeVocabulary(*others) if others else None
-            result = projection.divergence(teacher, hidden, values, seen, divergence=self.divergence, **options)
-            sums.append(result.sums)
-            return result.loss
+    def _steps_loss(
+        self,
+        projection: DraftProjection,
+        drafted: Tensor,
+        last: Tensor,
+        targets: Targets,
+        ranks: list[Tensor],
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        reduction: str = "mean",
+        token_weights: Tensor | None = None,
+        memory_budget: int = 2**30,
+    ) -> MultiHeadOutput:
+        """The loss of all steps.
 
-        output = self._heads_loss(drafted, targets, head, **loss_options)
-        accepted, agreed, counts = torch.stack(sums, dim=1)
-        at_least_one = counts.clamp(min=1)
-        output.acceptance, output.agreement, output.counts = (
-            accepted / at_least_one,
-            agreed / at_least_one,
-            counts.long(),
+        Args:
+            projection: the projection of this pass.
+            drafted: (rows, length, K, H), the results of the steps, at the tokens before their targets.
+            last: (rows, length, H), the model's states after its final norm.
+            targets: the targets.
+            ranks: K times long (rows, length), with gradients none.
+            num_items_in_batch: see `forward`.
+            reduction: "mean" or "sum".
+            token_weights: (B, T), or None.
+            memory_budget: bytes of a chunk of logits.
+        """
+        items, steps = self._items(num_items_in_batch, reduction, self.num_heads), range(self.num_heads)
+        mask = torch.stack([following(targets.values[k] != IGNORE_INDEX, -1 - k) for k in steps], dim=2)
+        weights = mask.to(torch.promote_types(drafted.dtype, torch.float32))
+        if token_weights is not None:
+            shifted = [following(targets.shifted(token_weights, k), -1 - k) for k in steps]
+            weights = weights * torch.stack(shifted, dim=2)
+        sums = weights.sum((0, 1)) if reduction == "mean" else torch.ones_like(weights[0, 0])
+        divisors = sums if items is None else items.to(sums)
+        divided = weights / divisors.masked_fill(divisors == 0, 1)
+        # Numbers, not a tensor of the weights: a CUDA graph takes no copy from the host.
+        in_loss = [column * factor for column, factor in zip(divided.unbind(2), self.loss_weights(), strict=True)]
+        found = projection.divergence(
+            last, drafted, mask, torch.stack(in_loss, dim=2), self.divergence, targets.wait_for_count(0), memory_budget
         )
-        return output
+        head_losses = (found.losses * (divided if items is None else weights)).sum((0, 1))
+        if items is not None:
+            head_losses = torch.stack([per_item(x, n) for x, n in zip(head_losses, items, strict=True)])
+        counts, trials = mask.sum((0, 1)), (mask & found.compared[..., None]).sum((0, 1))
+        accepted, agreed = (x.sum((0, 1), dtype=weights.dtype) for x in (found.acceptance, found.agreement))
+        fields: dict[str, Any] = {
+            "loss": found.total,
+            "head_losses": head_losses,
+            "acceptance": accepted / trials.clamp(min=1),
+            "agreement": agreed / trials.clamp(min=1),
+            "trials": dict.fromkeys(ACCEPTED, trials),
+        }
+        if not ranks:
+            return MultiHeadOutput(counts=counts, **fields)
+        return MultiHeadOutput.of_ranks(torch.stack([targets.layout.restore(x, -1) for x in ranks]), **fields)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class Eagle3Head(nn.Module):
         self.reader = FeatureReader(config)
         self.embedding_norm, self.hidden_norm = decoder.norm.build(size), decoder.norm.build(size)
         self.mixer = TwoStreamAttention(size, config.mixer)
-        self.mlp_norm, self.mlp = decoder.norm.build(size), block.mlp.build(size)
+        self.mlp_norm, self.mlp = decoder.norm.build_before(size), block.mlp.build(size)
         self.norm = decoder.norm.build(size)
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in block.mixer.ropes)
 
@@ -217,8 +217,8 @@ class Eagle3Head(nn.Module):
         normed = self.hidden_norm(z)
         residual = normed if self.config.norm_before_residual else z
         x = torch.cat([self.embedding_norm(e), normed], dim=-1)
-        middle = residual + self.mixer(x, context, state, steps)
-        result = tokens.restore(middle + self.mlp(self.mlp_norm(middle), context))
+        u, middle = self.mlp_norm(residual, self.mixer(x, context, state, steps))
+        result = tokens.restore(middle + self.mlp(u, context))
         normed = self.norm(result)
         return DraftStates(normed if self.config.norm_output else result, normed)
 

@@ -63,7 +63,7 @@ def test_the_peer_has_our_loss_and_gradients(case: draft.Case) -> None:
         torch.testing.assert_close(plain.weights[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("provider", ["ligermodels target bf16", "torch target bf16"])
+@pytest.mark.parametrize("provider", ["ligermodels graph target bf16", "torch target bf16"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_record_has_times_and_the_share_of_the_lower_bound(case: draft.Case, provider: str) -> None:
     record = draft.record_of(case, provider, {"floor_ms": 1.0})

@@ -204,10 +204,11 @@ def linear_distillation(
     dtype: torch.dtype, vocabulary: int, divergence: Any, softcap: float | None, trained: bool, extras: bool
 ) -> None:
     weight, teacher = leaf(vocabulary, 16, dtype=dtype, grad=trained), leaf(vocabulary, 16, dtype=dtype, grad=False)
-    hidden, states = leaf(6, 16, dtype=dtype, grad=trained), leaf(6, 16, dtype=dtype, grad=False)
+    shape = (2, 3, 16) if extras else (2, 16)
+    hidden, states = leaf(*shape, dtype=dtype, grad=trained), leaf(2, 16, dtype=dtype, grad=False)
     found = ops.linear_distillation(
         hidden, weight, states, teacher, divergence=divergence, softcap=softcap, teacher_softcap=softcap,
-        teacher_lse=torch.ones(6) if extras else None, return_acceptance=extras, return_agreement=extras,
+        teacher_lse=torch.ones(2) if extras else None, return_acceptance=extras, return_agreement=extras,
     )  # fmt: skip
     backward(*(found if isinstance(found, tuple) else (found,)))
 
@@ -254,6 +255,13 @@ def block_context(case: tuple[torch.dtype, int, dict[str, Any]]) -> None:
     sizes = (1, 20, 16, 8), (1, 20, 16, 2), (1, 20, 16, 2), (1, 300, 2), (1, 300, 2)
     anchors = torch.arange(0, 300, 15)[None]
     backward(ops.block_context_attention(*(leaf(*size, dim, dtype=dtype) for size in sizes), anchors, **options))
+
+
+@calls("private_key_attention", dtype=FLOATS, dim=(64, 80, 256), heads=((8, 2), (32, 1), (3, 3)), steps=(0, 6))
+@calls("private_key_attention", dtype=(BF16,), dim=(512,), heads=((8, 2),), steps=(3,))
+def private_keys(dtype: torch.dtype, dim: int, heads: tuple[int, int], steps: int) -> None:
+    q, *others = (leaf(1, 70, n, dim, dtype=dtype) for n in (heads[0], *(heads[1],) * (2 + 2 * steps)))
+    backward(ops.private_key_attention(q, *others[:2], others[2 : 2 + steps], others[2 + steps :]))
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -245,6 +245,36 @@ def test_acceptance_where_the_teacher_has_more_classes(where: Where, memory_budg
     assert torch.equal(found[linear_distillation][0], heads.loss(**options, memory_budget=memory_budget))
 
 
+@pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
+@pytest.mark.parametrize("skipped", [True, False], ids=["rows skipped", "all rows"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_several_students_of_one_teacher(where: Where, reduction: str, skipped: bool, memory_budget: int) -> None:
+    """As with the teacher's states repeated for each of them; its logits are computed once."""
+    heads = Heads(where, (2, 5, 3), 12, 40)
+    teacher, heads.mask[0, :4] = heads.teacher[0][:, :, 0], not skipped
+    heads.teacher[0] = teacher[:, :, None].expand(-1, -1, 3, -1)
+    weights = torch.rand(2, 5, 3, device=where.device)
+    options: dict[str, Any] = {"reduction": reduction, "token_weights": weights, "return_losses": True, **BOTH}
+    lse = torch.full((2, 5), 30.0, device=where.device)
+    inputs = [t.requires_grad_() for t in heads.student]
+    wanted = heads.loss(op=linear_distillation_reference, **options, teacher_lse=lse[:, :, None].expand(-1, -1, 3))
+    heads.teacher[0] = teacher
+    count = int(heads.mask.any(-1).sum()) if skipped else None
+    for found in (
+        heads.loss(op=linear_distillation_reference, **options, teacher_lse=lse),
+        heads.loss(**options, teacher_lse=lse, num_tokens=count, memory_budget=memory_budget),
+    ):
+        atol = 40 * torch.finfo(where.dtype).eps
+        for ours, true in zip(found, wanted, strict=True):
+            assert ours.shape == true.shape
+            torch.testing.assert_close(ours.float(), true.float(), rtol=atol, atol=atol)
+        gradients = (torch.autograd.grad(x[0].sum(), inputs, retain_graph=True) for x in (found, wanted))
+        for ours, true in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, true, rtol=atol, atol=atol * max(true.abs().max().item(), 1))
+    with pytest.raises(InputError, match=r"token_weights must be \(2, 5, 3\)"):
+        heads.loss(**options | {"token_weights": weights[:, :, :2]})
+
+
 @pytest.mark.parametrize("divergence", ["tv", "l1", "nla", "lk"])
 def test_equal_probabilities(divergence: str) -> None:
     """Losses that have a kink where student and teacher agree: the gradient is in the middle, as autograd's is."""

@@ -16,8 +16,12 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"steps": 1, "window": 20, "kv_heads": 2},
     "one token": {"steps": 2, "length": 1},
     "scale of 1": {"steps": 2, "softmax_scale": 1.0},
+    "three heads a key head, 24 channels": {"steps": 6, "batch": 2, "length": 9, "kv_heads": 2, "group": 3, "dim": 24},
+    "heads of 520 elements": {"steps": 1, "length": 3, "kv_heads": 2, "group": 5, "dim": 104},
 }
-DEFAULTS = {"batch": 1, "length": 70, "kv_heads": 1, "steps": 1, "bounds": None, "dtype": torch.float32}
+DEFAULTS = {
+    "batch": 1, "length": 70, "kv_heads": 1, "steps": 1, "bounds": None, "dtype": torch.float32, "group": 2, "dim": 16,
+}  # fmt: skip
 LIMITS = {torch.float32: 2e-6, torch.float16: 1.5e-3}
 
 
@@ -39,9 +43,9 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Te
 def test_one_softmax_over_all_keys(kernels_device: torch.device, case: str) -> None:
     """Results and gradients of every operand, of the kernels and of the reference; equal bits in a second run."""
     options = DEFAULTS | CASES[case]
-    batch, length, kv_heads, steps, bounds, dtype = (options.pop(name) for name in DEFAULTS)
-    heads, sizes = 2 * kv_heads, (batch, length, kv_heads, 16)
-    inputs = [torch.randn(batch, length, heads, 16, dtype=dtype, device=kernels_device)]
+    batch, length, kv_heads, steps, bounds, dtype, group, dim = (options.pop(name) for name in DEFAULTS)
+    sizes, scale = (batch, length, kv_heads, dim), options.get("softmax_scale", dim**-0.5)
+    inputs = [torch.randn(batch, length, group * kv_heads, dim, dtype=dtype, device=kernels_device)]
     inputs += [torch.randn(sizes, dtype=dtype, device=kernels_device) for _ in range(2 + 2 * steps)]
     seed = torch.randn_like(inputs[0])
     index = torch.arange(length, device=kernels_device)
@@ -57,7 +61,7 @@ def test_one_softmax_over_all_keys(kernels_device: torch.device, case: str) -> N
         q, k, v, *private = leaves
         keys, values = private[:steps], private[steps:]
         if oracle:
-            out = by_mask(q, k, v, keys, values, allowed, options.get("softmax_scale", 0.25))
+            out = by_mask(q, k, v, keys, values, allowed, scale)
         else:
             out = ops.private_key_attention(q, k, v, keys, values, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(dtype))]

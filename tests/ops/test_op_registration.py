@@ -228,6 +228,11 @@ CASES = {
         ((1, 2, 3, 4, 16), (1, 2, 3, 2, 16), (1, 2, 3, 2, 16), (1, 7, 2, 16), (1, 7, 2, 16)),
         ("context_starts", "block_context_forward", "block_context_backward"),
     ),
+    "private_key_attention": Case(
+        lambda q, k, v, x, y: ops.private_key_attention(q, k, v, [x], [y], cu_seqlens=bounds(q)),
+        ((1, 7, 4, 16), *((1, 7, 2, 16),) * 4),
+        ("triton_attention_forward", "merge_private_keys", "triton_attention_backward", "private_key_gradients"),
+    ),
     "linear_log_probs and more": Case(
         lambda h, w: ops.linear_log_probs(
             h,

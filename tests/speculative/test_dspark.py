@@ -15,6 +15,7 @@ from torch import Tensor
 from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.layers.targets import shift_labels
 from ligermodels.layers.tokens import KeptPadding, Tokens, Unpadding
@@ -65,6 +66,7 @@ VARIANTS["gemma4-values"] = (
     lm.DSparkModel, {"layers": {**GEMMA4, "attention_k_eq_v": False}, "markov_rank": 0, "confidence": False}
 )  # fmt: skip
 WINDOW = 3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEES: dict[str, list[tuple[int, bool]]] = {
     "windows": [(WINDOW, True)] * 2, "mixed": [(WINDOW, True), (99, False)], "bidirectional": [(WINDOW, False)] * 2,
     "causal": [(99, True)] * 2,
@@ -523,6 +525,25 @@ def test_drafts_without_confidence_are_not_accepted(kind: str, name: str, monkey
     bare.confidence_threshold = 0.5
     with pytest.raises(InputError, match="has no confidence head"):
         bare.generate(prompts, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vanilla", "mixed", "gemma4", "gemma4-values"])
+def test_kernels_train_as_torch_does(kind: str) -> None:
+    """The loss, its numbers and the gradients of a padded batch, and the tokens of a step of decoding."""
+    ids, mask = ids_of(14, 2).to(DEVICE), torch.ones(2, 14, dtype=torch.long, device=DEVICE)
+    mask[1, 9:] = 0
+    labels, found = ids.masked_fill(mask == 0, -100), []
+    model = stirred(kind, target(dtype="float32")).to(DEVICE)
+    for backend in ("reference", "triton"):
+        with ops.set_backend(backend):
+            out = model(ids, labels=labels, attention_mask=mask)
+            gradients = torch.autograd.grad(out.loss, list(model.head_parameters()), allow_unused=True)
+            tokens = model.generate(ids[:, :5], 4, cuda_graph=False)
+        numbers = [out.loss.detach(), out.head_losses, out.acceptance, out.agreement, tokens]
+        found.append([*numbers, *(x for x in gradients if x is not None)])
+    for ours, truth in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-5 * max(1, truth.abs().max().item()))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "rnn"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 
 import ligermodels as lm
+from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
@@ -27,6 +28,7 @@ TARGET: dict[str, Any] = {
 SOFTCAPPED = {**TARGET, "model_type": "gemma2", "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 6,
               "sliding_window": 32, "attn_logit_softcapping": 50.0}  # fmt: skip
 EVERY_THIRD = torch.arange(1, 61, 3)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def target(config: dict[str, Any] = TARGET, dtype: str = "float64") -> lm.CausalLM:
@@ -120,9 +122,9 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
         if tensor.is_floating_point():
             tensor.requires_grad_()
     texts = [ids_of(length)[0] for length in lengths]
-    found, losses, alphas, agreed = [], torch.zeros(steps, dtype=torch.float64), torch.zeros(steps), torch.zeros(steps)
-    counts = torch.zeros(steps)
-    for text in texts:
+    found, losses = [], torch.zeros(steps, dtype=torch.float64)
+    counts, alphas, agreed = (torch.zeros(steps, sum(lengths)) for _ in range(3))  # at the tokens before the targets
+    for start, text in zip(itertools.accumulate([0, *lengths]), texts, strict=False):
         states, _ = lm.capture(base, text[None], model.config.boundaries)
         logits = reference(w, states[0], text, steps, **flags)
         found.append(torch.stack(logits))
@@ -135,9 +137,10 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
             log_q, log_p = logits[step][:last].log_softmax(-1), truth[1 + step : 1 + step + last].log_softmax(-1)
             losses[step] += (log_p.exp() * (log_p - log_q)).sum()
             ahead = whole[1 + step : 1 + step + last]
-            alphas[step] += torch.minimum(ahead[:, EVERY_THIRD], log_q).exp().sum().item()
-            agreed[step] += (ahead.argmax(-1) == EVERY_THIRD[log_q.argmax(-1)]).sum().item()
-            counts[step] += last
+            at = slice(start + 1 + step, start + 1 + step + last)
+            alphas[step, at] = torch.minimum(ahead[:, EVERY_THIRD], log_q).exp().sum(-1).float().detach()
+            agreed[step, at] = (ahead.argmax(-1) == EVERY_THIRD[log_q.argmax(-1)]).float()
+            counts[step, at] = 1
     packed, bounds = torch.cat(texts)[None], torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     alone = model(texts[-1][None]).logits[:, 0]
     torch.testing.assert_close(alone, found[-1])
@@ -147,12 +150,18 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
             inside = max(len(text) - 1 - step, 0)
             torch.testing.assert_close(together[step, start : start + inside], truth[step, :inside])
 
-    out, mean = model(packed, labels=packed, cu_seqlens=bounds), losses / counts
+    out, mean = model(packed, labels=packed, cu_seqlens=bounds), losses / counts.sum(1)
+    with torch.no_grad():
+        scored = model(packed, labels=packed, cu_seqlens=bounds)
     torch.testing.assert_close(out.head_losses, mean.detach())
     torch.testing.assert_close(out.loss, (mean * 0.8 ** torch.arange(steps)).sum())
-    torch.testing.assert_close(out.acceptance.float(), alphas / counts)
-    torch.testing.assert_close(out.agreement.float(), agreed / counts)
-    assert out.counts.tolist() == counts.tolist() and out.ranks is None
+    for each, every in ((scored, 1), (out, 8)):  # in training at each eighth token of the row
+        trials = counts[:, ::every].sum(1)
+        torch.testing.assert_close(each.acceptance.float(), alphas[:, ::every].sum(1) / trials)
+        torch.testing.assert_close(each.agreement.float(), agreed[:, ::every].sum(1) / trials)
+        assert each.counts.tolist() == counts.sum(1).tolist()
+        assert all(number.tolist() == trials.tolist() for _, number in each.accepted().values())
+    assert out.ranks is None
     names = [
         "fc.weight",
         "layers.0.hidden_norm.weight",
@@ -211,6 +220,24 @@ def test_padding_masked_labels_and_normalisers() -> None:
     torch.testing.assert_close(
         model(long, labels=labels_long, token_weights=torch.full_like(weights, 3.0)).head_losses, plain.head_losses
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["llama", "qwen3"])
+def test_kernels_train_as_torch_does(layer: Any) -> None:
+    """The loss, its numbers and the gradients of packed documents, and the tokens of a step of decoding."""
+    bounds = torch.tensor([0, 9, 10, 24], dtype=torch.int32, device=DEVICE)
+    ids, found = ids_of(24).to(DEVICE), []
+    base = target(SOFTCAPPED, "float32")
+    model = stirred(base, layer=layer, vocabulary=DraftVocabulary(EVERY_THIRD, 61)).to(DEVICE)
+    for backend in ("reference", "triton"):
+        with ops.set_backend(backend):
+            out = model(ids, labels=ids, cu_seqlens=bounds)
+            gradients = torch.autograd.grad(out.loss, list(model.head_parameters()))
+            tokens = model.generate(ids[:, :5], 4, cuda_graph=False)
+        found.append([out.loss.detach(), out.head_losses, out.acceptance, out.agreement, tokens, *gradients])
+    for ours, truth in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-5 * max(1, truth.abs().max().item()))
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])

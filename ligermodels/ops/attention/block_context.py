@@ -30,6 +30,7 @@ OP = "block_context_attention"
 _TENSORS = Signature(
     dtensors="kept", q="B A L Hq D", k_block="B A L Hkv D =q", v_block="B A L Hkv D =q", k_context="B T Hkv D =q",
     v_context="B T Hkv D =q", anchors="B A int64", cu_seqlens="bounds int32 ?",
+    starts="B A int32 ?",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def block_context_attention(
     anchors: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
+    starts: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -58,6 +60,8 @@ def block_context_attention(
             the context at smaller indices. Any order is right; ascending anchors are the fastest.
         cu_seqlens: int32 (n + 1,), bounds of n documents that are packed into one row (B = 1). A block sees only the
             context in the document of its anchor; an anchor of T belongs to the last document.
+        starts: int32 (B, A), the result of `context_starts` for these anchors and bounds, so that the layers of a model
+            check them once; None to compute it here.
         softmax_scale: factor on q·k; D ** -0.5 when None.
         causal: a query sees no key of its block after its own; False: it sees all keys of its block.
         window: number of positions that a query sees up to its own, in the context and in the block; None for all. It
@@ -75,11 +79,11 @@ def block_context_attention(
         >>> block_context_attention(q, k, k, context, context, torch.tensor([[4, 17, 40]])).shape
         torch.Size([1, 3, 7, 8, 64])
     """
-    _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens)
+    _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens, starts)
     check_scores(OP, softmax_scale, window)
     check_flag(f"{OP}: causal", causal)
     scale = q.shape[4] ** -0.5 if softmax_scale is None else softmax_scale
-    starts = context_starts(anchors, cu_seqlens, k_context.shape[1])
+    starts = context_starts(anchors, cu_seqlens, k_context.shape[1]) if starts is None else starts
     if use_kernels(q, k_context, v_context) and q.shape[4] * q.element_size() <= MAX_BYTES:
         out: Tensor
         out, _ = _BlockContextAttention.apply(
@@ -237,9 +241,9 @@ def _block_context_backward(
 
 def _check(
     q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, anchors: Tensor,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | None, starts: Tensor | None,
 ) -> None:  # fmt: skip
-    _TENSORS.check(OP, q, k_block, v_block, k_context, v_context, anchors, cu_seqlens)
+    _TENSORS.check(OP, q, k_block, v_block, k_context, v_context, anchors, cu_seqlens, starts)
     heads, kv_heads = q.shape[3], k_block.shape[3]
     if not kv_heads or heads % kv_heads:
         raise InputError(f"{OP}: q has {heads} heads, k_block {kv_heads}; the heads of k_block must divide those of q")

@@ -20,6 +20,11 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.backend import AttentionRequest, visible
+from ligermodels.ops.attention.private_keys_kernels import (
+    private_keys_forward_kernel,
+    private_keys_gradient_kernel,
+    tiles,
+)
 from ligermodels.ops.attention.triton_attention import (
     LOG2_E,
     MAX_BYTES,
@@ -27,9 +32,9 @@ from ligermodels.ops.attention.triton_attention import (
     triton_attention_forward,
 )
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
 
 OP = "private_key_attention"
 _TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q")
@@ -107,55 +112,71 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None,
                 count: int, *private: Tensor) -> Tensor:  # fmt: skip
-        keys, values = private[:count], private[count:]
-        causal, lse = triton_attention_forward(q, k, v, None, cu_seqlens, scale, window, None)
-        lse = _by_token(lse / LOG2_E, k.shape[2])  # the kernels' logarithms are to base 2
-        scores = [_score(q, key, scale) for key in keys]
-        total = torch.logsumexp(torch.stack([lse, *scores]), dim=0)
-        merged = _grouped(causal, k.shape[2]) * (lse - total).exp()[..., None]  # float32
-        for score, value in zip(scores, values, strict=True):
-            merged += (score - total).exp()[..., None] * value[:, :, :, None]
-        out = merged.flatten(2, 3).to(q.dtype)
-        ctx.save_for_backward(q, k, v, cu_seqlens, out, total, *private)
+        out, lse = triton_attention_forward(q, k, v, None, cu_seqlens, scale, window, None)
+        if count:
+            out, lse = _merge_private_keys(q, *_stacked(private, count), out, lse, scale)
+        ctx.save_for_backward(q, k, v, cu_seqlens, out, lse, *private)
         ctx.options = scale, window, count
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, cu_seqlens, out, total, *private = ctx.saved_tensors
+        q, k, v, cu_seqlens, out, lse, *private = ctx.saved_tensors
         scale, window, count = ctx.options
-        kv_heads, keys, values = k.shape[2], private[:count], private[count:]
-        lse = (total.flatten(2, 3).transpose(1, 2) * LOG2_E).contiguous()
         dq, dk, dv, delta = triton_attention_backward(
             dout, q, k, v, None, out, lse, cu_seqlens, scale, window, None
         )  # fmt: skip
-        delta, grouped_dout, grouped_q = _by_token(delta, kv_heads), _grouped(dout, kv_heads), _grouped(q, kv_heads)
-        wide_dq = _grouped(dq, kv_heads).float()
-        key_gradients, value_gradients = [], []
-        for key, value in zip(keys, values, strict=True):
-            weight = (_score(q, key, scale) - total).exp()
-            slope = weight * (_score(dout, value, 1.0) - delta) * scale
-            wide_dq += slope[..., None] * key[:, :, :, None]
-            key_gradients.append((slope[..., None] * grouped_q).sum(3).to(key.dtype))
-            value_gradients.append((weight[..., None] * grouped_dout).sum(3).to(value.dtype))
-        dq = wide_dq.flatten(2, 3).to(q.dtype)
-        return dq, dk, dv, None, None, None, None, *key_gradients, *value_gradients
+        if not count:
+            return dq, dk, dv
+        dq, dkeys, dvalues = _private_key_gradients(q, *_stacked(private, count), dout, lse, delta, dq, scale)
+        return dq, dk, dv, None, None, None, None, *dkeys.unbind(), *dvalues.unbind()
+
+
+def _stacked(private: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, each (J, B, T, Hkv, D). A launch takes no lists; the two copies are a small part of what the
+    kernels move, and nothing keeps them."""
+    return torch.stack(private[:count]), torch.stack(private[count:])  # type: ignore[arg-type]
+
+
+@custom_op()
+def _merge_private_keys(
+    q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, causal_lse: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """`causal`, the result over the other keys, and its `causal_lse` (B, Hq, T), for all keys together."""
+    out, lse = torch.empty_like(causal), torch.empty_like(causal_lse)
+    if is_fake(q) or not out.numel():
+        return out, lse
+    (B, T, heads, dim), count = q.shape, len(keys)
+    programs, constants = tiles(B, T, heads, keys.shape[3], dim)
+    private_keys_forward_kernel[(programs,)](
+        *heads_and_strides(q), keys, values, causal, causal_lse, out, lse, B, T, count, heads, softmax_scale * LOG2_E,
+        **constants,
+    )  # fmt: skip
+    return out, lse
+
+
+@custom_op()
+def _private_key_gradients(
+    q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, causal_dq: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, of which `causal_dq` is the other keys' part, of keys and of values."""
+    dq, dkeys, dvalues = torch.empty_like(causal_dq), torch.empty_like(keys), torch.empty_like(values)
+    if is_fake(q) or not dq.numel():
+        return dq, dkeys, dvalues
+    (B, T, heads, dim), count = q.shape, len(keys)
+    programs, constants = tiles(B, T, heads, keys.shape[3], dim)
+    private_keys_gradient_kernel[(programs,)](
+        *heads_and_strides(q), *heads_and_strides(dout), keys, values, lse, delta, causal_dq, dq, dkeys,
+        dvalues, B, T, count, heads, softmax_scale * LOG2_E, softmax_scale, **constants,
+    )  # fmt: skip
+    return dq, dkeys, dvalues
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """(B, T, Hq, ...) -> (B, T, Hkv, group, ...)."""
     return x.unflatten(2, (kv_heads, -1))
-
-
-def _by_token(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, Hq, T) -> (B, T, Hkv, group)."""
-    return _grouped(x.transpose(1, 2), kv_heads)
-
-
-def _score(q: Tensor, key: Tensor, scale: float) -> Tensor:
-    """float32 (B, T, Hkv, group), the score of each query with a private key (B, T, Hkv, D)."""
-    return (_grouped(q, key.shape[2]).float() * key[:, :, :, None]).sum(-1) * scale
 
 
 def _check(

@@ -110,8 +110,8 @@ def _slopes(log_q, log_p, c, a, beta, DIVERGENCE: tl.constexpr):
 
 @kernel
 def _divergence_kernel(
-    student, stride, teacher, teacher_stride, valid, loss_weights, losses, accepted, agreed, teacher_lses, overlaps,
-    targets, label_losses, ranks, V, scale, softcap, teacher_scale, teacher_softcap, slope_of_logits, beta,
+    student, stride, teacher, teacher_stride, share, valid, loss_weights, losses, accepted, agreed, teacher_lses,
+    overlaps, targets, label_losses, ranks, V, scale, softcap, teacher_scale, teacher_softcap, slope_of_logits, beta,
     label_weight, divergence_weight, DIVERGENCE: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,8 @@ def _divergence_kernel(
     SIZE: tl.constexpr = TILES * BLOCK
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, TILES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    start, other = student + row * stride, teacher + row * teacher_stride
+    teacher_row = row // share
+    start, other = student + row * stride, teacher + teacher_row * teacher_stride
     loss, of_whole, overlap, label_loss = 0.0, 0.0, 0.0, 0.0
     same = tl.program_id(0) < 0
     rank = tl.full((), 0, dtype=tl.int64) + V
@@ -141,7 +142,7 @@ def _divergence_kernel(
             same = _first_greatest(start, best, best_at, col, V) == _first_greatest(other, best_p, best_at_p, col, V)
         log_mass = 0.0
         if teacher_lses is not None:
-            log_mass = tl.minimum(maximum_p - tl.load(teacher_lses + row) + log_sum_p, 0.0)
+            log_mass = tl.minimum(maximum_p - tl.load(teacher_lses + teacher_row) + log_sum_p, 0.0)
         y = tl.full((), -1, dtype=tl.int64)
         x_y = 0.0
         if targets is not None:
@@ -233,18 +234,18 @@ def launch_divergence(
 
     Args:
         student: (M, V).
-        teacher: (M, V).
+        teacher: (M, V), or (M / S, V): row i for the S rows from i * S on.
         losses: float32 (M,).
         valid: bool (M,).
         loss_weights: float32 (M,), or None.
         options: the options of the divergence.
         accepted: float32 (M,), or None.
         agreed: bool (M,), or None.
-        teacher_lses: float32 (M,), or None.
+        teacher_lses: float32 (M,), or (M / S,), or None.
         overlaps: float32 (M,), or None.
         labels: a cross entropy beside it, or None.
     """
-    M, V = student.shape
+    (M, V), teacher_rows = student.shape, max(len(teacher), 1)
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), 2048)
     inverse = 1 / options.temperature
 
@@ -256,8 +257,8 @@ def launch_divergence(
     targets, label_losses, ranks = (None,) * 3 if labels is None else (labels.targets, labels.losses, labels.ranks)
     weights = (0.0, 1.0) if labels is None else (labels.weight, labels.divergence_weight)
     _divergence_kernel[(M,)](
-        student, student.stride(0), teacher, teacher.stride(0), valid, loss_weights, losses, accepted, agreed,
-        teacher_lses, overlaps, targets, label_losses, ranks, V, *scales, *teacher_scales,
+        student, student.stride(0), teacher, teacher.stride(0), M // teacher_rows, valid, loss_weights, losses,
+        accepted, agreed, teacher_lses, overlaps, targets, label_losses, ranks, V, *scales, *teacher_scales,
         options.logit_scale * inverse, options.beta, *weights, DIVERGENCE=options.divergence, SCALED=scales[0] != 1,
         CAPPED=options.softcap is not None, TEACHER_SCALED=teacher_scales[0] != 1,
         TEACHER_CAPPED=options.teacher_softcap is not None,

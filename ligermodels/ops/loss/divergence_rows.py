@@ -20,7 +20,8 @@ def divergence_in_place(
 
     Args:
         student: logits (M, V), the last dimension contiguous.
-        teacher: logits (M, V), the last dimension contiguous; they may be overwritten.
+        teacher: logits (M, V), the last dimension contiguous; they may be overwritten. Or (M / S, V): row i for the S
+            rows of the student from i * S on; so `teacher_lses`.
         losses: (M,), the dtype of the computation, filled with the divergences; 0 in rows that are not valid.
         valid: bool (M,).
         loss_weights: (M,), the dtype of the losses; None: no gradient is needed, and the student's logits may be
@@ -40,6 +41,9 @@ def divergence_in_place(
             student, teacher, losses, valid, loss_weights, options, accepted, agreed, teacher_lses, overlaps, labels
         )
         return
+    if (share := len(student) // max(len(teacher), 1)) > 1:
+        teacher = teacher.repeat_interleave(share, 0)
+        teacher_lses = None if teacher_lses is None else teacher_lses.repeat_interleave(share)
     if agreed is not None:
         agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
     log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)

@@ -52,6 +52,7 @@ def linear_distillation(
     teacher_lse: Tensor | None = None,
     return_acceptance: bool = False,
     return_agreement: bool = False,
+    return_losses: bool = False,
     memory_budget: int = 2**30,
     num_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -61,7 +62,9 @@ def linear_distillation(
     the teacher gets none.
 
     Args:
-        hidden: hidden states of the student, (..., H), any floating dtype and strides.
+        hidden: hidden states of the student, (..., H), any floating dtype and strides. With one dimension more than
+            those of the teacher, (..., S, H): S states that are compared with the same teacher's, whose logits are
+            computed once; `mask`, `token_weights` and the results are then (..., S).
         weight: (V, H), the dtype of `hidden`; under autocast all tensors are cast to its dtype.
         teacher_hidden: hidden states of the teacher, (..., H'), any floating dtype.
         teacher_weight: (V, H'), the dtype of `teacher_hidden`.
@@ -88,17 +91,19 @@ def linear_distillation(
             temperature; with `teacher_lse`, the teacher's is over all its classes. (...), the dtype of the loss.
         return_agreement: also return, for each token, whether both sides have the largest logit at the same class, so
             that greedy decoding accepts the token. bool (...).
+        return_losses: also return the divergence of each token, without token weights and without a gradient.
         memory_budget: bytes for the logits of a chunk, of both sides, and everything computed from them; a chunk has at
             least one row. Gradients, and the float32 sum of the weight's gradient as in `linear_cross_entropy`, may
             come in addition. Default: 1 GiB.
-        num_tokens: the number of tokens in the mask, if the host knows it: the GEMMs then skip the other rows, and a
+        num_tokens: the number of tokens in the mask, or of the teacher's states that any token in the mask is compared
+            with, if the host knows it: the GEMMs then skip the other rows, and a
             copy of the hidden states of the mask is kept. On the CPU it is counted. On CUDA counting would wait for the
             device, so that without it no row is skipped.
 
     Returns:
         The divergence, float32 (float64 for float64 `hidden`); or a tuple of the divergence and the requested extras,
-        in the order acceptance, agreement. Under every reduction these are per token, without token weights and without
-        a gradient, and 0 and False outside the mask.
+        in the order acceptance, agreement, losses. Under every reduction these are per token, without token weights and
+        without a gradient, and 0 and False outside the mask.
 
     Raises:
         InputError: shapes, dtypes, devices or options do not fit.
@@ -114,9 +119,15 @@ def linear_distillation(
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
+    shared = teacher_hidden.dim() == hidden.dim() - 1
+    first = _first if shared else _same
     _TENSORS.check(
-        OP, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights, teacher_lse
-    )
+        OP, first(hidden, -2), weight, bias, teacher_hidden, teacher_weight, teacher_bias, first(mask),
+        first(token_weights), teacher_lse,
+    )  # fmt: skip
+    for name, x in (("mask", mask), ("token_weights", token_weights)):
+        if shared and x is not None and x.shape != hidden.shape[:-1]:
+            raise InputError(f"{OP}: {name} must be {tuple(hidden.shape[:-1])}, got {tuple(x.shape)}")
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
@@ -125,7 +136,7 @@ def linear_distillation(
     if mask is None:
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype)
-    selection = select_rows(mask, num_tokens, "num_tokens")
+    selection = select_rows(mask.any(-1) if shared else mask, num_tokens, "num_tokens")
     lses = None if teacher_lse is None else teacher_lse.detach().to(weights.dtype)
     if selection is not None:
         lses = None if lses is None else selection.take(lses)
@@ -134,7 +145,7 @@ def linear_distillation(
     teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
     results = _LinearDistillation.apply(
         hidden, weight, bias, *teacher, mask.contiguous(), weights.contiguous(), options, memory_budget,
-        reduction != "none", (return_acceptance, return_agreement), needs, lses,
+        reduction != "none", (return_acceptance, return_agreement, return_losses), needs, lses,
     )  # fmt: skip
     return with_extras(*(results if selection is None else [selection.restore(x, 0) for x in results]))
 
@@ -145,13 +156,13 @@ def linear_distillation_reference(
     beta: float | None = None, temperature: float = 1.0, reduction: Reduction = "mean",
     token_weights: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_lse: Tensor | None = None,
-    return_acceptance: bool = False, return_agreement: bool = False, memory_budget: int | None = None,
-    num_tokens: int | None = None,
+    return_acceptance: bool = False, return_agreement: bool = False, return_losses: bool = False,
+    memory_budget: int | None = None, num_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The specification of `linear_distillation`, in plain torch, with all the logits.
 
     Args:
-        hidden: (..., H).
+        hidden: (..., H), or (..., S, H).
         weight: (V, H).
         teacher_hidden: (..., H').
         teacher_weight: (V, H').
@@ -170,11 +181,15 @@ def linear_distillation_reference(
         teacher_lse: (...), the log-sum-exp of the teacher's logits over more classes, for the acceptance; or None.
         return_acceptance: also return the acceptance of each token.
         return_agreement: also return whether each token's classes of the largest logits agree.
+        return_losses: also return the divergence of each token, without token weights.
         memory_budget: not used.
         num_tokens: not used.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
+    if teacher_hidden.dim() < hidden.dim():
+        teacher_hidden = teacher_hidden.unsqueeze(-2)
+        teacher_lse = None if teacher_lse is None else teacher_lse.unsqueeze(-1)
 
     def scaled(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None, scale: float) -> Tensor:
         logits = torch.nn.functional.linear(x, w, b).to(wide) * scale
@@ -203,12 +218,22 @@ def linear_distillation_reference(
         losses = l1 if divergence == "l1" else l1 / 2
     else:
         losses = kl(log_p, log_q) if divergence == "forward_kl" else kl(log_q, log_p)
-    losses = losses * loss_weights(mask, 0, reduction, token_weights, wide)
+    weighted = losses * loss_weights(mask, 0, reduction, token_weights, wide)
     return with_extras(
-        losses if reduction == "none" else losses.sum(),
+        weighted if reduction == "none" else weighted.sum(),
         torch.where(mask, accepted, 0.0) if return_acceptance else None,
         (log_q.argmax(-1) == log_p.argmax(-1)) & mask if return_agreement else None,
+        torch.where(mask, losses.detach(), 0.0) if return_losses else None,
     )
+
+
+def _same(x: Tensor | None, dim: int = -1) -> Tensor | None:
+    return x
+
+
+def _first(x: Tensor | None, dim: int = -1) -> Tensor | None:
+    """The first of the S states or numbers for each of the teacher's."""
+    return x if x is None or x.dim() < -dim or not x.shape[dim] else x.select(dim, 0)
 
 
 def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
@@ -234,7 +259,8 @@ def _linear_distillation(
     memory_budget: int, outputs: Sequence[bool], needs: Sequence[bool], teacher_lses: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The divergence, acceptance and agreement of each row, and the gradients of sum(loss_weights * divergences) by
-    hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`."""
+    hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`. Each
+    of the teacher's rows is compared with as many rows of `hidden`, which come one after another."""
     losses, gradients = torch.empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
     accepted = losses.new_empty(losses.shape if outputs[0] else (0,))
     agreed = losses.new_empty(losses.shape if outputs[1] else (0,), dtype=torch.bool)
@@ -243,19 +269,22 @@ def _linear_distillation(
     options = DistillationOptions(
         divergence, beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    kernels = use_kernels(hidden, teacher_hidden)
+    kernels, share = use_kernels(hidden, teacher_hidden), mask.numel() // max(teacher_hidden.shape[:-1].numel(), 1)
+    share = max(share, 1)
     beside = bytes_in_place(len(weight), hidden.dtype, teacher_hidden.dtype, options, kernels)
-    size = chunk_rows(mask.numel(), weight, beside, memory_budget, needs[1], teacher_weight.element_size())
-    student = ChunkedHead(hidden, weight, bias, size, gradients)
+    item = teacher_weight.element_size()
+    size = chunk_rows(mask.numel(), weight, beside, memory_budget, needs[1], -(-item // share) if kernels else item)
+    size = max(size // share, 1)  # of the teacher's rows
+    student = ChunkedHead(hidden, weight, bias, size * share, gradients)
     teacher = ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, size)
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
     flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
     flat_lses = None if teacher_lses is None else teacher_lses.reshape(-1)
-    for (chunk, logits), (_, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
+    for (chunk, logits), (rows, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
         divergence_in_place(
             logits, teacher_logits, flat_losses[chunk], flat_mask[chunk],
             flat_weights[chunk] if any(needs) else None, options, flat_accepted[chunk] if outputs[0] else None,
-            flat_agreed[chunk] if outputs[1] else None, None if flat_lses is None else flat_lses[chunk],
+            flat_agreed[chunk] if outputs[1] else None, None if flat_lses is None else flat_lses[rows],
         )  # fmt: skip
         student.add_gradients(chunk, logits)
     student.close()
@@ -276,8 +305,10 @@ class _LinearDistillation(torch.autograd.Function):
         now = needs if reduced and hidden.dtype != torch.float16 else (False, False, False)
         inputs = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, loss_weights)
         ctx.options = (*options, memory_budget)
-        losses, *statistics, dx, dw, db = _linear_distillation(*inputs, *ctx.options, outputs, now, teacher_lses)
-        statistics = [x for x, requested in zip(statistics, outputs, strict=True) if requested]
+        losses, *statistics, dx, dw, db = _linear_distillation(*inputs, *ctx.options, outputs[:2], now, teacher_lses)
+        statistics = [x for x, requested in zip(statistics, outputs, strict=False) if requested]
+        if outputs[2]:
+            statistics.append(losses)
         ctx.mark_non_differentiable(*statistics)
         keep_gradients(ctx, inputs, [dx, dw, db], now)
         losses = losses * loss_weights

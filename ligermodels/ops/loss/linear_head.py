@@ -64,10 +64,13 @@ class RowSelection(NamedTuple):
     @overload
     def restore(self, values: None, fill: float) -> None: ...
     def restore(self, values: Tensor | None, fill: float) -> Tensor | None:
-        """(n,) -> (...), with `fill` in the other rows; differentiable. None and scalars are returned as they are."""
+        """(n, ...) -> (..., ...), with `fill` in the other rows; differentiable. None and scalars are returned as they
+        are."""
         if values is None or not values.dim():
             return values
-        return values.new_full((self.shape.numel(),), fill).index_copy(0, self.indices, values).view(self.shape)
+        of_row = values.shape[1:]
+        filled = values.new_full((self.shape.numel(), *of_row), fill)
+        return filled.index_copy(0, self.indices, values).view(*self.shape, *of_row)
 
 
 def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection | None:
