@@ -101,7 +101,8 @@ def small_tiles(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_softmax_over_all_keys(where: Where, small_tiles: None, case: str) -> None:
     options = DEFAULTS | CASES[case]
     anchors, tokens, block, kv_heads, dim, bounds = (options.pop(name) for name in DEFAULTS)
-    check(where, operands(where, anchors, tokens, block, kv_heads, dim), bounds, **options)
+    # Many blocks add to the gradients of one key: 1.5 for the sum's rounding.
+    check(where, operands(where, anchors, tokens, block, kv_heads, dim), bounds, slack=1.5, **options)
 
 
 @pytest.mark.parametrize("layout", [op_harness.strided_rows, op_harness.transposed, op_harness.middle_transposed])
