@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "causal in a window": {"window": 5, "causal": True},
     "one slot": {"block": 1, "softmax_scale": 0.5, "slack": 8.0},
     "one block larger than a tile": {"block": 37, "anchors": [[50]], "causal": True},
-    "many blocks": {"block": 1, "tokens": 20, "anchors": [[0] * 250 + [*range(20)]], "slack": 6.0},
+    "many blocks": {"block": 1, "tokens": 20, "anchors": [[0] * 250 + [*range(20)]], "slack": 8.0},
     "no context": {"tokens": 0, "anchors": [[0, 0]]},
     "heads of 80": {"dim": 80},
 }
@@ -101,8 +101,7 @@ def small_tiles(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_softmax_over_all_keys(where: Where, small_tiles: None, case: str) -> None:
     options = DEFAULTS | CASES[case]
     anchors, tokens, block, kv_heads, dim, bounds = (options.pop(name) for name in DEFAULTS)
-    # Many blocks add to the gradients of one key: 1.5 for the sum's rounding.
-    check(where, operands(where, anchors, tokens, block, kv_heads, dim), bounds, slack=1.5, **options)
+    check(where, operands(where, anchors, tokens, block, kv_heads, dim), bounds, **options)
 
 
 @pytest.mark.parametrize("layout", [op_harness.strided_rows, op_harness.transposed, op_harness.middle_transposed])
