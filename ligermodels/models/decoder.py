@@ -62,6 +62,7 @@ class Decoder(RefusesDropout):
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
     expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
     """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
+    has_routers = False  # whether a feed-forward layer returns the output of a router
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -79,6 +80,7 @@ class Decoder(RefusesDropout):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
+        self.has_routers = any(block.mlp.has_extra_output for block in config.blocks)
         if config.dropout:
             self.eval()
 
@@ -167,12 +169,12 @@ class Decoder(RefusesDropout):
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks; `fields` are further fields of the context."""
         cache_seqlens = None if state is None else state.cache_seqlens
-        if position_ids is not None:
-            positions = layout.packing.take(position_ids)
-        elif state is not None:
-            positions = _new_positions(x, cache_seqlens, fields["seq_lens"], fields["tree"])
-        else:
+        if position_ids is None and state is None:
             positions = layout.positions(x)
+        elif position_ids is not None:
+            positions = layout.packing.take(position_ids)
+        else:
+            positions = _new_positions(x, cache_seqlens, fields["seq_lens"], fields["tree"])
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
         context = ForwardContext(tables, layout.cu_seqlens, positions, cache_seqlens=cache_seqlens, **fields)
         # Scalings may depend on a row's highest position, and another rank may hold it: tables are divided last.
