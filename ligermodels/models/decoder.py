@@ -157,12 +157,9 @@ class Decoder(RefusesDropout):
             fields["per_layer_inputs"] = self._inputs_of_layers(layout, ids, x, per_layer_inputs)
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         context = self._context(layout, x, position_ids, state, **fields)
-        blocks = range(len(self.blocks))
-        if hidden_states is not None:
-            x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, state, router_outputs)
-        if token_indices is not None:
-            x, blocks, context = self._narrowed(token_indices, blocks, x, context, state, router_outputs)
-        return self.norm(self._run(blocks, x, context, state, router_outputs))
+        if hidden_states is not None or token_indices is not None:
+            return self.norm(self._run_in_steps(hidden_states, token_indices, x, context, state, router_outputs))
+        return self.norm(self._run(range(len(self.blocks)), x, context, state, router_outputs))
 
     def _context(
         self, layout: TokenLayout, x: Tensor, position_ids: Tensor | None, state: DecodingState | None, **fields: Any
@@ -270,6 +267,22 @@ class Decoder(RefusesDropout):
         if token_indices is None or (selected := _selected(token_indices, x)) is None:
             return layout.packing.restore(x)
         return x if early is not None else selected.take(x)
+
+    def _run_in_steps(
+        self,
+        hidden_states: dict[int, Tensor] | None,
+        token_indices: Tensor | TokensWithTarget | None,
+        x: Tensor,
+        context: ForwardContext,
+        *args: Any,
+    ) -> Tensor:
+        """Run all blocks; between them, fill in `hidden_states`, and select the tokens of `token_indices`."""
+        blocks = range(len(self.blocks))
+        if hidden_states is not None:
+            x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, *args)
+        if token_indices is not None:
+            x, blocks, context = self._narrowed(token_indices, blocks, x, context, *args)
+        return self._run(blocks, x, context, *args)
 
     def _fill_hidden_states(
         self, hidden_states: dict[int, Tensor], blocks: range, x: Tensor, *args: Any
