@@ -19,7 +19,7 @@ from ligermodels.integrations.modules import has_hooks, is_ours, part
 from ligermodels.integrations.token_statistics import token_statistics
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.lm_head import loss_or_log_probs
-from ligermodels.layers.tokens import layout_without_padding
+from ligermodels.layers.tokens import TokenLayout, Tokens
 
 
 def causal_lm_forward(
@@ -138,7 +138,7 @@ def _loss(model: Any, inputs: Inputs, padding: Padding, labels: Tensor, options:
     layout = None if every_token else padding.layout
     if layout is None:
         # transformers lets the last token of a packed document predict the first label of the next document.
-        layout = layout_without_padding(shape_of(inputs), None)
+        layout = TokenLayout(shape_of(inputs), Tokens())
     vocab_size = text_config(model).vocab_size
     narrow = not every_token and part(model, "backbone").native.layer.narrows
     targets = Targets(labels, (1,), vocab_size=vocab_size, layout=layout, narrow=narrow)

@@ -151,7 +151,7 @@ class SplitQKV(nn.Module):
     ) -> None:
         super().__init__()
         self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
-        self.values = values
+        self.values, self.norm_options = values, {} if qk_norm is None else qk_norm.norm.options
         self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
@@ -187,11 +187,6 @@ class SplitQKV(nn.Module):
         if self.values is not None:
             qkv = self._with_values(qkv)
         return ops.rope_qkv(qkv, *tables, kv_heads, self.group_size, self.head_dim, *norms, **self.norm_options)
-
-    @property
-    def norm_options(self) -> dict[str, Any]:
-        """The options of the norms of queries and keys, as arguments of ops; none without norms."""
-        return {} if self.qk_norm is None else self.qk_norm.norm.options
 
     def _num_kv_heads(self, qkv: Tensor) -> int:
         """Key/value heads of the projection; InputError unless it has as many heads for each of them."""

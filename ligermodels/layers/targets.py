@@ -14,7 +14,7 @@ from ligermodels.arguments import IGNORE_INDEX as IGNORE_INDEX
 from ligermodels.errors import InputError
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
 from ligermodels.layers.packing import document_of
-from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, layout_without_padding, token_layout
+from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, token_layout
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
@@ -159,7 +159,7 @@ class Targets:
         inside = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead = tuple(ahead)
-        self.layout = layout_without_padding((labels.shape[0], labels.shape[1]), None) if layout is None else layout
+        self.layout = TokenLayout((labels.shape[0], labels.shape[1]), Tokens()) if layout is None else layout
         taken = self.layout.packing.take(labels, IGNORE_INDEX)
         left = tokens_left(self.layout.cu_seqlens, taken)
         values = torch.stack([shift_labels(taken, each, left=left) for each in ahead])

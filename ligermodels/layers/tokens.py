@@ -340,8 +340,8 @@ def token_layout(
     Raises:
         InputError: an argument does not fit the shape or another argument, or the mask has no token.
     """
-    if attention_mask is None and position_ids is None and cu_seqlens is None:
-        return layout_without_padding(shape, None, mesh)
+    if attention_mask is None and position_ids is None and cu_seqlens is None and mesh is None:
+        return TokenLayout(shape, Tokens())
     if attention_mask is None:
         return layout_without_padding(shape, document_bounds(shape, position_ids, cu_seqlens), mesh)
     if position_ids is not None or cu_seqlens is not None:
@@ -366,8 +366,6 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     Returns:
         The layout of the pass.
     """
-    if cu_seqlens is None and mesh is None:
-        return TokenLayout(shape, Tokens())
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
     return TokenLayout(shape, packing, None if mesh is None else ContextShard(mesh, *sizes), cu_seqlens)

@@ -62,6 +62,7 @@ class Decoder(RefusesDropout):
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
     expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
     """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
+    has_routers = False  # whether a feed-forward layer returns the output of a router
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -79,6 +80,7 @@ class Decoder(RefusesDropout):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
+        self.has_routers = any(block.mlp.has_extra_output for block in config.blocks)
         if config.dropout:
             self.eval()
 
@@ -155,24 +157,21 @@ class Decoder(RefusesDropout):
             fields["per_layer_inputs"] = self._inputs_of_layers(layout, ids, x, per_layer_inputs)
         x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
         context = self._context(layout, x, position_ids, state, **fields)
-        blocks = range(len(self.blocks))
-        if hidden_states is not None:
-            x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, state, router_outputs)
-        if token_indices is not None:
-            x, blocks, context = self._narrowed(token_indices, blocks, x, context, state, router_outputs)
-        return self.norm(self._run(blocks, x, context, state, router_outputs))
+        if hidden_states is not None or token_indices is not None:
+            return self.norm(self._run_in_steps(hidden_states, token_indices, x, context, state, router_outputs))
+        return self.norm(self._run(range(len(self.blocks)), x, context, state, router_outputs))
 
     def _context(
         self, layout: TokenLayout, x: Tensor, position_ids: Tensor | None, state: DecodingState | None, **fields: Any
     ) -> ForwardContext:
         """Positions, rotary tables and the layout, for the blocks; `fields` are further fields of the context."""
         cache_seqlens = None if state is None else state.cache_seqlens
-        if position_ids is not None:
-            positions = layout.packing.take(position_ids)
-        elif state is not None:
-            positions = _new_positions(x, cache_seqlens, fields["seq_lens"], fields["tree"])
-        else:
+        if position_ids is None and state is None:
             positions = layout.positions(x)
+        elif position_ids is not None:
+            positions = layout.packing.take(position_ids)
+        else:
+            positions = _new_positions(x, cache_seqlens, fields["seq_lens"], fields["tree"])
         tables = {rope.config: rope(positions, x.dtype) for rope in cast(Iterable[RotaryEmbedding], self.ropes)}
         context = ForwardContext(tables, layout.cu_seqlens, positions, cache_seqlens=cache_seqlens, **fields)
         # Scalings may depend on a row's highest position, and another rank may hold it: tables are divided last.
@@ -268,6 +267,22 @@ class Decoder(RefusesDropout):
         if token_indices is None or (selected := _selected(token_indices, x)) is None:
             return layout.packing.restore(x)
         return x if early is not None else selected.take(x)
+
+    def _run_in_steps(
+        self,
+        hidden_states: dict[int, Tensor] | None,
+        token_indices: Tensor | TokensWithTarget | None,
+        x: Tensor,
+        context: ForwardContext,
+        *args: Any,
+    ) -> Tensor:
+        """Run all blocks; between them, fill in `hidden_states`, and select the tokens of `token_indices`."""
+        blocks = range(len(self.blocks))
+        if hidden_states is not None:
+            x, blocks = self._fill_hidden_states(hidden_states, blocks, x, context, *args)
+        if token_indices is not None:
+            x, blocks, context = self._narrowed(token_indices, blocks, x, context, *args)
+        return self._run(blocks, x, context, *args)
 
     def _fill_hidden_states(
         self, hidden_states: dict[int, Tensor], blocks: range, x: Tensor, *args: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
 from ligermodels.layers import RouterOutput, Targets, TreeTokens
-from ligermodels.layers.tokens import FilledPadding, TokenLayout, layout_without_padding
+from ligermodels.layers.tokens import FilledPadding, TokenLayout, Tokens
 from ligermodels.models.decoder import Decoder, DecoderConfig
 from ligermodels.models.inputs import check_boundaries, check_state, check_tree_and_indices, prefill_lengths
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.routing import RouterResults, check_routing, given_experts, router_results
-from ligermodels.ops.runtime.checks import check_id_range, check_ids_kind, check_plain, check_same_tokens
+from ligermodels.ops.runtime.checks import check_id_range, check_plain, check_same_tokens, checked_ids
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -124,16 +124,10 @@ def _call_decoder(
     Returns:
         The states after the final norm; and further results, as fields of `DecoderResult`.
     """
-    asks_more = inputs.return_hidden_states is not None or len(model.decoder.expert_routers) > 0
-    if asks_more:
-        options |= _options_of_results(model, inputs, rows)
-    # Without a list the routers' logits are not kept.
-    outputs: list[RouterOutput] | None = [] if inputs.has_loss or inputs.return_routing else None
-    tokens = {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
-    hidden = model.decoder(inputs.input_ids, router_outputs=outputs, **tokens, **options)
-    if outputs or asks_more:
-        return hidden, _further_results(model, inputs, outputs or [], rows, every_token, options)
-    return hidden, {}
+    options |= {"inputs_embeds": inputs.inputs_embeds, "position_ids": inputs.position_ids}
+    if inputs.return_hidden_states is not None or model.decoder.has_routers:
+        return _call_with_further_results(model, inputs, rows, every_token, options)
+    return model.decoder(inputs.input_ids, **options), {}
 
 
 def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor | None) -> tuple[int, int]:
@@ -150,26 +144,20 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     Raises:
         InputError: an argument is of a wrong type, dtype, shape or device, or does not go with another.
     """
-    ids, embeds = inputs.input_ids, inputs.inputs_embeds
-    name, tokens = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
-    if tokens is None or (ids is not None and embeds is not None):
+    ids, mask = inputs.input_ids, inputs.attention_mask
+    if (ids is None) == (inputs.inputs_embeds is None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
-    check_plain(name, tokens)
+    tokens = _checked_embeds(model, inputs.inputs_embeds) if ids is None else checked_ids(ids)
     if tokens.is_meta and model.device.type != "meta":
+        name = "inputs_embeds" if ids is None else "input_ids"
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
-    if embeds is None:
-        check_ids_kind(tokens)
-    else:
-        _check_embeds(model, embeds)
     shape = (tokens.shape[0], tokens.shape[1])
-    if inputs.state is None:
-        check_same_tokens(
-            tokens, labels=inputs.labels, attention_mask=inputs.attention_mask, token_weights=token_weights
-        )
-        if embeds is None:
-            check_id_range(tokens, model.config.vocab_size, inputs.attention_mask)
-    else:
+    if inputs.state is not None:
         check_state(model, tokens, inputs)
+    else:
+        check_same_tokens(tokens, labels=inputs.labels, attention_mask=mask, token_weights=token_weights)
+        if ids is not None:
+            check_id_range(ids, model.config.vocab_size, mask)
     if inputs.tree is not None or inputs.token_indices is not None:
         check_tree_and_indices(inputs, shape[0] * shape[1])
     if inputs.routing is not None or inputs.return_routing:
@@ -177,8 +165,9 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     return shape
 
 
-def _check_embeds(model: InputModel, tokens: Tensor) -> None:
-    """Check the shape and dtype of `inputs_embeds`."""
+def _checked_embeds(model: InputModel, tokens: Any) -> Tensor:
+    """`inputs_embeds`, of a shape and dtype that fit the model."""
+    check_plain("inputs_embeds", tokens)
     if tokens.shape[2:] != (model.config.hidden_size,) or not tokens.is_floating_point() or not tokens.numel():
         raise InputError(
             f"inputs_embeds: must be floating, (batch, tokens, {model.config.hidden_size}) with at least one token; "
@@ -186,6 +175,7 @@ def _check_embeds(model: InputModel, tokens: Tensor) -> None:
         )
     if tokens.dtype != model.dtype and not torch.is_autocast_enabled(tokens.device.type):
         raise InputError(f"inputs_embeds: are {tokens.dtype}, the model is {model.dtype}; cast one, or use autocast")
+    return cast(Tensor, tokens)
 
 
 # -- modes of a pass ---------------------------------------------------------------------------------------------------
@@ -196,7 +186,7 @@ def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, 
     returns the states of tokens (B, T), where only a prefill's padding is to fill, or (1, n) of the `token_indices`."""
     state, mask = inputs.state, inputs.attention_mask
     needed = inputs.token_indices if inputs.targets is None else inputs.targets.tokens
-    plain, seq_lens = layout_without_padding(shape, None), None
+    plain, seq_lens = TokenLayout(shape, Tokens()), None
     rows, every_token = plain, plain
     if state is None:
         rows = model.layout(shape, position_ids=inputs.position_ids, cu_seqlens=inputs.cu_seqlens)
@@ -215,6 +205,17 @@ def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, 
         token_indices=needed,
     )
     return DecoderResult(hidden, every_token if inputs.token_indices is None else plain, None, **more)
+
+
+def _call_with_further_results(
+    model: CausalLM, inputs: ModelInputs, rows: TokenLayout, every_token: TokenLayout, options: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """`_call_decoder` of a model with routers, or for `return_hidden_states`."""
+    options |= _options_of_results(model, inputs, rows)
+    # Without a list the routers' logits are not kept.
+    outputs: list[RouterOutput] | None = [] if inputs.has_loss or inputs.return_routing else None
+    hidden = model.decoder(inputs.input_ids, router_outputs=outputs, **options)
+    return hidden, _further_results(model, inputs, outputs or [], rows, every_token, options)
 
 
 def _options_of_results(model: CausalLM, inputs: ModelInputs, rows: TokenLayout) -> dict[str, Any]:

@@ -130,12 +130,10 @@ def chunk_rows(
         teacher_item: bytes of a teacher's logit, for distillation.
     """
     (V, H), item = weight.shape, weight.element_size()
-    widened = need_weight and item < 4
-    if widened and not weight.is_cuda:  # on the CPU GradientSum casts its operands
+    bytes_of_sum = V * H * item if need_weight and item < 4 else 0
+    if bytes_of_sum and not weight.is_cuda:  # on the CPU GradientSum casts its operands
         beside = max(beside, (V + H) * 4)
-    return rows_per_chunk(
-        num_rows, padded(V) * (item + teacher_item) + beside, V * H * item if widened else 0, memory_budget
-    )
+    return rows_per_chunk(num_rows, padded(V) * (item + teacher_item) + beside, bytes_of_sum, memory_budget)
 
 
 def rows_per_chunk(num_rows: int, bytes_per_row: int, bytes_of_sum: int, memory_budget: int) -> int:

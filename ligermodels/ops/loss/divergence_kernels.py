@@ -85,6 +85,30 @@ def _share_of_student(log_q, log_p):
 
 
 @triton.jit
+def _of_row(kl, c, distance, near, masses, student_masses, DIVERGENCE: tl.constexpr):
+    """The divergence of a row, and c and a of `_slopes`.
+
+    kl, c, distance: the sums of `_terms` over the row.
+    near, masses, student_masses: of nla, by lanes: the maxima of log min(p, q), the sums of min(p, q) over the
+        exponential of the maximum, and the student's part of these sums."""
+    loss, a = kl, 0.0
+    if DIVERGENCE == "nla":
+        highest = tl.max(near, axis=0)
+        mass = tl.sum(masses * exp(near - highest), axis=0)
+        c = tl.sum(student_masses * exp(near - highest), axis=0) / mass
+        a = highest + tl.log(mass)
+        loss = -a
+    elif DIVERGENCE == "l1":
+        loss = distance
+    elif DIVERGENCE == "tv":
+        loss = 0.5 * distance
+    elif DIVERGENCE == "lk":
+        a = exp(-3.0 * (1.0 - 0.5 * distance))
+        loss = a * kl + 0.5 * (1.0 - a) * distance
+    return loss, c, a
+
+
+@triton.jit
 def _slopes(log_q, log_p, c, a, beta, DIVERGENCE: tl.constexpr):
     """The gradient of the divergence by a tile of the student's x / temperature (head of `divergences`).
 
@@ -175,20 +199,8 @@ def _divergence_kernel(
                 shares += tl.sum(exp(tl.minimum(log_q, log_p)), axis=0)
             if targets is not None:
                 before += tl.sum((x > x_y).to(tl.int32), axis=0)
-        loss, c, a, distance = tl.sum(kls, axis=0), tl.sum(cs, axis=0), 0.0, tl.sum(distances, axis=0)
-        if DIVERGENCE == "nla":
-            highest = tl.max(near, axis=0)
-            mass = tl.sum(masses * exp(near - highest), axis=0)
-            c = tl.sum(student_masses * exp(near - highest), axis=0) / mass
-            a = highest + tl.log(mass)
-            loss = -a
-        elif DIVERGENCE == "l1":
-            loss = distance
-        elif DIVERGENCE == "tv":
-            loss = 0.5 * distance
-        elif DIVERGENCE == "lk":
-            a = exp(-3.0 * (1.0 - 0.5 * distance))
-            loss = a * loss + 0.5 * (1.0 - a) * distance
+        kl, c, distance = tl.sum(kls, axis=0), tl.sum(cs, axis=0), tl.sum(distances, axis=0)
+        loss, c, a = _of_row(kl, c, distance, near, masses, student_masses, DIVERGENCE)
         of_whole, overlap = tl.sum(whole_shares, axis=0), tl.sum(shares, axis=0)
         if y >= 0:
             label_loss = maximum - x_y + log_sum

@@ -3,7 +3,7 @@ host."""
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> No
         vocab_size: number of tokens in the vocabulary.
         name: name of the argument, for the error.
     """
-    check_ids_kind(ids, name)
-    check_id_range(ids, vocab_size, name=name)
+    check_id_range(checked_ids(ids, name), vocab_size, name=name)
 
 
 def check_id_range(ids: Tensor, vocab_size: int, mask: Tensor | None = None, *, name: str = "input_ids") -> None:
@@ -109,12 +108,14 @@ def check_id_range(ids: Tensor, vocab_size: int, mask: Tensor | None = None, *, 
     assert_async((ids >= 0) & (ids < vocab_size), f"{name}: token ids must lie in [0, {vocab_size})", ids)
 
 
-def check_ids_kind(ids: Tensor, name: str = "input_ids") -> None:
-    """InputError unless token ids are int64 or int32 (B, T), with T > 0."""
+def checked_ids(ids: Any, name: str = "input_ids") -> Tensor:
+    """The token ids; InputError unless they are a tensor of int64 or int32 (B, T), with T > 0."""
+    check_plain(name, ids)
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name}: must be int64 or int32, got {ids.dtype}")
     if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"{name}: must be (batch, tokens) with at least one token, got shape {tuple(ids.shape)}")
+    return cast(Tensor, ids)
 
 
 def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
@@ -136,12 +137,11 @@ def check_plain(name: str, value: Any, *dtypes: torch.dtype) -> None:
 def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
     """InputError unless each tensor of `others` has one element per token of the inputs (B, T, ...), on their
     device."""
-    shape = tuple(inputs.shape[:2])
+    shape = inputs.shape[:2]
     for name, other in others.items():
-        if other is None:
+        if other is None or (isinstance(other, Tensor) and other.shape == shape and other.device == inputs.device):
             continue
         actual = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
-        if actual != shape:
-            raise InputError(f"{name}: must have the inputs' shape {shape}, got {actual}")
-        if other.device != inputs.device:
-            raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
+        if actual != tuple(shape):
+            raise InputError(f"{name}: must have the inputs' shape {tuple(shape)}, got {actual}")
+        raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")

@@ -20,18 +20,26 @@ class _Spec(NamedTuple):
     name: str
     shape: Shape
     dtypes: Collection[torch.dtype]
-    wanted: tuple[Any, ...]  # dtype, device, leading sizes, sizes: names that stand for equal values, or values
+    dtype_name: str  # equal for tensors of equal dtypes
+    leading: bool  # whether any number of dimensions comes before the `sizes`
+    sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers
     optional: bool
 
     def fits(self, x: Tensor, known: dict[str, Any]) -> bool:
         """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
-        num_leading = max(x.dim() + 3 - len(self.wanted), 0)
-        leading = x.shape[:num_leading] if self.wanted[2] else num_leading
-        values = (x.dtype, x.device, leading, *x.shape[num_leading:])
-        if x.dtype not in self.dtypes or len(values) != len(self.wanted):
+        # Each op begins with it. To gather all values, and then compare them, takes twice the time.
+        dtype, device, sizes = x.dtype, x.device, x.shape
+        first = len(sizes) - len(self.sizes)
+        if first < 0 or (first and not self.leading) or dtype not in self.dtypes:
             return False
-        for wanted, value in zip(self.wanted, values, strict=True):  # a plain loop is the fastest
-            if value != (known.setdefault(wanted, value) if type(wanted) is str else wanted):
+        if known.setdefault(self.dtype_name, dtype) != dtype or known.setdefault("device", device) != device:
+            return False
+        if self.leading:
+            leading, sizes = sizes[:first], sizes[first:]
+            if known.setdefault("...", leading) != leading:
+                return False
+        for letter, size in zip(self.sizes, sizes, strict=True):  # noqa: SIM110  # a plain loop is the fastest
+            if known.setdefault(letter, size) != size:
                 return False
         return True
 
@@ -54,6 +62,7 @@ class Signature:
         self._dtensors = dtensors
         self._positive = [word[:-1] for text in tensors.values() for word in text.split() if word.endswith("+")]
         self._specs = [_parsed(name, text.replace("+", "")) for name, text in tensors.items()]
+        self._numbers = {size: int(size) for spec in self._specs for size in spec.sizes if size.isdigit()}
 
     def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
         """Check the tensors of a call, and return them.
@@ -66,19 +75,34 @@ class Signature:
         Raises:
             InputError: a shape, dtype or device does not fit, or a tensor is a DTensor and the op takes none.
         """
-        plain = True
+        known, plain = {**self._numbers, **sizes}, True
         for spec, x in zip(self._specs, tensors, strict=True):
             if x is None and spec.optional:
                 continue
-            num_known = len(sizes)
-            if not isinstance(x, Tensor) or not spec.fits(x, sizes):
-                raise _error(op, spec, x, dict(list(sizes.items())[:num_known]))
+            if not isinstance(x, Tensor) or not spec.fits(x, known):
+                raise self._error(op, spec, tensors, {**self._numbers, **sizes})
             plain = plain and type(x) in PLAIN
         for letter in self._positive:
-            if sizes[letter] == 0:
+            if known[letter] == 0:
                 shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
                 raise InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
         return tensors if plain or self._dtensors == "kept" else self._with_dtensors(op, tensors)
+
+    def _error(self, op: str, spec: _Spec, tensors: tuple[Any, ...], known: dict[str, Any]) -> InputError:
+        """The error of `check_tensor` for the tensor of `spec`, with numbers for the letters of the tensors before."""
+        position = self._specs.index(spec)
+        for earlier, tensor in zip(self._specs[:position], tensors, strict=False):
+            if tensor is not None:
+                earlier.fits(tensor, known)
+        parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
+        wanted = tuple(size for part in parts for size in part)
+        declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
+        dtypes = (known[spec.dtype_name],) if spec.dtype_name in known else declared
+        x = tensors[position]
+        check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
+        return InputError(
+            f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
+        )
 
     def _with_dtensors(self, op: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._dtensors == "refused":
@@ -98,19 +122,7 @@ def _parsed(name: str, text: str) -> _Spec:
         elif hasattr(torch, word):
             dtypes.append(getattr(torch, word))
         else:
-            shape.append(... if word == "..." else int(word) if word.isdigit() else word)
-    leading, sizes = ("...", shape[1:]) if shape[:1] == [...] else (0, shape)
+            shape.append(... if word == "..." else word)
+    leading = shape[:1] == [...]
     allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
-    return _Spec(name, tuple(shape), allowed, (f"dtype of {tied}", "device", leading, *sizes), "?" in text)
-
-
-def _error(op: str, spec: _Spec, x: Any, known: dict[str, Any]) -> InputError:
-    """The error of `check_tensor`, with numbers for known letters."""
-    parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
-    wanted = tuple(size for part in parts for size in part)
-    declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
-    dtypes = (known[spec.wanted[0]],) if spec.wanted[0] in known else declared
-    check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
-    return InputError(
-        f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
-    )
+    return _Spec(name, tuple(shape), allowed, f"dtype of {tied}", leading, tuple(shape[leading:]), "?" in text)
