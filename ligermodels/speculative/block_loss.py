@@ -208,7 +208,7 @@ def _gradients(
     logits, slope = _draft_logits(hidden, weight, codes, code_weight, options.softcap, needed)
     truth, lses, likeliest = _teacher_logits(teacher, chunk)
     best = None if likeliest is None else logits.argmax(1)
-    part = _Slots(*(x[chunk].flatten() for x in slots))
+    part = _Slots._make(x[chunk].flatten() for x in slots)
     divergence_in_place(
         logits, truth, part.divergence, part.mask, part.of_gradient if needed else None,
         DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale),
