@@ -159,8 +159,8 @@ class _Demo:
             self.results["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
             self.documents = Documents.of_checkpoint(folder / "model", [folder / DATA])
             validation = self.documents.corpus.split(s.validation_fraction, s.seed)[1]
-            texts = [document.ids for document in self.documents.read(validation) if document]
-            self.prompts = corpus.equally_spaced(texts, s.prompts, s.prompt_tokens)
+            encoded = [document.ids for document in self.documents.read(validation) if document]
+            self.prompts = corpus.equally_spaced(encoded, s.prompts, s.prompt_tokens)
             say(f"  validation loss {evaluation.loss:.3f}, perplexity {evaluation.perplexity:.1f}")
 
     def train_heads(self) -> None:
