@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.json is not None:
         results = json.loads(arguments.json.read_text(encoding="utf-8"))
-        if not results.get("decoding"):
+        if not (results.get("decoding") or results.get("drafts")):
             parser.error(f"--json {arguments.json}: it has no results of decoding")
     elif not torch.cuda.is_available():
         parser.error("the demo needs a CUDA GPU, and torch sees none; give --json for an earlier demo")

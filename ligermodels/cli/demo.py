@@ -1,7 +1,7 @@
 """`ligermodels demo`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,17 @@ def demo(
         Literal["cpu", "gpu"],
         typer.Option(help="cpu: minutes on any machine; gpu: larger, and the speed of decoding on a GPU."),
     ] = "cpu",
+    draft_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds of training of Medusa, EAGLE-3 and DSpark heads each, which are then compared; 0 leaves them "
+            "out.  [default: 60 with --size gpu, else 0]",
+        ),
+    ] = None,
+    only_drafts: Annotated[
+        bool, typer.Option("--only-drafts", help="Train the model, and compare these heads, without the other stages.")
+    ] = False,
 ) -> None:
     """Run the whole workflow at a small size.
 
@@ -22,4 +33,7 @@ def demo(
     """
     from ligermodels.demo import DemoSettings, GpuDemoSettings, run_demo
 
-    run_demo(out, GpuDemoSettings() if size == "gpu" else DemoSettings())
+    chosen: dict[str, Any] = {} if draft_seconds is None else {"draft_seconds": draft_seconds}
+    if only_drafts:
+        chosen |= {"medusa_stages": False, "chat_steps": 0}
+    run_demo(out, GpuDemoSettings(**chosen) if size == "gpu" else DemoSettings(**chosen))

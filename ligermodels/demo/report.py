@@ -42,7 +42,9 @@ With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
 def checks_of(s: DemoSettings, results: dict[str, Any]) -> dict[str, bool]:
     """Check -> whether the results pass it."""
     greedy = [record for record in results["decoding"] if record["acceptance"] == "greedy"]
-    checks = {}
+    checks: dict[str, bool] = {}
+    if not s.medusa_stages:
+        return checks
     if s.dtype == "float32":  # in other dtypes rounding may decide
         checks["decoding with the heads gives the same tokens"] = all(r["same"] == r["prompts"] for r in greedy)
     if not s.check:
@@ -77,6 +79,33 @@ def _show_drafts(records: list[dict[str, Any]]) -> None:
 
 def show(folder: Path, results: dict[str, Any]) -> None:
     """Print a sample of text, tables of the results, and commands to try."""
+    if results["settings"]["medusa_stages"]:
+        _show_medusa(results)
+    _show_drafts(results.get("drafts", []))
+    joint, float32 = results.get("joint"), results.get("float32")
+    lines = [
+        ("validation loss", f"{results['loss']['model']:.3f}"),
+        *([("stage 2: change of the perplexity, KL", _change(joint))] if joint else []),
+        *([("same tokens in float32", f"{float32['same']} of {float32['prompts']}")] if float32 else []),
+        *(
+            (f"{name}: validation loss, right answers", f"{found['loss']:.2f}, {found['right_answers']} of {ASKED}")
+            for name, found in results["fine_tuning"].items()
+        ),
+        *((check, "yes" if passed else "NO") for check, passed in results["checks"].items()),
+        *((f"seconds: {name}", f"{seconds:.1f}") for name, seconds in results["seconds"].items()),
+        *((str(folder / name), title) for name, title in FILES.items() if (folder / name).exists()),
+    ]
+    show_table(["result", ""], lines)
+    if results["fine_tuning"]:
+        say(NEXT.format(out=folder))
+
+
+def _change(joint: dict[str, float]) -> str:
+    return f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats per token"
+
+
+def _show_medusa(results: dict[str, Any]) -> None:
+    """Print a sample of text, and tables of the Medusa heads and of decoding with them."""
     opening = "\n".join(results["sample"]["prompt"].splitlines()[-4:])
     print("A sample of text; the model has written the text in « »:\n")
     print(textwrap.indent(f"{opening}«{results['sample']['continuation'].rstrip()}»", "  "), end="\n\n", flush=True)
@@ -97,23 +126,3 @@ def show(folder: Path, results: dict[str, Any]) -> None:
         for r in results["decoding"]
     ]
     show_table(["heads", "tree", "tokens per step", "speed-up", "same tokens"], rows, numbers=range(1, 5))
-    _show_drafts(results.get("drafts", []))
-    joint, float32 = results["joint"], results.get("float32")
-    lines = [
-        ("validation loss", f"{results['loss']['model']:.3f}"),
-        (
-            "stage 2: change of the perplexity, KL",
-            f"{joint['perplexity_change']:+.2%}, {joint['kl']:.4f} nats per token",
-        ),
-        *([("same tokens in float32", f"{float32['same']} of {float32['prompts']}")] if float32 else []),
-        *(
-            (f"{name}: validation loss, right answers", f"{found['loss']:.2f}, {found['right_answers']} of {ASKED}")
-            for name, found in results["fine_tuning"].items()
-        ),
-        *((check, "yes" if passed else "NO") for check, passed in results["checks"].items()),
-        *((f"seconds: {name}", f"{seconds:.1f}") for name, seconds in results["seconds"].items()),
-        *((str(folder / name), title) for name, title in FILES.items() if (folder / name).exists()),
-    ]
-    show_table(["result", ""], lines)
-    if results["fine_tuning"]:
-        say(NEXT.format(out=folder))

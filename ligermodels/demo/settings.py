@@ -45,6 +45,8 @@ class DemoSettings:
     """Candidates in a tree; the fastest tree is used."""
     temperature: float | None = None
     """Temperature of typical acceptance; None: only greedy acceptance is measured."""
+    medusa_stages: bool = True
+    """Train Medusa heads in two stages, measure decoding with them and export them."""
     draft_seconds: float = 0
     """Seconds of training of Medusa, EAGLE-3 and DSpark heads, which are then compared; 0: no comparison."""
     draft_steps: int = 7
@@ -63,8 +65,7 @@ class DemoSettings:
 @dataclass(frozen=True, kw_only=True)
 class GpuDemoSettings(DemoSettings):
     """Sizes of the demo on a GPU of 40 GB or more: 272 M parameters, steps of 16384 tokens. A prompt with its new
-    tokens is as long as a training sequence. The defaults took some six minutes on an H200 before draft heads were
-    compared."""
+    tokens is as long as a training sequence. Without `draft_seconds` the demo took some six minutes on an H200."""
 
     device: str = "cuda"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

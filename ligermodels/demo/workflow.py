@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import ligermodels as lm
+from ligermodels.arguments import check_number
 from ligermodels.console import progress, say
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
@@ -53,12 +54,13 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
 
     Raises:
         CheckpointError: `output` holds something other than a demo.
-        InputError: there is no such device.
+        InputError: there is no such device; or `draft_seconds` is negative, or 0 without the stages of Medusa heads.
         LigerModelsError: a check of the results fails; the message names it.
     """
     folder, s = Path(output), settings or DemoSettings()
     if s.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device {s.device!r}: torch sees no CUDA GPU; the demo of size cpu needs none")
+    check_number("draft_seconds", s.draft_seconds, positive=not s.medusa_stages)
     _claim(folder)
     demo, threads = _Demo(folder, s), torch.get_num_threads()
     torch.set_num_threads(1 if s.device == "cpu" else threads)  # small matrices; sums in the same order everywhere
@@ -66,9 +68,10 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
         with torch.random.fork_rng():
             torch.manual_seed(s.seed)
             demo.pretrain()
-            demo.train_heads()
-            demo.decode()
-            demo.export()
+            if s.medusa_stages:
+                demo.train_heads()
+                demo.decode()
+                demo.export()
             if s.draft_seconds:
                 demo.compare_drafts()
             if s.chat_steps:
@@ -154,6 +157,10 @@ class _Demo:
             self.model = lm.from_pretrained(folder / "model", device=s.device)
             self.results["loss"]["model"] = evaluation.loss
             self.results["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
+            self.documents = Documents.of_checkpoint(folder / "model", [folder / DATA])
+            validation = self.documents.corpus.split(s.validation_fraction, s.seed)[1]
+            encoded = [document.ids for document in self.documents.read(validation) if document]
+            self.prompts = corpus.equally_spaced(encoded, s.prompts, s.prompt_tokens)
             say(f"  validation loss {evaluation.loss:.3f}, perplexity {evaluation.perplexity:.1f}")
 
     def train_heads(self) -> None:
@@ -173,16 +180,11 @@ class _Demo:
 
     def decode(self) -> None:
         """Text with the heads and without, from prompts of the validation split."""
-        s, folder = self.s, self.folder
-        documents = Documents.of_checkpoint(folder / "model", [folder / DATA])
-        validation = documents.corpus.split(s.validation_fraction, s.seed)[1]
-        texts = [document.ids for document in documents.read(validation) if document]
-        prompts = corpus.equally_spaced(texts, s.prompts, s.prompt_tokens)
-        self.prompts = prompts
+        s, folder, prompts = self.s, self.folder, self.prompts
         with self.stage("decoding", "text, with the heads and without"):
             joint = lm.from_pretrained(folder / "joint", device=s.device)
             self.medusa = lm.MedusaModel.from_pretrained(self.model, folder / "medusa")
-            self.results["sample"] = _sample(self.medusa, documents, prompts[-1])
+            self.results["sample"] = _sample(self.medusa, self.documents, prompts[-1])
             if s.dtype != "float32":
                 copied, new_tokens = copy.deepcopy(self.medusa).float(), min(FLOAT32_TOKENS, s.new_tokens)
                 exact = benchmark_decoding(copied, prompts[1::2], tree=copied.default_tree(), max_new_tokens=new_tokens)

@@ -172,9 +172,9 @@ class _Slots(NamedTuple):
         targets, weights = targets.masked_fill(~mask, IGNORE_INDEX).contiguous(), (weights * mask).contiguous()
         of_gradient = (weights if options.dpace is None else mask).to(wide)
         numbers = hidden.new_empty((4, *mask.shape), dtype=wide).unbind()
-        return cls(
-            targets, mask, weights, of_gradient, *numbers, torch.empty_like(mask), torch.empty_like(targets)
-        )  # fmt: skip
+        return cls._make(
+            [targets, mask, weights, of_gradient, *numbers, torch.empty_like(mask), torch.empty_like(targets)]
+        )
 
 
 def _blocks_of_a_chunk(hidden: Tensor, weight: Tensor, teacher: Teacher, options: SlotLoss) -> int:
@@ -191,24 +191,13 @@ def _gradients(
     hidden: Tensor, weight: Tensor, codes: Tensor, code_weight: Tensor, teacher: Teacher, chunk: slice, slots: _Slots,
     options: SlotLoss, needed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills in the slots of a chunk of blocks. If `needed`, also returns the gradients (rows, V_d) of the sum of
-    weights * losses by the logits, and by those before the softcap and the codes.
-
-    Args:
-        hidden: (rows, H), of the chunk.
-        weight: (V_d, H).
-        codes: (rows, r).
-        code_weight: (V_d, r).
-        teacher: the model's side, of all blocks.
-        chunk: the blocks.
-        slots: all slots.
-        options: how the losses are made.
-        needed: whether gradients are needed.
-    """
+    """Fills in the slots of a chunk of blocks, from its hidden states (rows, H) and codes (rows, r). If `needed`, also
+    returns the gradients (rows, V_d) of the sum of weights * losses: by the logits, and by the logits before softcap
+    and codes."""
     logits, slope = _draft_logits(hidden, weight, codes, code_weight, options.softcap, needed)
     truth, lses, likeliest = _teacher_logits(teacher, chunk)
     best = None if likeliest is None else logits.argmax(1)
-    part = _Slots(*(x[chunk].flatten() for x in slots))
+    part = _Slots._make(x[chunk].flatten() for x in slots)
     divergence_in_place(
         logits, truth, part.divergence, part.mask, part.of_gradient if needed else None,
         DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale),

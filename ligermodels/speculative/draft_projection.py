@@ -128,17 +128,10 @@ class DraftProjection:
         def statistics() -> Any:
             with head.loss_weight(last.dtype) as weight:
                 return ops.linear_log_probs(
-                    chosen,
-                    weight,
-                    targets,
-                    head.bias,
-                    softcap=head.config.softcap,
-                    logit_scale=head.config.logit_scale,
-                    return_lse=True,
-                    return_predicted=True,
-                    memory_budget=memory_budget,
-                    num_targets=num_tokens if every == 1 else None,
-                )
+                    chosen, weight, targets, head.bias, softcap=head.config.softcap,
+                    logit_scale=head.config.logit_scale, return_lse=True, return_predicted=True,
+                    memory_budget=memory_budget, num_targets=num_tokens if every == 1 else None,
+                )  # fmt: skip
 
         found = self._gathered(statistics)
         lse = found.lse.new_full(mask.shape, torch.inf)
@@ -148,15 +141,9 @@ class DraftProjection:
         return lse, is_draft
 
     def divergence(
-        self,
-        teacher: Tensor,
-        normed: Tensor,
-        mask: Tensor,
-        weights: Tensor,
-        divergence: Divergence,
-        num_tokens: int | None,
-        memory_budget: int,
-    ) -> StepsLoss:
+        self, teacher: Tensor, normed: Tensor, mask: Tensor, weights: Tensor, divergence: Divergence,
+        num_tokens: int | None, memory_budget: int,
+    ) -> StepsLoss:  # fmt: skip
         """The divergences of K distributions of the head from each of the model's, over the draft vocabulary.
 
         Args:
@@ -180,25 +167,14 @@ class DraftProjection:
 
         def distilled() -> Any:
             with self._model_rows(teacher.dtype) as weight:
+                own = weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight
                 return ops.linear_distillation(
-                    normed,
-                    weight.to(normed.dtype) if self.lm_head is None else self.lm_head.weight,
-                    teacher,
-                    weight,
-                    mask,
-                    teacher_bias=self.vocabulary.rows(head.bias),
-                    divergence=divergence,
-                    reduction="sum",
-                    token_weights=weights,
-                    teacher_softcap=head.config.softcap,
-                    teacher_logit_scale=head.config.logit_scale,
-                    teacher_lse=lse,
-                    return_acceptance=True,
-                    return_agreement=True,
-                    return_losses=True,
-                    memory_budget=memory_budget,
+                    normed, own, teacher, weight, mask, teacher_bias=self.vocabulary.rows(head.bias),
+                    divergence=divergence, reduction="sum", token_weights=weights, teacher_lse=lse,
+                    teacher_softcap=head.config.softcap, teacher_logit_scale=head.config.logit_scale,
+                    return_acceptance=True, return_agreement=True, return_losses=True, memory_budget=memory_budget,
                     num_tokens=num_tokens,
-                )
+                )  # fmt: skip
 
         total, acceptance, agreement, losses = self._gathered(distilled)
         return StepsLoss(total, losses, acceptance, agreement & is_draft[..., None], compared)

@@ -194,31 +194,12 @@ class Eagle3Model(DraftHeadModel):
         return self._steps_loss(projection, drafted, last, targets, ranks, **loss_options)
 
     def _steps_loss(
-        self,
-        projection: DraftProjection,
-        drafted: Tensor,
-        last: Tensor,
-        targets: Targets,
-        ranks: list[Tensor],
-        *,
-        num_items_in_batch: Tensor | int | None = None,
-        reduction: str = "mean",
-        token_weights: Tensor | None = None,
+        self, projection: DraftProjection, drafted: Tensor, last: Tensor, targets: Targets, ranks: list[Tensor], *,
+        num_items_in_batch: Tensor | int | None = None, reduction: str = "mean", token_weights: Tensor | None = None,
         memory_budget: int = 2**30,
-    ) -> MultiHeadOutput:
-        """The loss of all steps.
-
-        Args:
-            projection: the projection of this pass.
-            drafted: (rows, length, K, H), the results of the steps, at the tokens before their targets.
-            last: (rows, length, H), the model's states after its final norm.
-            targets: the targets.
-            ranks: K times long (rows, length), with gradients none.
-            num_items_in_batch: see `forward`.
-            reduction: "mean" or "sum".
-            token_weights: (B, T), or None.
-            memory_budget: bytes of a chunk of logits.
-        """
+    ) -> MultiHeadOutput:  # fmt: skip
+        """The loss of the results (rows, length, K, H) of the steps, each at the token before its target, towards the
+        model's states `last` (rows, length, H); `ranks`: K times long (rows, length), with gradients none."""
         items, steps = self._items(num_items_in_batch, reduction, self.num_heads), range(self.num_heads)
         mask = torch.stack([following(targets.values[k] != IGNORE_INDEX, -1 - k) for k in steps], dim=2)
         weights = mask.to(torch.promote_types(drafted.dtype, torch.float32))
@@ -238,13 +219,11 @@ class Eagle3Model(DraftHeadModel):
             head_losses = torch.stack([per_item(x, n) for x, n in zip(head_losses, items, strict=True)])
         counts, trials = mask.sum((0, 1)), (mask & found.compared[..., None]).sum((0, 1))
         accepted, agreed = (x.sum((0, 1), dtype=weights.dtype) for x in (found.acceptance, found.agreement))
+        at_least_one = trials.clamp(min=1)
         fields: dict[str, Any] = {
-            "loss": found.total,
-            "head_losses": head_losses,
-            "acceptance": accepted / trials.clamp(min=1),
-            "agreement": agreed / trials.clamp(min=1),
-            "trials": dict.fromkeys(ACCEPTED, trials),
-        }
+            "loss": found.total, "head_losses": head_losses, "acceptance": accepted / at_least_one,
+            "agreement": agreed / at_least_one, "trials": dict.fromkeys(ACCEPTED, trials),
+        }  # fmt: skip
         if not ranks:
             return MultiHeadOutput(counts=counts, **fields)
         return MultiHeadOutput.of_ranks(torch.stack([targets.layout.restore(x, -1) for x in ranks]), **fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -228,7 +228,6 @@ class MultiHeadModel(RefusesDropout):
         self,
         states: Iterable[Tensor],
         targets: Targets,
-        head: Callable[..., Any] | None = None,
         *,
         num_items_in_batch: Tensor | int | None = None,
         reduction: str = "mean",
@@ -239,7 +238,6 @@ class MultiHeadModel(RefusesDropout):
         Args:
             states: the input of each head: see `_head_states`.
             targets: targets of K losses, the heads' losses, or of K + 1, the base model's loss before them.
-            head: in place of `_head`.
             num_items_in_batch: divides the summed losses: one number, or one for each loss of `targets`.
             reduction: "mean" or "sum".
             loss_options: other options of `Targets.loss`.
@@ -251,7 +249,7 @@ class MultiHeadModel(RefusesDropout):
         results = [
             targets.loss(
                 len(targets.ahead) - count + i,
-                partial(head or self._head, i),
+                partial(self._head, i),
                 hidden,
                 num_items_in_batch=None if items is None else items[i],
                 reduction=reduction,

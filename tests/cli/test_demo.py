@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import ligermodels as lm
 from benchmarks.cases import demo
 from benchmarks.reporting import report
+from ligermodels.cli import app
 from ligermodels.demo import END, DemoSettings, GpuDemoSettings, run_demo, workflow
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 
@@ -119,6 +121,16 @@ def test_the_demo_on_a_gpu_measures_decoding(
         with pytest.raises(InputError, match="no CUDA GPU"):
             run_demo(tmp_path / "none", GpuDemoSettings())
         assert not (tmp_path / "none").exists()
+
+
+def test_the_comparison_of_draft_heads_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = replace(TINY_GPU, medusa_stages=False, draft_seconds=0.05, batch_sizes=(2,), steps=3)
+    results = run_demo(tmp_path / "out", sizes)
+    assert [each["kind"] for each in results["drafts"]] == ["Medusa", "EAGLE-3", "DSpark"] * 2
+    assert results["seconds"].keys() == {"tokenizer", "training", "drafts"} and results["finished"]
+    assert "tokens per step" in capfd.readouterr().out and not (tmp_path / "out/medusa").exists()
+    result = CliRunner().invoke(app, ["demo", "--only-drafts", "--out", str(tmp_path / "none")])
+    assert result.exit_code == 1 and "draft_seconds" in capfd.readouterr().err + result.output
 
 
 def test_a_demo_that_is_cut_off_leaves_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,9 @@ def linear_distillation(
     the teacher gets none.
 
     Args:
-        hidden: hidden states of the student, (..., H), any floating dtype and strides. With one dimension more than
-            those of the teacher, (..., S, H): S states that are compared with the same teacher's, whose logits are
-            computed once; `mask`, `token_weights` and the results are then (..., S).
+        hidden: hidden states of the student, (..., H), any floating dtype and strides. Or (..., S, H): S states are
+            compared with each state of the teacher, whose logits are computed once; `mask`, `token_weights` and the
+            results are then (..., S).
         weight: (V, H), the dtype of `hidden`; under autocast all tensors are cast to its dtype.
         teacher_hidden: hidden states of the teacher, (..., H'), any floating dtype.
         teacher_weight: (V, H'), the dtype of `teacher_hidden`.
@@ -119,15 +119,9 @@ def linear_distillation(
     """
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     teacher_hidden, teacher_weight, teacher_bias = under_autocast(teacher_hidden, teacher_weight, teacher_bias)
-    shared = teacher_hidden.dim() == hidden.dim() - 1
-    first = _first if shared else _same
-    _TENSORS.check(
-        OP, first(hidden, -2), weight, bias, teacher_hidden, teacher_weight, teacher_bias, first(mask),
-        first(token_weights), teacher_lse,
-    )  # fmt: skip
-    for name, x in (("mask", mask), ("token_weights", token_weights)):
-        if shared and x is not None and x.shape != hidden.shape[:-1]:
-            raise InputError(f"{OP}: {name} must be {tuple(hidden.shape[:-1])}, got {tuple(x.shape)}")
+    shared = _check_tensors(
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, mask, token_weights, teacher_lse
+    )
     options = DistillationOptions(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
@@ -187,9 +181,8 @@ def linear_distillation_reference(
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
-    if teacher_hidden.dim() < hidden.dim():
-        teacher_hidden = teacher_hidden.unsqueeze(-2)
-        teacher_lse = None if teacher_lse is None else teacher_lse.unsqueeze(-1)
+    several = teacher_hidden.dim() < hidden.dim()  # states of the student for each of the teacher's
+    teacher_hidden = teacher_hidden.unsqueeze(-2) if several else teacher_hidden
 
     def scaled(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None, scale: float) -> Tensor:
         logits = torch.nn.functional.linear(x, w, b).to(wide) * scale
@@ -203,7 +196,7 @@ def linear_distillation_reference(
     with torch.no_grad():
         logits = scaled(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale)
         log_p = logits.log_softmax(-1)
-        whole = log_p if teacher_lse is None else logits - teacher_lse.unsqueeze(-1)
+        whole = log_p if teacher_lse is None else logits - teacher_lse.reshape(*teacher_hidden.shape[:-1], 1)
         accepted = torch.minimum(log_q, whole).exp().sum(-1)
     smaller, l1 = torch.minimum(log_q, log_p), (log_q.exp() - log_p.exp()).abs().sum(-1)
     if divergence == "jsd":
@@ -227,13 +220,21 @@ def linear_distillation_reference(
     )
 
 
-def _same(x: Tensor | None, dim: int = -1) -> Tensor | None:
-    return x
-
-
-def _first(x: Tensor | None, dim: int = -1) -> Tensor | None:
-    """The first of the S states or numbers for each of the teacher's."""
-    return x if x is None or x.dim() < -dim or not x.shape[dim] else x.select(dim, 0)
+def _check_tensors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None, teacher_lse: Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether several states of the student are compared with each of the teacher's; InputError for bad tensors."""
+    shared = teacher_hidden.dim() == hidden.dim() - 1 and hidden.dim() > 2
+    first, tokens = hidden, [mask, token_weights]
+    if shared:  # the first of them has the leading sizes of the teacher's
+        first = hidden.select(-2, 0) if hidden.shape[-2] else hidden
+        for name, x in (("mask", mask), ("token_weights", token_weights)):
+            if x is not None and x.shape != hidden.shape[:-1]:
+                raise InputError(f"{OP}: {name} must be {tuple(hidden.shape[:-1])}, got {tuple(x.shape)}")
+        tokens = [None if x is None else x.select(-1, 0) for x in tokens]
+    _TENSORS.check(OP, first, weight, bias, teacher_hidden, teacher_weight, teacher_bias, *tokens, teacher_lse)
+    return shared
 
 
 def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
