@@ -22,7 +22,7 @@ from ligermodels.generation.host import (
     check_streamer,
 )
 from ligermodels.generation.prompts import TokenIds, prepare_prompts
-from ligermodels.generation.routing import GenerateOutput, RoutingBuffer
+from ligermodels.generation.routing import GenerateOutput, RoutingBuffer, check_given
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
@@ -106,6 +106,9 @@ def generate(
             pad_token_id: fills shorter prompts on the left and finished sequences on the right. Default: the first
                 EOS token.
             generator: `torch.Generator` on the model's device, for sampling.
+            routing: the experts of each token, in place of the routers' choice: integers (B, T to T + n, layers with
+                experts, experts per token), as a `GenerateOutput` has them, or with all layers; -1 for the router's
+                choice, and for tokens beyond the last column. Default: None, the routers choose.
             cuda_graph: on a GPU, record the decode step as a CUDA graph and replay it, except with sharded parameters.
                 Sampling and `logits_processor` run between replays. Kernels may differ with and without a graph: in
                 16-bit dtypes rounding may then decide between equal logits. Default: True.
@@ -115,8 +118,8 @@ def generate(
         being the number of the longest sequence. With `return_routing` a `GenerateOutput`, whose `sequences` they are.
 
     Raises:
-        InputError: an empty prompt, a token id outside the vocabulary, a mask that does not fit the ids, an option out
-            of its range, sequences of different lengths with neither `pad_token_id` nor `eos_token_id`, or
+        InputError: an empty prompt, a token id outside the vocabulary, a mask or a routing that does not fit, an option
+            out of its range, sequences of different lengths with neither `pad_token_id` nor `eos_token_id`, or
             `stop_strings` without a tokenizer.
 
     Examples:
@@ -199,6 +202,7 @@ class Decoding:
         stopping_criteria: Sequence[StoppingCriterion] | None = None,
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
+        routing: Tensor | None = None,
         cuda_graph: bool = True,
     ) -> None:
         check_values(do_sample=do_sample, cuda_graph=cuda_graph, generator=generator)
@@ -212,6 +216,11 @@ class Decoding:
             check_sampling(temperature, top_k, top_p, min_p)
         elif num_return_sequences > 1:
             raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
+        self.given_routing = None
+        if routing is not None:
+            batch, length = self.prompts.ids.shape
+            given = check_given(routing, batch, length, self.max_new_tokens)
+            self.given_routing = given.repeat_interleave(num_return_sequences, 0)
         with memory_for(f"num_return_sequences = {num_return_sequences}", self.prompts.ids.device):
             self.prompts = self.prompts.repeated(num_return_sequences)
         self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
@@ -268,7 +277,11 @@ class Decoding:
             raise InputError(f"generator: is on {self.generator.device}, and the model on {state.device}")
         self.prompts = self.prompts.to(state.device)
         choose = chosen_together(self.model, self.choose)
-        self._routing = RoutingBuffer(state.max_length) if self.returns_routing else None
+        self._routing = None
+        if self.returns_routing or self.given_routing is not None:
+            given = None if self.given_routing is None else self.given_routing.to(state.device)
+            padding = length - self.prompts.mask.sum(dim=1)
+            self._routing = RoutingBuffer(state.max_length, self.returns_routing, given, padding)
         return Step(
             self.model, state, self.max_new_tokens, self.eos_ids, choose, self._process(), routing=self._routing
         )

@@ -54,7 +54,7 @@ class Step:
         choose: logits (B, V) -> next tokens, long (B,).
         process: changes the logits before `choose`; None for unchanged logits.
         places: most tokens that a sequence gains in a step.
-        routing: takes the experts of each token; None: they are not kept.
+        routing: gives the experts of each token, or takes them; None: the routers choose, and they are not kept.
     """
 
     def __init__(
@@ -96,8 +96,10 @@ class Step:
 
     def run(self, sequences: ops.Sequences) -> tuple[Tensor, Tensor]:
         """Run the roots: their hidden states (B, H) and logits (B, V)."""
-        returns = {"return_logits": True, "return_last_hidden_state": True, **_returned(self.routing)}
-        out = self.model(sequences.root[:, None], state=self.state, **returns)
+        options = {} if self.routing is None else self.routing.of_step(sequences.cache_seqlens)
+        out = self.model(
+            sequences.root[:, None], state=self.state, return_logits=True, return_last_hidden_state=True, **options
+        )
         if self.routing is not None:
             self.routing.write(sequences.cache_seqlens, out.routing)
         return out.last_hidden_state[:, 0], out.logits[:, 0]
@@ -170,7 +172,7 @@ def prefill(
         state: a state for B sequences.
         every_state: return the hidden states of all tokens, not only of the last tokens.
         boundaries: return the residual streams at these boundaries between blocks instead, of all tokens.
-        routing: takes the experts of all tokens; None: they are not kept.
+        routing: gives the experts of all tokens, or takes them; None: the routers choose, and they are not kept.
 
     Returns:
         Hidden states and logits.
@@ -183,7 +185,9 @@ def prefill(
         states = model(ids, attention_mask=mask, state=state, return_last_hidden_state=True).last_hidden_state
         hidden = states.flatten(0, 1)[last]
         return Prefilled(hidden, model.logits(hidden), states)
-    options: dict[str, Any] = {"return_hidden_states": boundaries} if boundaries else _returned(routing)
+    options: dict[str, Any] = {} if routing is None else routing.of_prefill(length)
+    if boundaries:
+        options = {"return_hidden_states": boundaries}
     out = model(
         ids,
         attention_mask=mask,
@@ -197,10 +201,6 @@ def prefill(
         routing.fill(out.routing)
     states = torch.cat(out.hidden_states, dim=-1) if boundaries else out.last_hidden_state.transpose(0, 1)
     return Prefilled(out.last_hidden_state[0], out.logits[0], states)
-
-
-def _returned(routing: RoutingBuffer | None) -> dict[str, Any]:
-    return {} if routing is None else {"return_routing": True}
 
 
 class RopeThresholds(NamedTuple):

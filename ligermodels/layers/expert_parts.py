@@ -73,6 +73,14 @@ class ExpertCompute(ComputePart):
         """
         return None
 
+    def check_shard(self, hidden: int, size: int) -> None:
+        """InputError unless a tensor-parallel rank can compute `size` channels of each expert.
+
+        Args:
+            hidden: channels of the hidden states.
+            size: intermediate channels of an expert on a rank.
+        """
+
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
         """The weight (E, out, in) in `dtype`."""
         raise NotImplementedError(f"{type(self).__name__} defines no dense")

@@ -27,6 +27,9 @@ class Float8Experts(ExpertCompute):
         super().__init__()
         self.gate_up, self.down = Float8(recipe), Float8(recipe)
 
+    def check_shard(self, hidden: int, size: int) -> None:
+        ops.check_float8_sizes("float8", hidden, size)
+
     def extra_repr(self) -> str:
         return f"{self.gate_up.recipe}"
 
@@ -40,8 +43,7 @@ class Float8Experts(ExpertCompute):
         activation: GLUOptions,
         biases: tuple[Tensor | None, Tensor | None],
     ) -> Tensor | None:
-        """See `ExpertCompute.mix`. In float8 the channels of experts, of a rank's part too, must be multiples of 16
-        (InputError)."""
+        """See `ExpertCompute.mix`. The channels of experts, of a rank's part too, must be multiples of 16."""
         if not self.gate_up.active:
             return None
         own = cast(Tensor, gate_up), cast(Tensor, down)

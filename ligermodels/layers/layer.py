@@ -61,6 +61,10 @@ class Layer(nn.Module):
     in_float8: bool = False
     """Whether one of its linear layers may compute in float8: `adapt.float8` sets it."""
 
+    def check_tensor_parallel(self, ranks: int) -> None:
+        """Raise InputError or ConfigError unless a rank can compute its part of the layer, one of `ranks` parts. The
+        parts of linear layers are checked without it."""
+
     def input_form(self) -> Float8Form | None:
         """The form in which the layer takes `x` as a `Float8Tensor` now: the form of its linear layers that take `x`,
         if it is the same for all of them. Else None, and each linear layer casts for itself, as it does if it gathers

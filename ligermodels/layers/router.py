@@ -17,6 +17,8 @@ from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops.runtime.tensors import without_autocast
 
+ROUTING_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
+"""Dtypes of experts that a caller gives."""
 NOT_ROUTED = -1
 """In a routing: the expert of a token whose experts are not known, such as padding; the router chooses them."""
 

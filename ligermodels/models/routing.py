@@ -18,15 +18,13 @@ from ligermodels.layers import (
     router_z_loss,
 )
 from ligermodels.layers.layer import declared
-from ligermodels.layers.router import NOT_ROUTED
+from ligermodels.layers.router import NOT_ROUTED, ROUTING_DTYPES
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.ops.runtime.checks import assert_async, check_plain
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
     from ligermodels.models.decoder import Decoder
-
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
 
 
 class RouterResults(NamedTuple):
@@ -99,7 +97,7 @@ def check_routing(decoder: Decoder, routing: Any, return_routing: bool, tokens: 
                 "not declare `reads_experts`. Derive it from ligermodels.layers.Layer, pass `context.experts` to its "
                 "router, and set `reads_experts = True`"
             )
-    check_plain("routing", routing, *INTEGERS)
+    check_plain("routing", routing, *ROUTING_DTYPES)
     top_k, blocks = next(iter(routers.values())).top_k, len(decoder.blocks)
     batch = tuple(tokens.shape[:2])
     if tuple(routing.shape) not in {(*batch, count, top_k) for count in (len(routers), blocks)}:

@@ -12,9 +12,10 @@ no kind of layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from ligermodels.layers.tensor_shard import RULES, TensorShard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 
+Result = TypeVar("Result")
 MOST_RANKS = 256
 """The largest number of ranks that error messages suggest."""
 
@@ -164,6 +166,8 @@ def modules_with_rules(module: nn.Module, name: str, ranks: int) -> Iterator[Pla
     own = dict(module.named_parameters(recurse=False))
     if unknown := [key for key in own if key not in rules]:
         raise ConfigError(f"{name}.{unknown[0]}: tensor_parallel of {type(module).__name__} has no rule for it")
+    if isinstance(module, Layer):
+        _of_ranks(name, ranks, partial(module.check_tensor_parallel, ranks))
     yield module, rules, None
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
@@ -185,13 +189,17 @@ def _linear_with_rules(name: str, linear: Linear, split: str, ranks: int) -> Ite
         sizes, dim = [linear.out_features, linear.in_features], RULES[split]["weight"]
         if isinstance(dim, int):
             sizes[dim] //= ranks
-        try:
-            rules = linear.compute.rules(split, *sizes)
-        except (ConfigError, InputError) as error:
-            raise ConfigError(f"{name}, of {ranks} ranks: {error}") from None
-        yield linear.compute, rules, None
+        yield linear.compute, _of_ranks(name, ranks, partial(linear.compute.rules, split, *sizes)), None
     if linear.update is not None:
         yield linear.update, {key: "replicated" for key, _ in linear.update.named_parameters()}, None
+
+
+def _of_ranks(name: str, ranks: int, call: Callable[[], Result]) -> Result:
+    """The result of `call`, whose errors become a ConfigError that names the layer and the number of ranks."""
+    try:
+        return call()
+    except (ConfigError, InputError) as error:
+        raise ConfigError(f"{name}, of {ranks} ranks: {error}") from None
 
 
 def _distribute(parameter: nn.Parameter, rule: TensorSharding, mesh: DeviceMesh) -> nn.Parameter:

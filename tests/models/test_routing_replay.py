@@ -222,6 +222,26 @@ def test_generate(name: str) -> None:
         assert torch.equal(routing[:-1], own.routing[0, :-1]) and (routing[-1] == -1).all()
         assert (out.routing[row, :start] == -1).all() and (out.routing[row, start + end :] == -1).all()
         assert torch.equal(model.log_probs(ids, ids, routing=routing[None]).log_probs, own.log_probs)
+    # Given experts: their own change nothing; others decide each token; -1 and missing ones are the routers' choice.
+    prompts = [[1, 2, 3, 4], [5, 6]]
+    replayed = model.generate(prompts, 5, routing=out.routing, return_routing=True, **options)
+    assert torch.equal(replayed.sequences, out.sequences) and torch.equal(replayed.routing, out.routing)
+    assert torch.equal(model.generate(prompts, 5, routing=torch.full_like(out.routing, -1), **options), out.sequences)
+    given = random_routing(model, torch.ones(2, 9, dtype=torch.long))
+    for length in (9, 4):  # of all tokens, or of the prompts alone
+        options = {"pad_token_id": 0, "do_sample": False}
+        found = model.generate(prompts, 5, routing=given[:, :length].int(), return_routing=True, **options)
+        for row, start in ((0, 0), (1, 2)):
+            ids = found.sequences[row : row + 1, start:]
+            logits = model(
+                ids, routing=F.pad(given[row : row + 1, start:length], (0, 0, 0, 0, 0, 9 - length), value=-1)
+            )
+            assert logits.logits[0, 3 - start : -1].argmax(-1).tolist() == ids[0, 4 - start :].tolist()
+            known = slice(start, min(length, 8))
+            assert torch.equal(found.routing[row, known], given[row, known].to(found.routing.dtype))
+    for wrong in (given[:1], given[:, :3], F.pad(given, (0, 0, 0, 0, 0, 1)), given[0]):
+        with pytest.raises(InputError, match=r"routing: must be .*, here 2 prompts of 4 to 9 tokens"):
+            model.generate(prompts, 5, routing=wrong, **options)
     # Given experts also in a pass with a decoding state.
     ids = ids_of(model, 2, 6)
     given = random_routing(model, ids)
