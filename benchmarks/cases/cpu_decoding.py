@@ -21,23 +21,10 @@ import torch
 import ligermodels as lm
 from benchmarks.reporting import recording
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 341,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-    "smollm-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    },
+LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = {
+    name: dict(zip(("num_hidden_layers", *LAYER_SIZES), sizes, strict=True))
+    for name, sizes in {"tiny": (2, 128, 341, 4, 2, 512), "smollm-135m": (30, 576, 1536, 9, 3, 49152)}.items()
 }
 NEW_TOKENS, ROUNDS = {"tiny": 100, "smollm-135m": 20}, {"tiny": 60, "smollm-135m": 12}
 PROMPT_TOKENS = 32

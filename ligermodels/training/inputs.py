@@ -118,6 +118,20 @@ def packed(
     return source.batches(documents, indices, seq_len=recipe.row_tokens, **options)
 
 
+def epoch_of(
+    recipe: TrainingRecipe, documents: Documents, indices: Indices | DocumentOrder, *, shuffled: bool = True
+) -> PackedBatches:
+    """An epoch of documents packed by a recipe, one sequence per batch, to be counted.
+
+    Args:
+        recipe: the settings.
+        documents: the documents.
+        indices: the documents to use.
+        shuffled: whether they come in the order of the recipe's seed.
+    """
+    return packed(recipe, documents, indices, batch_size=1, seed=recipe.seed if shuffled else None, epochs=1)
+
+
 def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:
     """A message with the documents of each source in an epoch."""
     shares = zip(recipe.data, mixture.shares(documents.corpus), strict=True)
