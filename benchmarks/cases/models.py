@@ -16,9 +16,9 @@ def _config(model_type: str, *sizes: int, tied: bool = False, **others: Any) -> 
     return {"model_type": model_type, **dict(zip(SIZES, sizes, strict=True)), **others, "tie_word_embeddings": tied}
 
 
-LLAMA_3 = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
-QWEN_3 = {"head_dim": 128, "rope_theta": 1000000.0}
-GEMMA_4 = {
+LLAMA_3: dict[str, Any] = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+QWEN_3: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0}
+GEMMA_4: dict[str, Any] = {
     "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0,
 }  # fmt: skip

@@ -113,7 +113,14 @@ class _Reading(NamedTuple):
         return sum(part.stored_bytes(m, layers[m.target]) for part in self.parts for m in mappings)
 
     def load(self, mappings: list[WeightMapping], layers: Mapping[str, Codes], count: _Counting, mapped: bool) -> None:
-        """Fill the layers of the mappings."""
+        """Fill the layers of the mappings.
+
+        Args:
+            mappings: mappings of their weights.
+            layers: native name of the weight -> its layer.
+            count: told about progress.
+            mapped: whether tensors are mapped from the files, not read.
+        """
         tensors = [{m.target: part.empty(layers[m.target]) for m in mappings} for part in self.parts]
         for part, read in zip(self.parts, tensors, strict=True):
             count.next_part()

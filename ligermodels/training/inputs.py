@@ -133,7 +133,13 @@ def epoch_of(
 
 
 def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:
-    """A message with the documents of each source in an epoch."""
+    """A message with the documents of each source in an epoch.
+
+    Args:
+        recipe: the settings; `data` names the sources.
+        documents: the documents of all sources.
+        mixture: the training documents, drawn by weight.
+    """
     shares = zip(recipe.data, mixture.shares(documents.corpus), strict=True)
     parts = (f"{name} {s.documents:,} of {s.available:,} documents, {s.bytes:.0%} of the bytes" for name, s in shares)
     return f"data_weights: an epoch has of {'; of '.join(parts)}"
