@@ -111,11 +111,8 @@ class Bits4(NamedTuple):
 
 
 def bits4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name -> tensor in 4 bits, for all tensors X of a checkpoint with a tensor X.quant_state.bitsandbytes__TYPE.
-
-    Args:
-        files: the checkpoint.
-        block: not used; the sizes of blocks are in the checkpoint's tensors.
+    """Name -> tensor in 4 bits, for all tensors X of a checkpoint with a tensor X.quant_state.bitsandbytes__TYPE. Their
+    sizes of blocks are in the checkpoint, so `block` is not used.
 
     Raises:
         CheckpointError: sizes that are no such JSON, missing tensors, or wrong dtypes or shapes; the message lists all

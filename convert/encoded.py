@@ -220,11 +220,7 @@ class MXFP4(NamedTuple):
 
 
 def mxfp4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint.
-
-    Args:
-        files: the checkpoint.
-        block: not used; the format has blocks of 32.
+    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint. `block` is not used: blocks have 32.
 
     Raises:
         CheckpointError: blocks without scales or the reverse, wrong dtypes, or shapes that do not match; the message

@@ -114,12 +114,7 @@ def layer_calls(decoder: Any, rows: int, context: int, width: int) -> list[Call]
 
 
 def roofline(case: Case, products: Products) -> float:
-    """Lower bound of a step, in milliseconds.
-
-    Args:
-        case: the head and its batch.
-        products: precision of the target's projections.
-    """
+    """Lower bound of a step in milliseconds, with the projections of the target in the precision of `products`."""
     base = lm.from_config(CONFIGS[case.model], dtype=torch.bfloat16, device="meta")
     model, tokens = head_of(case, base), case.batch * case.length
     decoder, hidden, draft = model.config.decoder, base.config.hidden_size, len(model.vocabulary)

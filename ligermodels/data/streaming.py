@@ -56,12 +56,7 @@ class StreamedCorpus(Corpus):
         raise InputError("the documents of streamed data are not counted")
 
     def starts(self, file: int, offset: int = 0) -> Iterator[int]:
-        """Indices of the documents of a file.
-
-        Args:
-            file: number of the file.
-            offset: byte to start at; the start of a document.
-        """
+        """Indices of the documents of a file, from the document that starts at byte `offset`."""
         one = self._files[file]
         with open_file(one.path, InputError) as content:
             content.seek(offset)
