@@ -8,12 +8,10 @@ difference shows the noise. Greedy tokens must be equal.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,9 +82,8 @@ def run(case: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_decoding", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names of cases: {', '.join(CASES)} (all)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:
         parser.error(f"unknown case {unknown[0]!r}; give any of {', '.join(CASES)}")

@@ -12,10 +12,8 @@ backward, with the optimizer's bytes; one product per token for the target's log
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,11 +162,10 @@ def record_of(case: Case, provider: str, least: dict[str, float]) -> dict[str, A
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks draft", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS[:3]), choices=PROVIDERS)
     parser.add_argument("--roofline", action="store_true", help="first measure the lower bound of each step")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     common, records = recording.facts(), []
     for name in arguments.cases or CASES:
