@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ligermodels.convert.encoded import Encoded, check_dtype, look_up
+from ligermodels.convert.encoded import Encoded, Part, check_dtype, look_up
 from ligermodels.convert.json_values import as_object, is_int, is_list_of, is_number
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import raise_faults
@@ -82,7 +82,7 @@ class Bits4(NamedTuple):
         block, start, end = self.scales.block, first * self.shape[1], last * self.shape[1]
         scales = self.scales.decode(files, start // block, -(-end // block))
         scales = scales[torch.arange(start, end, device="cpu") // block - start // block]
-        values = look_up(files.read(self.table), self.codes(files, first, last).view(-1))
+        values = look_up(files.read(self.table), self._codes(files, first, last).view(-1))
         return values.mul_(scales).view(last - first, -1)
 
     def has(self, files: Checkpoint, values: Sequence[float], block: int) -> bool:
@@ -90,55 +90,29 @@ class Bits4(NamedTuple):
         blocks = self.scales.block == block and self.shape[1] % block == 0
         return blocks and bool(files.read(self.table).tolist() == list(values))
 
-    def codes(self, files: Checkpoint, first: int, last: int) -> Tensor:
+    def parts(self) -> tuple[Part, Part]:
+        """The codes, uint8, one per byte; and the scales, float32 (rows, columns / block), of whole blocks in a row."""
+        rows, columns = self.shape
+        blocks = columns // self.scales.block
+
+        def codes(files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+            return self._codes(files, first, last)
+
+        def scales(files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+            return self.scales.decode(files, first * blocks, last * blocks).view(-1, blocks)
+
+        return Part(self.shape, self.stored, codes), Part((rows, blocks), self.stored, scales)
+
+    def _codes(self, files: Checkpoint, first: int, last: int) -> Tensor:
         """The codes of rows `first` to `last`, read from `files`: uint8 (last - first, columns)."""
         start, end = first * self.shape[1], last * self.shape[1]
         pairs = files.read(self.name).reshape(-1).view(torch.uint8)[start // 2 : -(-end // 2)]
         return torch.stack([pairs >> 4, pairs & 15], dim=-1).view(-1)[start % 2 :][: end - start].view(last - first, -1)
 
 
-class Codes(NamedTuple):
-    """The codes of a tensor in 4 bits, one per byte."""
-
-    tensor: Bits4
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def stored(self) -> Sequence[str]:
-        return self.tensor.stored
-
-    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        return self.tensor.codes(files, first, last)
-
-
-class RowScales(NamedTuple):
-    """The scales of a tensor in 4 bits, with whole blocks in each row."""
-
-    tensor: Bits4
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rows, columns = self.tensor.shape
-        return rows, columns // self.tensor.scales.block
-
-    @property
-    def stored(self) -> Sequence[str]:
-        return self.tensor.stored
-
-    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        blocks = self.shape[1]
-        return self.tensor.scales.decode(files, first * blocks, last * blocks).view(-1, blocks)
-
-
 def bits4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name -> tensor in 4 bits, for all tensors X of a checkpoint with a tensor X.quant_state.bitsandbytes__TYPE.
-
-    Args:
-        files: the checkpoint.
-        block: not used; the sizes of blocks are in the checkpoint's tensors.
+    """Name -> tensor in 4 bits, for all tensors X of a checkpoint with a tensor X.quant_state.bitsandbytes__TYPE. Their
+    sizes of blocks are in the checkpoint, so `block` is not used.
 
     Raises:
         CheckpointError: sizes that are no such JSON, missing tensors, or wrong dtypes or shapes; the message lists all

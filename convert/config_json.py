@@ -29,6 +29,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_json_object(path, ConfigError, f"; {hint}")
 
 
+def config_in(folder: Path) -> dict[str, Any]:
+    """config.json in a folder; empty if there is none."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
 def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:
     """A config that a caller gives, as a dict.
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ligermodels.convert.bitsandbytes import Bits4, Codes, RowScales, bits4_tensors
-from ligermodels.convert.encoded import MXFP4, Encoded, MXFP4Codes, MXFP4Scales, fp8_tensors, matrix_of, mxfp4_tensors
+from ligermodels.convert.bitsandbytes import Bits4, bits4_tensors
+from ligermodels.convert.encoded import MXFP4, Encoded, fp8_tensors, matrix_of, mxfp4_tensors
 from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
+
+T = TypeVar("T")
 
 ENCODINGS: Mapping[str, Callable[[Checkpoint, tuple[int, int] | None], dict[str, Encoded]]] = {
     "fp8": fp8_tensors,
@@ -136,46 +138,42 @@ def stored_4_bits(reader: Reader, levels: Sequence[float], block: int) -> Stored
     Returns:
         The readers; None if the checkpoint has no tensors in 4 bits.
     """
-    tensors = _bits4(reader)
+    tensors = _encoded(reader, Bits4)
     if not isinstance(reader, Dequantized) or not tensors:
         return None
-    files = reader.files
-    fitting = {name: tensor for name, tensor in tensors.items() if tensor.has(files, levels, block)}
-    return Stored4Bits(
-        EncodedReader(files, {name: Codes(tensor) for name, tensor in fitting.items()}, torch.uint8, {}),
-        EncodedReader(files, {name: RowScales(tensor) for name, tensor in fitting.items()}, torch.float32, {}),
-    )
+    fitting = {name: tensor for name, tensor in tensors.items() if tensor.has(reader.files, levels, block)}
+    return _readers(reader.files, fitting, torch.float32)
 
 
 def stored_mxfp4(reader: Reader) -> Stored4Bits | None:
     """Readers of the codes and scales of the tensors of a checkpoint that are stored in MXFP4; None without any."""
-    tensors = _mxfp4(reader)
+    tensors = _encoded(reader, MXFP4)
     if not isinstance(reader, Dequantized) or not tensors:
         return None
-    return Stored4Bits(
-        EncodedReader(reader.files, {name: MXFP4Codes(tensor) for name, tensor in tensors.items()}, torch.uint8, {}),
-        EncodedReader(reader.files, {name: MXFP4Scales(tensor) for name, tensor in tensors.items()}, torch.uint8, {}),
-    )
+    return _readers(reader.files, tensors, torch.uint8)
+
+
+def _readers(files: Checkpoint, tensors: Mapping[str, Bits4 | MXFP4], dtype: torch.dtype) -> Stored4Bits:
+    """Readers of the codes, and of the scales in this dtype."""
+    parts = {name: tensor.parts() for name, tensor in tensors.items()}
+    codes, scales = ({name: pair[i] for name, pair in parts.items()} for i in (0, 1))
+    return Stored4Bits(EncodedReader(files, codes, torch.uint8, {}), EncodedReader(files, scales, dtype, {}))
 
 
 def names_in_4_bits(reader: Reader) -> frozenset[str]:
     """Names of the tensors that bitsandbytes stored in 4 bits."""
-    return frozenset(_bits4(reader))
+    return frozenset(_encoded(reader, Bits4))
 
 
 def names_in_mxfp4(reader: Reader) -> frozenset[str]:
     """Names of the tensors that are stored in MXFP4."""
-    return frozenset(_mxfp4(reader))
+    return frozenset(_encoded(reader, MXFP4))
 
 
-def _mxfp4(reader: Reader) -> dict[str, MXFP4]:
+def _encoded(reader: Reader, kind: type[T]) -> dict[str, T]:
+    """Name -> quantised tensor of this kind."""
     encoded = reader.encoded if isinstance(reader, Dequantized) else {}
-    return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, MXFP4)}
-
-
-def _bits4(reader: Reader) -> dict[str, Bits4]:
-    encoded = reader.encoded if isinstance(reader, Dequantized) else {}
-    return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Bits4)}
+    return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, kind)}
 
 
 def dequantized(files: Checkpoint, quantization: Quantization | None, dtype: torch.dtype) -> Checkpoint | Dequantized:

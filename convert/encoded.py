@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,17 @@ class Encoded(Protocol):
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
         """Rows `first` to `last` of matrix number `matrix`, read from `files`: float32 (last - first, columns)."""
         ...
+
+
+class Part(NamedTuple):
+    """Codes or scales of a quantised tensor, as a tensor of this `shape`; `read` has the arguments of `decode`."""
+
+    shape: tuple[int, ...]
+    stored: Sequence[str]
+    read: Callable[[Checkpoint, int, int, int], Tensor]
+
+    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+        return self.read(files, matrix, first, last)
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -177,66 +188,39 @@ class MXFP4(NamedTuple):
 
     def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
         start, end = first // FP4_BLOCK, -(-last // FP4_BLOCK)
-        pairs = self.codes_of(files, matrix, start, end)
-        scales = as_float(self.scales_of(files, matrix, start, end))
-        values = look_up(torch.tensor(FP4, device="cpu"), pairs).mul_(scales[..., None])
-        return values.flatten(1).T[first - start * FP4_BLOCK :][: last - first]
+        scales = as_float(self._scales(files, matrix, start, end))
+        values = look_up(torch.tensor(FP4, device="cpu"), self._codes(files, matrix, start, end))
+        return values.mul_(scales[..., None]).flatten(1).T[first - start * FP4_BLOCK :][: last - first]
 
-    def codes_of(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
+    def parts(self) -> tuple[Part, Part]:
+        """The codes, one per byte, and the scales (..., rows / 32, columns), both uint8."""
+        *lead, rows, columns = self.shape
+
+        def codes(files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+            start = first // FP4_BLOCK
+            blocks = self._codes(files, matrix, start, -(-last // FP4_BLOCK))
+            return blocks.flatten(1).T[first - start * FP4_BLOCK :][: last - first]
+
+        def scales(files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
+            return self._scales(files, matrix, first, last).T
+
+        shape = (*lead, rows // FP4_BLOCK, columns)
+        return Part(self.shape, self.stored, codes), Part(shape, self.stored, scales)
+
+    def _codes(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
         """The codes of the blocks of rows `start` to `end` of a matrix: uint8 (columns, end - start, 32)."""
         rows, columns = matrix_of(self.shape)
         blocks = files.read(self.blocks).view(-1, columns, rows // FP4_BLOCK, FP4_BLOCK // 2)[matrix, :, start:end]
         return torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
 
-    def scales_of(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
+    def _scales(self, files: Checkpoint, matrix: int, start: int, end: int) -> Tensor:
         """The scales of the blocks of rows `start` to `end` of a matrix: uint8 (columns, end - start)."""
         rows, columns = matrix_of(self.shape)
         return files.read(self.scales).view(-1, columns, rows // FP4_BLOCK)[matrix, :, start:end]
 
 
-class MXFP4Codes(NamedTuple):
-    """The codes of a tensor in MXFP4, one per byte."""
-
-    tensor: MXFP4
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def stored(self) -> Sequence[str]:
-        return self.tensor.stored
-
-    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        start = first // FP4_BLOCK
-        codes = self.tensor.codes_of(files, matrix, start, -(-last // FP4_BLOCK))
-        return codes.flatten(1).T[first - start * FP4_BLOCK :][: last - first]
-
-
-class MXFP4Scales(NamedTuple):
-    """The scales of a tensor in MXFP4: (..., rows / 32, columns)."""
-
-    tensor: MXFP4
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *lead, rows, columns = self.tensor.shape
-        return *lead, rows // FP4_BLOCK, columns
-
-    @property
-    def stored(self) -> Sequence[str]:
-        return self.tensor.stored
-
-    def decode(self, files: Checkpoint, matrix: int, first: int, last: int) -> Tensor:
-        return self.tensor.scales_of(files, matrix, first, last).T
-
-
 def mxfp4_tensors(files: Checkpoint, block: tuple[int, int] | None) -> dict[str, Encoded]:
-    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint.
-
-    Args:
-        files: the checkpoint.
-        block: not used; the format has blocks of 32.
+    """Name X -> MXFP4 tensor, for all pairs X_blocks and X_scales of a checkpoint. `block` is not used: blocks have 32.
 
     Raises:
         CheckpointError: blocks without scales or the reverse, wrong dtypes, or shapes that do not match; the message

@@ -157,20 +157,19 @@ def read_bytes(path: Path, error_class: ErrorClass, most: int, hint: str = "") -
     return content
 
 
-def read_text(path: Path, error_class: ErrorClass, most: int = TEXT_BYTES, hint: str = "") -> str:
-    """The text of a file in UTF-8, with all line ends as `\\n`.
+def read_text(path: Path, error_class: ErrorClass, hint: str = "") -> str:
+    """The text of a file of at most TEXT_BYTES in UTF-8, with all line ends as `\\n`.
 
     Args:
         path: the file.
         error_class: class of the error.
-        most: largest size in bytes.
         hint: text to append to the message.
 
     Raises:
         error_class: the file is missing, not regular, too large, not UTF-8, or cannot be read.
     """
     try:
-        text = read_bytes(path, error_class, most, hint).decode()
+        text = read_bytes(path, error_class, TEXT_BYTES, hint).decode()
     except UnicodeDecodeError as error:
         raise error_class(f"{shown(path)}: cannot be read: not UTF-8 text: {error}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -60,10 +60,6 @@ def rope_fields(config: Mapping[str, Any], default_theta: float | Mapping[str, A
     """The fields that state the rotary settings of `config` in both schemas.
 
     The v4 schema cannot state a scaling of layers other than full attention, nor an explicit `factor` of longrope.
-
-    Args:
-        config: the Hugging Face config.
-        default_theta: the default of `rope_parameters`.
     """
     by_default = default_theta if is_object(default_theta) and "rope_type" not in default_theta else {}
     types = dict.fromkeys([*by_default, *layer_types(object_field(config, "rope_parameters"))])

@@ -75,8 +75,14 @@ def fill_shard(tensor: Tensor, whole: Tensor) -> None:
 
 
 def sharded_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised DTensor of `shape`, sharded as the DTensor `tensor`, from which only its last dimension differs.
-    If `tensor` is sharded along the last dimension, the shards of both have the same proportion of it."""
+    """An uninitialised DTensor that is sharded as another. If that is sharded along its last dimension, the shards of
+    both have the same proportion of it.
+
+    Args:
+        tensor: the other DTensor.
+        shape: shape of the result; only its last dimension may differ from that of `tensor`.
+        dtype: dtype of the result.
+    """
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)

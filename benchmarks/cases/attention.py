@@ -7,10 +7,8 @@ share a row; SDPA has no packing and gets them one by one.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,11 +205,10 @@ def shares_of_best(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", help="parts of names of cases (all)")
     parser.add_argument("--providers", nargs="*", help="names of providers (all that are installed)")
     parser.add_argument("--list", action="store_true", help="only list the names of the cases")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     wanted = [c for c in cases() if not arguments.cases or any(part in c.name for part in arguments.cases)]
     if arguments.list:

@@ -8,7 +8,6 @@ a case of `python -m benchmarks training`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -77,14 +76,13 @@ def of_bare_step(case: str, out: Path) -> float:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks command_line", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES)[:1], metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--attention", nargs="+", default=["auto"], help="attention backends")
     parser.add_argument("--cuda-graph", nargs="+", default=["auto"], choices=["auto", "on", "off"])
     parser.add_argument("--bare", action="store_true", help="also time the bare training step")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run; five reports")
     parser.add_argument("--rounds", type=int, default=2, help="runs with each setting; the median counts")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(unknown)}; there are {', '.join(CASES)}")

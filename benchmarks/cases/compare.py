@@ -3,7 +3,7 @@
 Each tree has a process of its own, both on one GPU; they measure in turns. Each step prints a line of JSON: ratios
 new / old of the median time and of peak memory, and the ratio of each turn; the spread of the turns is the noise.
 Models have fewer layers where two of them would not fit, and a vocabulary cut by the same factor, so that the head
-keeps its share of the step. `benchmarks.cases.trees` handles differences between the trees' APIs.
+keeps its share of the step.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def training(
         heads: Train this number of Medusa heads on the frozen model.
     """
     import ligermodels as lm
+    from ligermodels.training import FusedAdamW
 
     config = trees.config_of(name, tiny, layers)
     model = trees.model_of(config, tiny).train()
     if selective:
-        trees.checkpoint_selectively(model)
+        model.activation_checkpointing = "selective"
     if heads:
         model = lm.MedusaModel.from_base(model, num_heads=heads, lm_head="own")
-    optimizer = trees.adamw(model.parameters())
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     steps = {
         f"{share:.0%} ignored": trees.training_step(model, optimizer, *trees.tokens(config, batch, 4096, tiny, share))
         for share in ignored
@@ -93,7 +94,7 @@ def decoding(*, tiny: bool) -> Callable[[], Found]:
 
     def take() -> Found:
         greedy = steps(generate, lambda _, count: count)
-        return {"greedy": greedy, "tree": steps(generate_tree, lambda output, _: trees.passes_of(output))}
+        return {"greedy": greedy, "tree": steps(generate_tree, lambda output, _: output.passes)}
 
     take()
     return take

@@ -8,12 +8,10 @@ difference shows the noise. Greedy tokens must be equal.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,23 +19,10 @@ import torch
 import ligermodels as lm
 from benchmarks.reporting import recording
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 341,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-    "smollm-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    },
+LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = {
+    name: dict(zip(("num_hidden_layers", *LAYER_SIZES), sizes, strict=True))
+    for name, sizes in {"tiny": (2, 128, 341, 4, 2, 512), "smollm-135m": (30, 576, 1536, 9, 3, 49152)}.items()
 }
 NEW_TOKENS, ROUNDS = {"tiny": 100, "smollm-135m": 20}, {"tiny": 60, "smollm-135m": 12}
 PROMPT_TOKENS = 32
@@ -97,9 +82,8 @@ def run(case: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_decoding", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names of cases: {', '.join(CASES)} (all)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:
         parser.error(f"unknown case {unknown[0]!r}; give any of {', '.join(CASES)}")

@@ -6,12 +6,10 @@ difference between a long and a short generation, which leaves out the prefill a
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,13 +84,12 @@ def tree_step(model: lm.CausalLM, ids: Tensor, heads: int, below: int) -> tuple[
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks decoding", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--heads", type=int, default=4, help="Medusa heads of the tree step")
     parser.add_argument("--nodes", type=int, default=63, help="nodes of the tree below its root")
     parser.add_argument("--transformers", action="store_true", help="also time transformers' generate, batch 1")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     torch.manual_seed(0)

@@ -9,10 +9,8 @@ copy of its operands and results, and its products by cuBLAS, each computed once
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,9 +213,8 @@ def parts() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks delta", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     common, copy_rate = recording.facts(), measure.copy_rate()

@@ -14,7 +14,6 @@ the results up to then.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping
@@ -57,9 +56,8 @@ def drafts_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks demo", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--json", type=Path, help="demo.json of an earlier demo, in place of a new run")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--drafts", type=Path, help="append the comparison of draft heads to this file")
     arguments = parser.parse_args()
     if arguments.json is not None:

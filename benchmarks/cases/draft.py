@@ -13,9 +13,7 @@ bytes; one product per token for the target's logits.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,12 +117,7 @@ def layer_calls(decoder: Any, rows: int, context: int, width: int) -> list[Call]
 
 
 def roofline(case: Case, products: Products) -> float:
-    """Lower bound of a step, in milliseconds.
-
-    Args:
-        case: the head and its batch.
-        products: precision of the target's projections.
-    """
+    """Lower bound of a step in milliseconds, with the projections of the target in the precision of `products`."""
     base = lm.from_config(CONFIGS[case.model], dtype=torch.bfloat16, device="meta")
     model, tokens = head_of(case, base), case.batch * case.length
     decoder, hidden, draft = model.config.decoder, base.config.hidden_size, len(model.vocabulary)
@@ -174,11 +167,10 @@ def record_of(case: Case, provider: str, least: dict[str, float]) -> dict[str, A
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks draft", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS[:4]), choices=PROVIDERS)
     parser.add_argument("--roofline", action="store_true", help="first measure the lower bound of each step")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     common, records = recording.facts(), []
     for name in arguments.cases or CASES:

@@ -9,14 +9,12 @@ of the block is checked: its two layouts must hold the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,8 +206,7 @@ def parts() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks float8_block", description=__doc__)
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser = recording.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of load before each timing")
     parser.add_argument("--no-attention", action="store_true", help="leave out RoPE and attention")
     arguments = parser.parse_args()

@@ -14,7 +14,6 @@ file; `seconds` then includes their load. Run `--prepare --cache FOLDER` once be
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -202,14 +201,13 @@ def trained(provider: str, s: DemoSettings, data: Data) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks float8_loss", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(FORMATS))
     parser.add_argument("--tokens", type=int, default=300_000_000, help="of each run, rounded up to whole steps")
     parser.add_argument("--layers", type=int, default=SETTINGS.num_layers, help=f"by default {SETTINGS.num_layers}")
     parser.add_argument("--cache", type=Path, help="the folder where the tokens are, or are made and kept")
     parser.add_argument("--prepare", action="store_true", help="make the tokens in --cache, and no run")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if arguments.prepare and arguments.cache is None:
         parser.error("--prepare fills a folder: give it by --cache")

@@ -14,12 +14,10 @@ times as large.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -198,8 +196,7 @@ def errors(way: Way, size: int) -> Iterator[tuple[str, dict[str, float]]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks float8_scaled_mm", description=__doc__)
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser = recording.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of load before each timing")
     arguments = parser.parse_args()
     torch.manual_seed(0)

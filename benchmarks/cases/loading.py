@@ -10,7 +10,6 @@ page cache, which shrinks when memory is short. A buffer of some hundred MB take
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.reporting.recording import facts, write
+from benchmarks.reporting import recording
 from ligermodels import from_config
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
@@ -177,21 +176,20 @@ def run(folder: Path, device: str, dtype: str, rounds: int) -> list[dict[str, An
 
 def _facts(device: str) -> Mapping[str, Any]:
     if device != "cpu":
-        return facts()
+        return recording.facts()
     versions = {package: metadata.version(package) for package in ("torch", "transformers", "safetensors")}
     return {**versions, "cpus": os.cpu_count(), "machine": platform.machine()}
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-shard-size", default="5GB")
     parser.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
     arguments = parser.parse_args()
@@ -210,4 +208,4 @@ def main() -> None:
     print(f"ready {ours['ready_s'] / theirs['ready_s']:.2f}")
     if ours["bits"] != theirs["bits"]:
         raise SystemExit("the two providers loaded different weights")
-    write(arguments.out, records)
+    recording.write(arguments.out, records)

@@ -11,9 +11,7 @@ once, by a large `memory_budget`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +138,7 @@ def timed_step(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer, ids
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks medusa", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4)
@@ -153,7 +151,6 @@ def main() -> None:
         action="store_true",
         help="first measure the lower bound of stage 1, in the precision of each provider",
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.model]
     name = f"{arguments.model} {arguments.heads} heads {arguments.batch}x{arguments.length}"

@@ -8,9 +8,7 @@ prefill, are timed too, beside passes that compute all tokens and select the nee
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -98,11 +96,10 @@ def timed(ways: list[Callable[[], Tensor]]) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks needed_tokens", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)} (both)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the sequence")
     parser.add_argument("--ignored", type=float, default=0.75, help="fraction of tokens without a label in training")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; give any of {', '.join(MODELS)}")

@@ -12,10 +12,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -214,10 +212,9 @@ CASES: dict[str, Callable[[], list[Case]]] = {
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks ops", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"names of ops: {', '.join(CASES)} (all)")
     parser.add_argument("--providers", nargs="*", help="names of providers (all that are installed)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.ops) - set(CASES):
         parser.error(f"unknown ops: {', '.join(sorted(unknown))}; give names from {', '.join(CASES)}")

@@ -11,11 +11,9 @@ bound is the time to read all weights of a step.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,14 +167,13 @@ def models(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks quantized_decoding", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--model", default="llama-3-8b", choices=CONFIGS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS, help="formats of the whole model")
     parser.add_argument("--nodes", type=int, default=63, help="nodes of the tree below its root")
     parser.add_argument("--no-linears", action="store_true", help="time only the whole model")
     parser.add_argument("--no-model", action="store_true", help="time only the linear layers")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     config, facts, rate = CONFIGS[arguments.model], recording.facts(), measure.copy_rate()
     records = [] if arguments.no_linears else [linears(config, rate)]

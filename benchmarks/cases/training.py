@@ -9,7 +9,6 @@ by class.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -230,7 +229,7 @@ def record_of(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks training", description=__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("cases", nargs="*", help="names of cases, or parts of them (all)")
     parser.add_argument("--providers", nargs="*", default=["ligermodels", "transformers + liger"], choices=PROVIDERS)
     parser.add_argument("--activation-checkpointing", help="for ours, in place of the setting of each case")
@@ -238,7 +237,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="number of timed steps; the median counts")
     parser.add_argument("--roofline", "--floor", action="store_true", help="first measure the lower bound of each case")
     parser.add_argument("--profile", action="store_true", help="profile one step of ours")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least 1")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ TINY |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32
 Step = Callable[[], Any]
 
 
-# -- the two APIs ------------------------------------------------------------------------------------------------------
+# -- models and steps --------------------------------------------------------------------------------------------------
 
 
 def model_of(config: dict[str, Any], tiny: bool = False) -> Any:
@@ -33,29 +32,6 @@ def model_of(config: dict[str, Any], tiny: bool = False) -> Any:
 
     torch.manual_seed(0)
     return lm.from_config(config, dtype=torch.float32 if tiny else torch.bfloat16, device="cpu" if tiny else "cuda")
-
-
-def checkpoint_selectively(model: Any) -> None:
-    """Recompute norms and activations in the backward pass."""
-    if hasattr(model, "activation_checkpointing"):
-        model.activation_checkpointing = "selective"
-    else:
-        model.recompute = "activations"
-
-
-def adamw(parameters: Iterable[Any]) -> Any:
-    """The fused optimizer."""
-    return importlib.import_module("ligermodels.training").FusedAdamW(
-        [p for p in parameters if p.requires_grad], lr=1e-6
-    )
-
-
-def passes_of(output: Any) -> int:
-    """Forward passes that speculative decoding took after the prefill."""
-    return int(getattr(output, "passes", None) or output.forward_passes)
-
-
-# -- models and steps --------------------------------------------------------------------------------------------------
 
 
 def config_of(name: str, tiny: bool = False, layers: int | None = None) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
@@ -21,6 +23,13 @@ PACKAGES = (
     *("flash-attn-4", "flash-attn-3", "flash-attn", "flash-linear-attention", "fla-core", "peft", "trl", "torchao"),
 )
 """Packages with a recorded version, if they are installed."""
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments of a benchmark, with the argument --out: a file to `write` records to."""
+    found = argparse.ArgumentParser(prog=sys.argv[0], description=about)
+    found.add_argument("--out", type=Path, help="append JSON lines to this file")
+    return found
 
 
 def facts() -> Mapping[str, Any]:

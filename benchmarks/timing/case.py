@@ -29,7 +29,6 @@ class Case:
         providers: Name -> a function of the inputs. All compute the same outputs.
         limit: Functions for the lower bound, forward and both passes: only the unavoidable work.
         frozen: Indices of floating-point inputs without a gradient.
-        overwritten: A call overwrites the first input, so calls cannot be timed in a CUDA graph.
         small: Launches take most of the time: the case is timed from Python and in a CUDA graph.
         change: Checks multiply the first input by it. The product must be exact and change the outputs.
         other: Creates the case for another number of tokens.
@@ -41,7 +40,6 @@ class Case:
     providers: dict[str, Call]
     limit: tuple[Call, Call] | None = None
     frozen: tuple[int, ...] = ()
-    overwritten: bool = False
     small: bool = False
     change: float = -2.0
     other: Callable[[], Case] | None = None

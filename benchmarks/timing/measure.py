@@ -151,8 +151,8 @@ def taking_turns(
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
-    """A function that replays a CUDA graph of `times` calls: the kernels without their launches from Python.
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays a CUDA graph of a call: the kernels without their launches from Python.
 
     Raises:
         RuntimeError: The call cannot be captured. A synchronisation is found before the capture, which it would break.
@@ -169,8 +169,7 @@ def graphed(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
     main.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(main), torch.cuda.graph(graph):  # a failed capture must not leave another stream current
-        for _ in range(times):
-            call()
+        call()
 
     def replay(reads: Callable[[], Any] = call) -> None:  # keeps the tensors alive that the graph reads
         graph.replay()

@@ -43,8 +43,7 @@ def _timed(case: Case, passes: Passes, known: Truth, copies: dict[str, float]) -
     if case.bytes is None:
         return record
     for which, count in zip(("forward", "both"), case.bytes, strict=True):
-        if not case.overwritten:
-            record |= _in_a_row(passes, which, measure.row_length(count), known)
+        record |= _in_a_row(passes, which, measure.row_length(count), known)
         for key in (key for key in (which, f"{which}_row") if f"{key}_ms" in record):
             record[f"{key}_of_copy"] = count / record[f"{key}_ms"] * 1e3 / copies["copy_bytes_per_s"]
             record[f"{key}_of_copy_at_size"] = copies[f"{key}_copy_ms"] / record[f"{key}_ms"]
@@ -68,10 +67,9 @@ def _copies(case: Case) -> dict[str, float]:
     if case.bytes is None or case.small:
         return {}
     forward, both = case.bytes
-    passes = (both,) if case.overwritten else (forward, both - forward)  # an op that overwrites its input has one pass
     times: dict[str, float] = {}
     for kind, time in (("copy_ms", measure.copy_milliseconds), ("row_copy_ms", measure.copy_in_a_row_milliseconds)):
-        times |= {f"forward_{kind}": time(forward), f"both_{kind}": sum(map(time, passes))}
+        times |= {f"forward_{kind}": time(forward), f"both_{kind}": time(forward) + time(both - forward)}
     return times
 
 

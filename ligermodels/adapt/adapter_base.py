@@ -19,10 +19,6 @@ def check_family(model: CausalLM, config: Mapping[str, Any]) -> None:
 
     Layers of two families may have the same names and shapes, so the tensors do not show it. A base model that is
     neither a local folder nor in the hub's cache is not checked.
-
-    Args:
-        model: the model that gets the adapter.
-        config: the fields of adapter_config.json.
     """
     spec, name = model.require_export_spec(), config.get("base_model_name_or_path")
     base: Mapping[str, Any] = {}

@@ -77,11 +77,8 @@ def adapted_paths(names: Collection[str]) -> set[str]:
 
 
 def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> dict[str, tuple[int, float]]:
-    """Path in transformers of each adapted layer -> its rank and lora_alpha, for an adapter, without its model.
-
-    Args:
-        config: the fields of adapter_config.json.
-        headers: name -> dtype and shape of the tensors.
+    """Path in transformers of each adapted layer -> its rank and lora_alpha, from the config and the headers of an
+    adapter, without its model.
 
     Raises ConfigError or CheckpointError, naming the field or tensor, if native LoRA does not support the adapter.
     """

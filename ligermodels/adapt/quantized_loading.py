@@ -113,7 +113,14 @@ class _Reading(NamedTuple):
         return sum(part.stored_bytes(m, layers[m.target]) for part in self.parts for m in mappings)
 
     def load(self, mappings: list[WeightMapping], layers: Mapping[str, Codes], count: _Counting, mapped: bool) -> None:
-        """Fill the layers of the mappings."""
+        """Fill the layers of the mappings.
+
+        Args:
+            mappings: mappings of their weights.
+            layers: native name of the weight -> its layer.
+            count: told about progress.
+            mapped: whether tensors are mapped from the files, not read.
+        """
         tensors = [{m.target: part.empty(layers[m.target]) for m in mappings} for part in self.parts]
         for part, read in zip(self.parts, tensors, strict=True):
             count.next_part()
@@ -130,10 +137,10 @@ def _ways(
     exact = rounded
     if (nf4 := stored_4_bits(reader, NF4_LEVELS, BLOCK)) is not None:
         parts = _Part(nf4.codes, torch.uint8), _Part(nf4.scales, torch.float32, BLOCK)
-        kind, exact = "nf4", _Reading(parts, _fill_nf4)
+        kind, exact = "nf4", _Reading(parts, lambda layer, name, *read: layer.fill_nf4(*read))
     elif (mxfp4 := stored_mxfp4(reader)) is not None:
         parts = _Part(mxfp4.codes, torch.uint8), _Part(mxfp4.scales, torch.uint8, FP4_BLOCK)
-        kind, exact = "mxfp4", _Reading(parts, _fill_mxfp4)
+        kind, exact = "mxfp4", _Reading(parts, lambda layer, name, *read: layer.fill_mxfp4(*read))
     if exact is not rounded:
         own = [m for m in mappings if layers[m.target].kind == kind]
         fitting = [m for m in own if all(part.fits(m, layers[m.target]) for part in exact.parts)]
@@ -185,14 +192,6 @@ def _fill(layer: Codes, name: str, weight: Tensor) -> None:
         layer.fill(weight)
     except InputError as error:
         raise CheckpointError(f"{name}: {error}") from None
-
-
-def _fill_nf4(layer: Codes, name: str, codes: Tensor, scales: Tensor) -> None:
-    layer.fill_nf4(codes, scales)
-
-
-def _fill_mxfp4(layer: Codes, name: str, codes: Tensor, scales: Tensor) -> None:
-    layer.fill_mxfp4(codes, scales)
 
 
 def _groups(

@@ -41,7 +41,14 @@ class Target:
     layers: tuple[tuple[str, ...], ...] = ()
 
     def part(self, path: str, r: int, lora_alpha: float, use_rslora: bool) -> LoRAPart:
-        """The part of an update for this target, whose path in transformers is `path`."""
+        """The part of an update for this target.
+
+        Args:
+            path: path of the layer in transformers.
+            r: rank.
+            lora_alpha: the update is multiplied by lora_alpha / r.
+            use_rslora: by lora_alpha / sqrt(r) instead.
+        """
         if self.projection is None:
             return LoRAPart(path, self.views, r, lora_alpha, use_rslora)
         return ExpertPart(path, self.views, r, lora_alpha, use_rslora, self.projection, self.stacked, self.layers)

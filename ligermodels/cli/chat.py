@@ -82,12 +82,7 @@ def chat(
 
 
 def converse(answer: Callable[[list[Message], Callable[[str], None]], None], opening: list[Message]) -> None:
-    """Read turns of the user, print the answers and keep them in the conversation, until the end of the input.
-
-    Args:
-        answer: called with the conversation and a function that prints text.
-        opening: the turns that every conversation starts with.
-    """
+    """Read turns of the user, print the answers and keep them in the conversation, until the end of the input."""
     messages = list(opening)
     if sys.stdin.isatty():
         say(COMMANDS)

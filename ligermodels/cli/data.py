@@ -56,7 +56,7 @@ def data(
     from ligermodels.convert import hub
     from ligermodels.data.survey import survey
     from ligermodels.training.base import Base
-    from ligermodels.training.inputs import documents_of, packed
+    from ligermodels.training.inputs import documents_of, epoch_of
 
     settings = {"max_bad_lines": ANY_NUMBER, **(settings or {})}
     if settings.get("objective") == "distill":  # it has the data of sft, and settings that do not matter here
@@ -71,7 +71,7 @@ def data(
         for document in shown:
             _show(document)
     indices = np.arange(len(found))
-    sequences = packed(recipe, found, indices, batch_size=1, seed=None, epochs=1)
+    sequences = epoch_of(recipe, found, indices, shuffled=False)
     with progress("reading documents") as update:
         counts = survey(found, indices, sequences, update)
     facts = {**vars(counts), "unusable": len(found.bad), "notes": found.notes.totals()}

@@ -72,8 +72,6 @@ def describe(path: str, weights: bool = False) -> dict[str, Any]:
             folder = heads_folder(path)
         if (draft := draft_facts(folder)) is not None:
             return {f"{draft[0]}_head": str(path), **draft[1]}
-        if (mtp := mtp_facts(folder)) is not None:
-            return {"mtp_head": str(path), **mtp}
         return {"medusa_heads": str(path), **heads_facts(folder)}
     if weights:
         folder = models.locate(path)
@@ -190,11 +188,10 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
 def heads_facts(folder: Path) -> dict[str, Any]:
     """Facts about the Medusa heads in `folder`. Raises CheckpointError if they cannot be read."""
-    from ligermodels.convert.config_json import read_json
+    from ligermodels.convert.config_json import config_in
     from ligermodels.speculative.files import open_heads
 
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = config_in(folder)
     with open_heads(folder) as heads:
         profile, count, layers = heads.profile, heads.num_heads, heads.num_layers
         own = {name: header for name, header in heads.reader.headers.items() if name.startswith(profile.prefix)}
@@ -210,35 +207,24 @@ def heads_facts(folder: Path) -> dict[str, Any]:
         }
 
 
-def mtp_facts(folder: Path) -> dict[str, Any] | None:
-    """Facts about the head of multi-token prediction in `folder`; None if the folder holds other heads."""
-    from ligermodels.convert.config_json import read_json
-    from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.speculative.head_files import CONFIG
-    from ligermodels.speculative.mtp_files import MODEL_TYPE
-
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if config.get("model_type") != MODEL_TYPE:
-        return None
-    fields = {name: config.get(name) for name in ("base_model_type", "hidden_size", "vocab_size")}
-    with Files(folder) as files:
-        own = list(files.headers.values())
-    return {"base_model": config.get("base_model_name_or_path"), **fields, **_sizes(own), **_stored(own)}
-
-
 def draft_facts(folder: Path) -> tuple[str, dict[str, Any]] | None:
-    """The type of the EAGLE-3, DFlash or DSpark head in `folder`, and facts about it; None if it holds other heads."""
-    from ligermodels.convert.config_json import read_json
+    """The type of the MTP, EAGLE-3, DFlash or DSpark head in `folder`, and facts about it; None if it holds others."""
+    from ligermodels.convert.config_json import config_in
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
-    from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
+    from ligermodels.models.extra_heads import EAGLE_TYPE, MTP_TYPE, draft_type
     from ligermodels.speculative import block_formats, eagle3_formats
 
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if (kind := draft_type(config)) is None:
+    config = config_in(folder)
+    if (kind := draft_type(config)) is not None:
+        facts = (eagle3_formats if kind == EAGLE_TYPE else block_formats).facts_of(config)
+    elif config.get("model_type") == MTP_TYPE:
+        names = {"base_model": "base_model_name_or_path"}
+        names |= {name: name for name in ("base_model_type", "hidden_size", "vocab_size")}
+        kind, facts = "mtp", {name: config.get(field) for name, field in names.items()}
+    else:
         return None
     with Files(folder) as files:
         own = list(files.headers.values())
-    facts = (eagle3_formats if kind == EAGLE_TYPE else block_formats).facts_of(config)
     return kind, {**facts, **_sizes(own), **_stored(own)}
 
 

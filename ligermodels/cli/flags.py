@@ -37,11 +37,7 @@ def with_recipe_flags(
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag for each field of its groups of options: parameters that are annotated with a dataclass.
-
-    Args:
-        command: its other parameters are options of their own.
-    """
+    """The command with a flag for each field of its groups of options: of parameters annotated with a dataclass."""
     own = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {name: p.annotation for name, p in own.items() if is_dataclass(p.annotation)}
     shown: list[inspect.Parameter] = []

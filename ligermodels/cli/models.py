@@ -91,14 +91,13 @@ def find(path: str, adapter: str | None = None) -> Source:
     the name of a base model, and heads without a model.
     """
     from ligermodels.convert import hub
-    from ligermodels.convert.config_json import read_json
+    from ligermodels.convert.config_json import config_in
     from ligermodels.models.extra_heads import base_of_heads as base_of_heads_in
 
     folder = locate(path)
     if not is_adapter(folder):
         if holds_only_heads(folder):
-            config = folder / "config.json"
-            base = base_of_heads_in(read_json(config) if config.is_file() else {})
+            base = base_of_heads_in(config_in(folder))
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
         if adapter is None and holds_adapter(folder):
             say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
@@ -200,14 +199,13 @@ def is_adapter(folder: Path) -> bool:
 
 def holds_only_heads(folder: Path) -> bool:
     """Whether `folder` holds heads without their base model, by config.json and file names."""
-    from ligermodels.convert.config_json import read_json
+    from ligermodels.convert.config_json import config_in
     from ligermodels.convert.files import SINGLE
     from ligermodels.models.extra_heads import MEDUSA_TYPE, MTP_TYPE, draft_type
     from ligermodels.speculative.hub import FILES
     from ligermodels.speculative.profiles import PROFILES
 
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = config_in(folder)
     if draft_type(config) is not None:
         return True
     if "model_type" in config:

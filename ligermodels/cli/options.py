@@ -129,11 +129,8 @@ ON_CPU = Loading(device="cpu")
 
 
 def require_heads(heads: str, command: str | None = None) -> None:
-    """Check heads before their base model is loaded.
-
-    Args:
-        heads: folder or hub id of the heads.
-        command: a command for heads of one kind, such as "eagle"; None: heads of any kind.
+    """Check heads, in a folder or on the hub, before their base model is loaded: of the kind of `command`, such as
+    "eagle", or of any kind.
 
     Raises:
         CheckpointError, HubError: there are no such heads.
@@ -176,12 +173,7 @@ def load_heads(
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if the command could not write to `folder` at its end.
-
-    Args:
-        folder: the output folder.
-        overwrite: whether its content may be replaced.
-    """
+    """Raise CheckpointError if the command could not write to `folder` at its end."""
     from ligermodels.convert import saving
 
     if not overwrite:

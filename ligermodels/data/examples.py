@@ -229,11 +229,7 @@ class ExampleBatches(PackedBatches):
 
 
 def reference_cells(examples: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices into `Examples.reference` of the two values of each example.
-
-    Args:
-        examples: int64 (B, 2), as in a batch.
-    """
+    """Indices into `Examples.reference` of the two values of each of the examples, int64 (B, 2) as in a batch."""
     return examples[:, :1], 2 * examples[:, 1:] + torch.arange(2)
 
 

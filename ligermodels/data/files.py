@@ -26,23 +26,9 @@ TEXT = (".txt", ".text", ".md", ".markdown", ".rst")
 """Suffixes of plain texts. A file without a suffix is a text too, if it is given by its own name."""
 
 CODE = (
-    ".py",
-    ".c",
-    ".h",
-    ".cc",
-    ".cpp",
-    ".cu",
-    ".rs",
-    ".go",
-    ".java",
-    ".js",
-    ".ts",
-    ".sh",
-    ".sql",
-    ".html",
-    ".css",
+    ".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql", ".html", ".css",
     ".tex",
-)
+)  # fmt: skip
 """Suffixes of sources of programs: texts, if they are given by their own name or by a glob. In folders of data they are
 scripts about the data."""
 

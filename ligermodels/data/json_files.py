@@ -24,11 +24,8 @@ PART = 1 << 20
 
 
 def items_of(content: BinaryIO, name: str) -> Callable[[BinaryIO, str], Iterator[bytes]] | None:
-    """The function that writes the items of a JSON file as lines; None if the file has an object per line.
-
-    Args:
-        content: the file.
-        name: the file, for messages.
+    """The function that writes the items of a JSON file as lines; None if the file has an object per line. Messages
+    call the file `name`.
 
     Raises:
         InputError: an object around the records has several lists of objects.
@@ -76,11 +73,7 @@ def wrapped_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def array_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
-    """The items of a JSON array as lines. Memory holds one item.
-
-    Args:
-        content: the file.
-        name: the file, for messages.
+    """The items of a JSON array as lines. Memory holds one item. Messages call the file `name`.
 
     Raises:
         InputError: the file is not JSON in UTF-8, or an item is longer than `LINE_BYTES`; the message names the line.

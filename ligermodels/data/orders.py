@@ -41,11 +41,7 @@ class DocumentOrder(Protocol):
 
 
 class Shuffled:
-    """Documents in a random order, over all of them.
-
-    Args:
-        indices: the documents.
-    """
+    """The documents of `indices` in a random order, over all of them. A place is the number of documents read."""
 
     def __init__(self, indices: Indices) -> None:
         self._indices, self.num_documents = indices, len(indices)
@@ -55,25 +51,13 @@ class Shuffled:
         return self.num_documents
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Indices of the documents, each with the place after it: the number of documents read.
-
-        Args:
-            seed: shuffles the documents, differently in each epoch; None keeps their order.
-            epoch: number of the epoch, from 0.
-            place: place to start at.
-        """
         order = self._indices if seed is None else self._indices[permutation(len(self._indices), seed, epoch)]
         for number in range(place, len(order)):
             yield int(order[number]), number + 1
 
 
 class First:
-    """The first documents of each epoch of an order.
-
-    Args:
-        order: the order.
-        count: most documents of an epoch.
-    """
+    """The first `count` documents of each epoch of an order. They are read from the beginning, place 0, alone."""
 
     num_documents: int | None = None
 
@@ -85,16 +69,6 @@ class First:
         return [self._order.key, self._count]
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Indices of the first documents, each with the place after it.
-
-        Args:
-            seed: shuffles the documents, differently in each epoch; None keeps their order.
-            epoch: number of the epoch, from 0.
-            place: 0, the beginning.
-
-        Raises:
-            ValueError: `place` is not the beginning.
-        """
         if place:
             raise ValueError("the first documents are read from the beginning")
         return islice(self._order.documents(seed, epoch, 0), self._count)
@@ -170,24 +144,14 @@ class Mixture:
         return [[count, len(source)] for count, source in zip(self._counts, self._sources, strict=True)]
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Indices of the documents, each with the place after it: the number of documents read.
-
-        Args:
-            seed: seed of the run; None: all documents of all sources, in order.
-            epoch: number of the epoch, from 0.
-            place: place to start at.
-        """
+        """See `DocumentOrder`; a place is the number of documents read, and without `seed` (at any `epoch` and `place`)
+        all documents of all sources come in order."""
         order = np.sort(np.concatenate(self._sources)) if seed is None else self.epoch(epoch, seed=seed)
         for number in range(place, len(order)):
             yield int(order[number]), number + 1
 
     def epoch(self, number: int, *, seed: int) -> Indices:
-        """The documents of an epoch.
-
-        Args:
-            number: number of the epoch, from 0.
-            seed: seed of the run.
-        """
+        """The documents of epoch `number`, from 0, in an order by the seed of the run."""
         parts = [
             _take(source, number * count, count, f"{seed} {position}")
             for position, (source, count) in enumerate(zip(self._sources, self._counts, strict=True))

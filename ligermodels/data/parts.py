@@ -143,11 +143,7 @@ class CallForm(NamedTuple):
 
     @classmethod
     def of(cls, render: Callable[[list[Mapping[str, Any]]], str]) -> CallForm:
-        """The forms that a template takes.
-
-        Args:
-            render: renders a chat by the template, "" if the template refuses it.
-        """
+        """The forms that a template takes. `render` renders a chat by it, "" if the template refuses the chat."""
         texts = {
             (as_text, i): render(_chat(AS_TEXT if as_text else AS_DICT, content))
             for as_text in (True, False)

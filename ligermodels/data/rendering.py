@@ -102,6 +102,15 @@ def _plain(value: object) -> Any:
     raise TypeError(f"got a {type(value).__name__}")
 
 
+def end_process(process: subprocess.Popen[bytes]) -> int:
+    """End a process with pipes for its input and output, and return its exit code."""
+    process.kill()  # A process that has ended keeps its exit code.
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            cast(IO[bytes], pipe).close()
+    return process.wait()
+
+
 class _Process:
     """The rendering process; it answers one request at a time."""
 
@@ -139,13 +148,7 @@ class _Process:
     def _stop(self) -> int:
         """End the process, if it still runs, and return its exit code."""
         process, self._running = self._running, None
-        if process is None:
-            return 0
-        process.kill()  # A process that has ended keeps its exit code.
-        for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):
-                cast(IO[bytes], pipe).close()
-        return process.wait()
+        return 0 if process is None else end_process(process)
 
     close = _stop
 

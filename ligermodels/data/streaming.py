@@ -56,12 +56,7 @@ class StreamedCorpus(Corpus):
         raise InputError("the documents of streamed data are not counted")
 
     def starts(self, file: int, offset: int = 0) -> Iterator[int]:
-        """Indices of the documents of a file.
-
-        Args:
-            file: number of the file.
-            offset: byte to start at; the start of a document.
-        """
+        """Indices of the documents of a file, from the document that starts at byte `offset`."""
         one = self._files[file]
         with open_file(one.path, InputError) as content:
             content.seek(offset)
@@ -156,16 +151,9 @@ class Windowed:
         return {"left_out": len(self._left_out), "window": self._window}
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Indices of the documents, each with the place after it.
-
-        A place is a list: the number of the window; the file, in the epoch's order, and the byte at the window's start;
-        and the number of documents read from the window.
-
-        Args:
-            seed: shuffles the documents and the files, differently in each epoch; None keeps their order.
-            epoch: number of the epoch, from 0.
-            place: place to start at; 0 is the beginning.
-        """
+        """See `DocumentOrder`. With a `seed` the files of an `epoch` are shuffled too. A `place` is a list: the number
+        of the window; the file, in the epoch's order, and the byte at the window's start; and the number of documents
+        read from the window."""
         number, file, offset, done = place or (0, 0, 0, 0)
         count = self._corpus.num_files
         files = range(count) if seed is None else permutation(count, seed, f"files {epoch}").tolist()

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import Indices
 from ligermodels.data.documents import Documents
 from ligermodels.data.encoding import Tokens
+from ligermodels.data.packing import PackedBatches, counted
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.layers import IGNORE_INDEX
 
 PERCENTILES = ("0", "10", "50", "90", "99", "100")
 """Percentiles of the lengths of documents; 0 is the shortest, 100 the longest."""
+
+
+class Epoch(NamedTuple):
+    """Counts of an epoch.
+
+    documents: documents that were read, unusable ones included.
+    sequences: packed sequences.
+    tokens: tokens in these sequences.
+    targets: tokens that are predicted from the tokens before them, and trained on.
+    """
+
+    documents: int
+    sequences: int
+    tokens: int
+    targets: int
+
+
+def trained_tokens(batch: Batch) -> Tensor:
+    """Whether each token of a batch in one row is predicted and counts in the loss, bool (n,)."""
+    trained = batch["labels"][0] != IGNORE_INDEX
+    trained[batch["cu_seqlens"][:-1].long()] = False  # nothing predicts the first token of a document
+    return trained
+
+
+def count_epoch(sequences: PackedBatches, update: Callable[[int, int], object] = lambda done, total: None) -> Epoch:
+    """Read the sequences of one epoch, one per batch. `update` is called with the documents read, and all documents."""
+    count = tokens = targets = 0
+    for count, batch in enumerate(counted(sequences, update), start=1):  # noqa: B007 - the number of the last one
+        tokens += batch["labels"].numel()
+        targets += int(trained_tokens(batch).sum())
+    return Epoch(sequences.documents_read, count, tokens, targets)
 
 
 class Span(NamedTuple):
@@ -52,7 +84,7 @@ class Survey:
 def survey(
     documents: Documents,
     indices: Indices,
-    sequences: Iterable[Batch],
+    sequences: PackedBatches,
     update: Callable[[int, int], object] = lambda done, total: None,
 ) -> Survey:
     """Read all documents, once alone and once in sequences.
@@ -77,21 +109,16 @@ def survey(
             for _, tokens in sequences_of_document:
                 lengths.append(len(tokens.ids))
                 trained += sum(label != IGNORE_INDEX for label in tokens.labels)
-    count = used = targets = 0
-    for count, batch in enumerate(sequences, start=1):  # noqa: B007 - the number of the last one
-        labels: NDArray[np.int64] = batch["labels"][0].numpy().copy()
-        labels[batch["cu_seqlens"][:-1].numpy()] = IGNORE_INDEX  # the first token of a piece follows no token
-        used += labels.size
-        targets += int((labels != IGNORE_INDEX).sum())
+    epoch = count_epoch(sequences)
     percentiles = np.percentile(lengths, list(map(int, PERCENTILES)), method="nearest") if lengths else ()
     return Survey(
         documents=usable,
         tokens=sum(lengths),
         trained_tokens=trained,
         lengths=dict(zip(PERCENTILES, map(int, percentiles), strict=False)),
-        sequences=count,
-        used_tokens=used,
-        targets=targets,
+        sequences=epoch.sequences,
+        used_tokens=epoch.tokens,
+        targets=epoch.targets,
     )
 
 

@@ -94,12 +94,7 @@ def token_text(value: Any) -> str | None:
 
 
 def missing_tokens(tokenizer: Path, template: str | None) -> list[str]:
-    """The special tokens of a chat template that the tokenizer in a folder does not have.
-
-    Args:
-        tokenizer: the folder.
-        template: name of a built-in template; any other text, and None, has no tokens.
-    """
+    """The special tokens of a built-in chat template that a folder's tokenizer does not have; none for another text."""
     if not (tokens := BUILT_IN.get(template or "")):
         return []
     backend = Tokenizer(tokenizer).backend

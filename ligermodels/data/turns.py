@@ -155,13 +155,6 @@ class Turns:
         """The span of a run of parts, divided where the template ends the turn and starts another one.
 
         The other turn is left out if it is empty.
-
-        Args:
-            run: the parts.
-            start: start of the span.
-            end: end of the span.
-            mark: the last token of the span.
-            header: the header of a turn.
         """
         spans = list[Span]()
         for leaf, following in zip(run, [*run[1:], None], strict=True):

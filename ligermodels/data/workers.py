@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import IO, Any, cast
 
 from ligermodels.data.encoding import Content, Encoded, Encoder
+from ligermodels.data.rendering import end_process
 from ligermodels.errors import InputError, LigerModelsError
 
 MOST = 16
@@ -125,11 +126,7 @@ class Workers:
         if process is None:
             return None
         self._processes.discard(process)
-        process.kill()  # A process that has ended keeps its exit code.
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                cast(IO[bytes], pipe).close()
-        return process.wait()
+        return end_process(process)
 
 
 def _ask(process: subprocess.Popen[bytes], contents: Sequence[Content]) -> Any:

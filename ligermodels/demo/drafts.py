@@ -43,12 +43,7 @@ class StepSeconds(Callback):
 
 
 def settings_of(kind: str, s: DemoSettings) -> dict[str, Any]:
-    """The settings of a recipe that differ from its defaults, for heads of a small model.
-
-    Args:
-        kind: a name of KINDS.
-        s: sizes of the demo.
-    """
+    """The settings of a recipe that differ from its defaults, for heads of a small model."""
     if kind == "medusa":
         return {"num_heads": s.num_heads, "learning_rate": s.head_learning_rate}
     if kind == "eagle":

@@ -238,8 +238,7 @@ class Decoding:
     def steps(self, *, streamed: bool) -> Generator[int, None, None]:
         """Decode. After each step, yield the number of new tokens of the sequences that are not finished.
 
-        Args:
-            streamed: the caller reads `tokens` between steps, so none may run ahead.
+        `streamed`: the caller reads `tokens` between steps, so none may run ahead.
         """
         prompt_lengths = self.prompts.mask.sum(dim=1).tolist()
         with evaluating(self.model):

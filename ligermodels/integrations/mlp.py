@@ -122,11 +122,7 @@ class HFDenseMoE(OnModules, DenseMoE):
         return cast(Tensor, y + self.experts_post_norm(self.experts(self.experts_norm(x), routed_by=x)))
 
     def experts(self, x: Tensor, routed_by: Tensor) -> Tensor:  # type: ignore[override]
-        """The mixture of experts.
-
-        Args:
-            x: (..., H).
-            routed_by: the router's input, of the same shape.
+        """The mixture of experts of x (..., H); the input of its router, `routed_by`, has the same shape.
 
         Returns:
             (..., H).

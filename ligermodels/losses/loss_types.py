@@ -31,22 +31,6 @@ def logistic(margin: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
-def _sigmoid(p: Pairs) -> Tensor:
-    return logistic(p.beta * p.score_margin, p.label_smoothing)
-
-
-def _sigmoid_norm(p: Pairs) -> Tensor:
-    return logistic(p.beta * p.average_score_margin, p.label_smoothing)
-
-
-def _hinge(p: Pairs) -> Tensor:
-    return torch.relu(1 - p.beta * p.score_margin)
-
-
-def _ipo(p: Pairs) -> Tensor:
-    return (p.average_score_margin - 1 / (2 * p.beta)).square()
-
-
 def _robust(p: Pairs) -> Tensor:
     margin, flipped = p.beta * p.score_margin, p.label_smoothing
     return (flipped * F.logsigmoid(-margin) - (1 - flipped) * F.logsigmoid(margin)) / (1 - 2 * flipped)
@@ -63,38 +47,10 @@ def _nca_pair(p: Pairs) -> Tensor:
     return -F.logsigmoid(chosen) - (F.logsigmoid(-chosen) + F.logsigmoid(-rejected)) / 2
 
 
-def _bco_pair(p: Pairs) -> Tensor:
-    return -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)
-
-
-def _sppo_hard(p: Pairs) -> Tensor:
-    return (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square()
-
-
-def _aot(p: Pairs) -> Tensor:
-    return logistic(p.beta * (p.policy_margin.sort().values - p.reference_margin.sort().values), p.label_smoothing)
-
-
-def _aot_unpaired(p: Pairs) -> Tensor:
-    return logistic(p.beta * (p.chosen.sort().values - p.rejected.sort().values), p.label_smoothing)
-
-
-def _apo_zero(p: Pairs) -> Tensor:
-    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
-
-
-def _apo_down(p: Pairs) -> Tensor:
-    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))
-
-
 def _discopop(p: Pairs) -> Tensor:
     margin = p.beta * p.score_margin
     share = torch.sigmoid(margin / p.discopop_tau)
     return (1 - share) * -F.logsigmoid(margin) + share * torch.exp((-margin).clamp(max=MAX_EXPONENT))
-
-
-def _sft(p: Pairs) -> Tensor:
-    return p.nll
 
 
 class LossType(NamedTuple):
@@ -104,21 +60,30 @@ class LossType(NamedTuple):
 
 LABELS, DIVERGENCE = ("label_smoothing",), ("f_divergence_type",)
 LOSS_TYPES = {
-    "sigmoid": LossType(_sigmoid, LABELS + DIVERGENCE),
-    "sigmoid_norm": LossType(_sigmoid_norm, LABELS + DIVERGENCE),
-    "hinge": LossType(_hinge, DIVERGENCE),
-    "ipo": LossType(_ipo, DIVERGENCE),
+    "sigmoid": LossType(lambda p: logistic(p.beta * p.score_margin, p.label_smoothing), LABELS + DIVERGENCE),
+    "sigmoid_norm": LossType(
+        lambda p: logistic(p.beta * p.average_score_margin, p.label_smoothing), LABELS + DIVERGENCE
+    ),
+    "hinge": LossType(lambda p: torch.relu(1 - p.beta * p.score_margin), DIVERGENCE),
+    "ipo": LossType(lambda p: (p.average_score_margin - 1 / (2 * p.beta)).square(), DIVERGENCE),
     "robust": LossType(_robust, LABELS + DIVERGENCE),
     "exo_pair": LossType(_exo_pair, LABELS + DIVERGENCE),
     "nca_pair": LossType(_nca_pair),
-    "bco_pair": LossType(_bco_pair),
-    "sppo_hard": LossType(_sppo_hard),
-    "aot": LossType(_aot, LABELS),
-    "aot_unpaired": LossType(_aot_unpaired, LABELS),
-    "apo_zero": LossType(_apo_zero),
-    "apo_down": LossType(_apo_down),
+    "bco_pair": LossType(lambda p: -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)),
+    "sppo_hard": LossType(lambda p: (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square()),
+    "aot": LossType(
+        lambda p: logistic(
+            p.beta * (p.policy_margin.sort().values - p.reference_margin.sort().values), p.label_smoothing
+        ),
+        LABELS,
+    ),
+    "aot_unpaired": LossType(
+        lambda p: logistic(p.beta * (p.chosen.sort().values - p.rejected.sort().values), p.label_smoothing), LABELS
+    ),
+    "apo_zero": LossType(lambda p: torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)),
+    "apo_down": LossType(lambda p: torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))),
     "discopop": LossType(_discopop, ("discopop_tau", *DIVERGENCE)),
-    "sft": LossType(_sft),
+    "sft": LossType(lambda p: p.nll),
 }
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 

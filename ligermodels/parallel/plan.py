@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -65,17 +65,11 @@ class ParallelPlan(BaseModel):
     )
     compile: Literal["none", "blocks"] = Field("none", description="Parts that torch.compile compiles.")
 
-    if TYPE_CHECKING:  # the constructor that type checkers derive would require all settings
-
-        def __init__(self, **settings: Any) -> None: ...
-
-    else:
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise ConfigError("; ".join(map(validation_message, error.errors()))) from None
+    def __init__(self, **settings: Any) -> None:  # without it, type checkers derive one that requires all settings
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(validation_message, error.errors()))) from None
 
     @field_validator("shard")
     @classmethod

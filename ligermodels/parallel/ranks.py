@@ -142,6 +142,20 @@ _MESHES: WeakKeyDictionary[Any, dict[Any, Meshes]] = WeakKeyDictionary()
 """Meshes by the process group of all ranks, and by plan and device."""
 
 
+def gloo_group() -> Any:
+    """A gloo group of all ranks beside the default group, for collectives in another thread: the same one in every
+    call. None for a single process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if dist.group.WORLD not in _GLOO:
+        _GLOO[dist.group.WORLD] = dist.new_group(backend="gloo")
+    return _GLOO[dist.group.WORLD]
+
+
+_GLOO: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Gloo groups of `gloo_group` by the process group of all ranks."""
+
+
 class Parallelism(NamedTuple):
     """The plan and the meshes of a model that has been spread."""
 

@@ -10,14 +10,14 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -30,6 +30,7 @@ from ligermodels.convert.saving import written_whole
 from ligermodels.convert.shards import is_dtensor, sharded_like
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.layers.sharding import reshard
+from ligermodels.parallel.ranks import gloo_group
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
@@ -52,11 +53,13 @@ class Checkpoints:
     in a folder that all ranks see; any number of ranks can load a checkpoint.
     """
 
+    _last: ClassVar[Future[None] | None] = None
+    """The last checkpoint that any instance began to write."""
+
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
         self._folder, self._keep = Path(folder), keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        self._group: Ranks | None = None
         self._damaged: set[int] = set()
         self.kept: set[int] = set()
         """Steps of checkpoints that are kept beside the newest ones."""
@@ -67,11 +70,8 @@ class Checkpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        """All ranks, in a process group of their own: the writing thread must not disturb training's collectives."""
-        if self._group is None:
-            several = dist.is_initialized() and dist.get_world_size() > 1
-            self._group = Ranks.of_group(dist.new_group(backend="gloo")) if several else Ranks()
-        return self._group
+        """All ranks, in another process group: the writing thread must not disturb training's collectives."""
+        return Ranks.of_group(gloo_group())
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending."""
@@ -133,11 +133,14 @@ class Checkpoints:
         self.wait()
         reshard(model)
         ranks = self._ranks
+        if ranks.together and Checkpoints._last is not None:  # the process group is that of other instances too
+            futures.wait([Checkpoints._last])
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model, optimizer)}
         tensors |= {name: get() for name, (get, _) in _random_states(ranks).items()}
         about = {**run, "step": step, "parameter_groups": optimizer.state_dict()["param_groups"]}
         text = json.dumps(about, indent=1)
         self._pending = self._writer.submit(self._write, ranks, step, tensors, text, {*self.kept})
+        Checkpoints._last = self._pending
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Raises CheckpointError when it could not be written."""

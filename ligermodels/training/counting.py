@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from torch import nn
 
 from ligermodels.data.documents import Documents
 from ligermodels.data.orders import DocumentOrder, Indices
-from ligermodels.data.packing import counted
+from ligermodels.data.survey import Epoch, count_epoch
 from ligermodels.errors import InputError
 from ligermodels.layers.quantized import quantized_weights
 from ligermodels.training.console import Console
-from ligermodels.training.inputs import packed
+from ligermodels.training.inputs import epoch_of
 from ligermodels.training.recipe import TrainingRecipe
-
-
-class Count(NamedTuple):
-    """Number of documents in an epoch, of packed sequences, and of tokens in them."""
-
-    documents: int
-    sequences: int
-    tokens: int
 
 
 def num_documents(indices: Indices | DocumentOrder) -> int | None:
@@ -38,7 +29,7 @@ def count_steps(
     training: Indices | DocumentOrder,
     validation: Indices,
     console: Console,
-) -> tuple[int, dict[str, Count]]:
+) -> tuple[int, dict[str, Epoch]]:
     """Steps of the recipe, and counts of the splits that were read, "training" and "validation". The validation split
     is read in any case, so that errors in it show now.
 
@@ -52,35 +43,21 @@ def count_steps(
     Raises:
         InputError: there is nothing to learn in a split, or more unusable lines than allowed.
     """
-    counts = dict[str, Count]()
+    counts = dict[str, Epoch]()
     with console.progress("reading text") as update:
         try:
             if len(validation):
-                counts["validation"] = _count(recipe, documents, validation, None, update)
+                counts["validation"] = count_epoch(epoch_of(recipe, documents, validation, shuffled=False), update)
         except InputError as error:
             raise InputError(f"in the validation split: {error}") from None
         if recipe.steps:
             return recipe.steps, counts
-        counts["training"] = epoch = _count(recipe, documents, training, recipe.seed, update)
+        counts["training"] = epoch = count_epoch(epoch_of(recipe, documents, training), update)
     return max(1, math.ceil(recipe.epochs * epoch.sequences * recipe.row_tokens / recipe.batch_tokens)), counts
 
 
-def _count(
-    recipe: TrainingRecipe,
-    documents: Documents,
-    indices: Indices | DocumentOrder,
-    seed: int | None,
-    update: Callable[..., None],
-) -> Count:
-    """Number of documents, sequences and tokens in an epoch."""
-    batches, sequences, tokens = packed(recipe, documents, indices, batch_size=1, seed=seed, epochs=1), 0, 0
-    for sequences, batch in enumerate(counted(batches, update), start=1):  # noqa: B007 - the number of the last one
-        tokens += batch["labels"].numel()
-    return Count(batches.documents_read, sequences, tokens)
-
-
 def data_messages(
-    recipe: TrainingRecipe, steps: int, num_training: int | None, num_validation: int, counts: Mapping[str, Count]
+    recipe: TrainingRecipe, steps: int, num_training: int | None, num_validation: int, counts: Mapping[str, Epoch]
 ) -> Iterator[str]:
     """Lines about the training and the validation split.
 

@@ -17,7 +17,7 @@ from ligermodels.speculative.eagle3_formats import read_config
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.draft_recipe import FLAGS, EagleRecipe
 from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
-from ligermodels.training.inputs import packed
+from ligermodels.training.inputs import epoch_of
 from ligermodels.training.job import Job, RunOptions, quantize_base
 from ligermodels.training.run import run_job
 from ligermodels.training.run_plan import RunPlan
@@ -100,7 +100,7 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
     documents = plan.training
     if recipe.streaming:
         documents = First(cast(DocumentOrder, documents), recipe.shuffle_buffer_size)
-    batches = packed(recipe, plan.documents, documents, batch_size=1, seed=recipe.seed, epochs=1)
+    batches = epoch_of(recipe, plan.documents, documents)
     with console.progress("counting tokens") as update:
         counts = token_counts((batch["labels"] for batch in counted(batches, update)), before.vocab_size)
     vocabulary = DraftVocabulary.of_counts(counts, len(before))

@@ -212,7 +212,13 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        """Update one parameter, and count its step unless a CUDA graph is recorded."""
+        """Update one parameter, and count its step unless a CUDA graph is recorded.
+
+        Args:
+            parameter: the parameter, with its gradient.
+            group: the options of its group.
+            index: its index among all parameters, from 0.
+        """
         state, seeds = self.state[parameter], self.rounding_seeds(index)
         parts = local_tensor(parameter), local_tensor(parameter.grad)
         averages = average_of(state, "exp_avg"), average_of(state, "exp_avg_sq")

@@ -51,12 +51,7 @@ class HeadsEvaluation:
 
 def config_without_weights(name: str, model: CausalLM) -> dict[str, Any] | None:
     """config.json of a head on the hub, for a plan on the meta device: its weights are not fetched. None if the head's
-    tensors are to be read: it is in a folder, or the model is on another device.
-
-    Args:
-        name: folder or hub id of the head.
-        model: the base model.
-    """
+    tensors are to be read: it is in a folder, or the model is on another device."""
     if model.device.type != "meta" or Path(name).expanduser().is_dir():
         return None
     return read_json(hub.resolve(name, weights=False) / CONFIG)

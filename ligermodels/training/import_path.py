@@ -12,10 +12,7 @@ from ligermodels.errors import ConfigError
 
 def imported(path: str, setting: str) -> Any:
     """The object at an import path such as "package.module:Class". Modules in the current folder are found too.
-
-    Args:
-        path: the import path.
-        setting: name of the setting that holds it, for messages.
+    Messages name the `setting` that holds the path.
 
     Raises:
         ConfigError: another form, a module that cannot be imported, or no such name in it.

@@ -118,8 +118,28 @@ def packed(
     return source.batches(documents, indices, seq_len=recipe.row_tokens, **options)
 
 
+def epoch_of(
+    recipe: TrainingRecipe, documents: Documents, indices: Indices | DocumentOrder, *, shuffled: bool = True
+) -> PackedBatches:
+    """An epoch of documents packed by a recipe, one sequence per batch, to be counted.
+
+    Args:
+        recipe: the settings.
+        documents: the documents.
+        indices: the documents to use.
+        shuffled: whether they come in the order of the recipe's seed.
+    """
+    return packed(recipe, documents, indices, batch_size=1, seed=recipe.seed if shuffled else None, epochs=1)
+
+
 def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixture) -> str:
-    """A message with the documents of each source in an epoch."""
+    """A message with the documents of each source in an epoch.
+
+    Args:
+        recipe: the settings; `data` names the sources.
+        documents: the documents of all sources.
+        mixture: the training documents, drawn by weight.
+    """
     shares = zip(recipe.data, mixture.shares(documents.corpus), strict=True)
     parts = (f"{name} {s.documents:,} of {s.available:,} documents, {s.bytes:.0%} of the bytes" for name, s in shares)
     return f"data_weights: an epoch has of {'; of '.join(parts)}"

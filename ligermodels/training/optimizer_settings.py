@@ -81,12 +81,7 @@ class OptimizerSettings(BaseModel):
         return self
 
     def check_optimizer(self, accumulation_steps: int, *, is_sharded: bool) -> None:
-        """Raise ConfigError if the optimizer does not support another setting.
-
-        Args:
-            accumulation_steps: micro-batches per optimizer step.
-            is_sharded: whether there are several ranks.
-        """
+        """Raise ConfigError if the optimizer does not support several micro-batches per step, or several ranks."""
         check_optimizer(self.optimizer, in_backward=self.optimizer_in_bwd, is_sharded=is_sharded)
         if not self.optimizer_in_bwd:
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.encoding import Tokens
-from ligermodels.data.packing import counted
-from ligermodels.data.survey import Span, spans
+from ligermodels.data.survey import Epoch, Span, count_epoch, spans, trained_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.models.attention_summary import attention_summary
@@ -34,7 +33,7 @@ from ligermodels.training.eagle import eagle_job
 from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
-from ligermodels.training.inputs import packed
+from ligermodels.training.inputs import epoch_of
 from ligermodels.training.job import Job, prepare_model, quantize_base
 from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
@@ -55,21 +54,6 @@ JOBS: dict[str, tuple[Any, Any]] = {
     "dspark": (block_job, quantize_base),
 }
 """Kind of recipe -> its job, and how it changes the base model."""
-
-
-class Epoch(NamedTuple):
-    """Counts of an epoch of the training split.
-
-    documents: documents, unusable ones included.
-    sequences: packed sequences.
-    tokens: tokens in these sequences.
-    targets: tokens that are trained on.
-    """
-
-    documents: int
-    sequences: int
-    tokens: int
-    targets: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +131,10 @@ def dry_run(
         recipe, micro_batches = plan.recipe, plan.micro_batches
         model, job = _on_meta(plan, attention)
         optimizer = optimizer_of(recipe, job)
-        epoch = _count_epoch(plan, console)
+        epoch = plan.counts.get("training")
+        if epoch is None:
+            with console.progress("counting tokens") as update:
+                epoch = count_epoch(epoch_of(recipe, plan.documents, plan.training), update)
         batches = plan.training_batches()
         parts = list(islice(batches, micro_batches[1]))
         batches.close()
@@ -192,26 +179,8 @@ def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:
     return model, job
 
 
-def _count_epoch(plan: RunPlan, console: Console) -> Epoch:
-    recipe, sequences, tokens, targets = plan.recipe, 0, 0, 0
-    batches = packed(recipe, plan.documents, plan.training, batch_size=1, seed=recipe.seed, epochs=1)
-    with console.progress("counting tokens") as update:
-        for batch in counted(batches, update):
-            sequences += 1
-            tokens += batch["labels"].numel()
-            targets += int(_trained(batch).sum())
-    return Epoch(batches.documents_read, sequences, tokens, targets)
-
-
-def _trained(batch: Batch) -> torch.Tensor:
-    """Whether each token of a batch in one row is predicted and counts in the loss, bool (n,)."""
-    trained = batch["labels"][0] != IGNORE_INDEX
-    trained[batch["cu_seqlens"][:-1].long()] = False  # nothing predicts the first token of a document
-    return trained
-
-
 def _documents(batch: Batch, tokenizer: Tokenizer) -> Iterator[list[Span]]:
-    labels = torch.where(_trained(batch), batch["labels"][0], IGNORE_INDEX).tolist()
+    labels = torch.where(trained_tokens(batch), batch["labels"][0], IGNORE_INDEX).tolist()
     ids = batch["input_ids"][0].tolist()
     for start, end in pairwise(batch["cu_seqlens"].tolist()):
         yield spans(Tokens(ids[start:end], labels[start:end]), tokenizer)

@@ -19,6 +19,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import Documents
 from ligermodels.data.orders import DocumentOrder, Indices, Mixture
 from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
+from ligermodels.data.survey import Epoch
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.extra_heads import require_command
 from ligermodels.parallel.ranks import data_share, is_sharded
@@ -26,7 +27,7 @@ from ligermodels.speculative.hub import config_of_heads
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
-from ligermodels.training.counting import Count, count_steps, data_messages, num_documents
+from ligermodels.training.counting import count_steps, data_messages, num_documents
 from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
@@ -60,6 +61,7 @@ class RunPlan:
     checkpoint: the content of its run.json; empty for a new run.
     keeps_learning_rates: whether all steps up to the checkpoint had the learning rates of this plan.
     folder: folder of the run.
+    counts: "training" and "validation" -> counts of an epoch of the splits that were read.
     """
 
     recipe: TrainingRecipe
@@ -74,6 +76,7 @@ class RunPlan:
     checkpoint: dict[str, Any]
     keeps_learning_rates: bool
     folder: Path
+    counts: dict[str, Epoch]
 
     @property
     def resumes(self) -> bool:
@@ -183,7 +186,7 @@ def plan_run(
     if isinstance(training, Mixture):
         console.say(mixture_summary(recipe, documents, training))
     start_tokenising(recipe, documents, console)
-    counts = dict[str, Count]()
+    counts = dict[str, Epoch]()
     if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
         steps = checkpoint["steps"]
     else:
@@ -200,7 +203,7 @@ def plan_run(
     warmup = min(warmup, steps)
     is_same = check_schedule(recipe, steps, warmup, start, checkpoint)
     return RunPlan(
-        recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out
+        recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out, counts
     )
 
 

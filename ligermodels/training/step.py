@@ -154,11 +154,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients, 0 without any.
-
-    Args:
-        norms: norm of each gradient, (). Norms of sharded gradients are DTensors, also of several meshes.
-    """
+    """The norm of all gradients, from the norm () of each; 0 without any. Norms of sharded gradients are DTensors, also
+    of several meshes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for norm in norms:
         by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)

@@ -64,7 +64,6 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         if self._writer is None:  # the folder of a new run is emptied before
             from torch.utils.tensorboard import SummaryWriter
 
@@ -73,7 +72,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker`."""
         if self._writer is not None:
             self._writer.close()
 
@@ -89,11 +87,9 @@ class Trackio:
             self._run = trackio.init(**names, config=run.settings, resume="allow" if run.start else "never")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         self._run.log(dict(values), step=step)
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker`."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -120,11 +116,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         self._run.log({**values, "step": step})
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker`."""
         self._run.finish(exit_code=int(failed))
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -61,6 +62,7 @@ def models(name: str, dtype: torch.dtype) -> tuple[lm.CausalLM, lm.CausalLM]:
 
 
 def steps_of_one_process(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
+    groups = set[int]()
     for kind in KINDS:
         spread, plain = models(name, torch.bfloat16)
         optimizers = optimizer_of(kind, spread), optimizer_of(kind, plain)
@@ -69,15 +71,20 @@ def steps_of_one_process(rank: int, folder: Path, mesh: DeviceMesh, name: str) -
             step(plain, optimizers[1], seed)
         check_same(spread, plain, optimizers)
         # A checkpoint of the shards is resumed by shards, and (in the test) by one process.
-        checkpoints = Checkpoints(folder / kind)
-        checkpoints.save(2, spread, optimizers[0], {})
+        checkpoints, others = Checkpoints(folder / kind), Checkpoints(folder / f"{kind} again")
+        for each in (checkpoints, others):  # while the first is written
+            each.save(2, spread, optimizers[0], {})
         checkpoints.wait()
+        others.wait()
+        assert others.steps() == [2]
+        groups.add(len(dist.distributed_c10d._world.pg_map))
         again, _ = models(name, torch.bfloat16)
         resumed = optimizer_of(kind, again)
         checkpoints.load(2, again, resumed)
         step(again, resumed, 2)
         step(plain, optimizers[1], 2)
         check_same(again, plain, (resumed, optimizers[1]))
+    assert len(groups) == 1, "each Checkpoints made process groups of its own"
     with pytest.raises(InputError, match="Muon gathers sharded parameters"):
         optimizer_of("muon", spread).step_in_backward()
 

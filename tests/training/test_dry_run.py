@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.convert import hub
-from ligermodels.data.survey import Span
+from ligermodels.data.survey import Epoch, Span
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
@@ -30,7 +30,7 @@ from ligermodels.training import (
     TrainingRecipe,
     fine_tune,
 )
-from ligermodels.training.preview import Epoch, _eager_reason, _on_meta, dry_run
+from ligermodels.training.preview import _eager_reason, _on_meta, dry_run
 from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.run_state import optimizer_of
 
