@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
+from ligermodels.archs.fields import name_of
+from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale

@@ -37,6 +37,12 @@ def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, An
     return rest if alias is None else {**rest, name: alias}
 
 
+def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
+    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
+    renamed(config, name, other)
+    return other if config.get(name) is None and config.get(other) is not None else name
+
+
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 """Fields that `Fields.rope` reads."""
 

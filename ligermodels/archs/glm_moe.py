@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import renamed
+from ligermodels.archs.fields import name_of
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -35,12 +35,6 @@ GLM4_MOE = {
 ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
 """Field -> name that transformers 5 may write instead, by its `attribute_map`."""
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
-
-
-def name_of(config: Config, name: str, other: str) -> str:
-    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
-    renamed(config, name, other)
-    return other if config.get(name) is None and config.get(other) is not None else name
 
 
 def glm4_moe(config: Config) -> DecoderConfig:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from zoo_multimodal import multimodal
+from zoo_newer import NEWER
 from zoo_oracles import auto_class as auto_class
 from zoo_oracles import gradients_of as gradients_of
 from zoo_oracles import make_checkpoint as make_checkpoint
@@ -238,6 +239,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "full_attention_interval": 2,
     },
+    **NEWER,
 }
 
 
