@@ -175,6 +175,16 @@ class Fields:
             raise self._fail(name, f"a list of num_hidden_layers = {count} times 0 or 1")
         return [bool(flag) for flag in flags]
 
+    def per_layer(self, name: str, otherwise: Callable[[int], float]) -> list[float]:
+        """The list of numbers from 0 on, one per layer, in field `name`; without it, `otherwise` (layer number)."""
+        count = self.size("num_hidden_layers")
+        if self._raw(name) is None:
+            return [otherwise(layer) for layer in range(count)]
+        values = self.numbers(name, count, reason=", one per layer")
+        if min(values) < 0:
+            raise self._fail(name, "a list of numbers from 0 on")
+        return list(values)
+
     def layers(self, name: str) -> frozenset[int]:
         """The layer numbers, counted from 0, in field `name`; empty if it is missing or null."""
         layers = self._get(name, [])

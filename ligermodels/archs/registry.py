@@ -21,6 +21,7 @@ from ligermodels.archs import (
     mistral3,
     mistral4,
     mixtral,
+    muse,
     olmo,
     phi,
     qwen,
@@ -36,7 +37,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3,
+    mistral4, mistral3, muse,
 )  # fmt: skip
 
 for _module in MODULES:

@@ -48,6 +48,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern sliding_window_size
         attention_window_size window_size attention_chunk_size global_attn_every_n_layers layers_block_type
         block_types attn_type_list full_attention_interval
+        layer_rope_theta post_norm_eps
         query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_sink attention_sinks
         use_bidirectional_attention clip_qkv multi_query new_decoder_architecture num_kv_shared_layers
         rope_local_base_freq rope_interleaved use_mrope mrope_section mrope_interleaved no_rope_layers
@@ -74,6 +75,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         _names("""
+        qk_scale_factor output_multiplier
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp

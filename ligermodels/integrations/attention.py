@@ -36,7 +36,9 @@ class HFAttention(OnModules, Attention):
         config, gate = self.config, None
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         q, k, v = self._projections(x)
-        if config.output_gate:
+        if config.output_gate and "attention.gate" in native_of(self.source).names:
+            gate = part(self.source, "attention.gate")(x)
+        elif config.output_gate:
             q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
         q, k, v = self._normalised(q, k, v)
         if config.stored_as_pairs and config.rope is not None:
@@ -64,6 +66,8 @@ class HFAttention(OnModules, Attention):
         config, norm = self.config, self.config.qk_norm
 
         def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            if norm is not None and not norm.has_weight:
+                return ops.rms_norm(q, None, norm.norm.eps), ops.rms_norm(k, None, norm.norm.eps)
             return part(self.source, "attention.q_norm")(q), part(self.source, "attention.k_norm")(k)
 
         if norm is not None and norm.over == "projection":

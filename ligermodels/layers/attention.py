@@ -155,7 +155,7 @@ class SplitQKV(nn.Module):
         self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
-        if qk_norm is not None:
+        if qk_norm is not None and qk_norm.has_weight:
             whole = qk_norm.over == "projection"
             self.q_norm = nn.Parameter(torch.empty(head_dim * (num_heads if whole else 1)))
             self.k_norm = nn.Parameter(torch.empty(head_dim * (num_kv_heads if whole else 1)))
@@ -182,6 +182,8 @@ class SplitQKV(nn.Module):
         """
         kv_heads = self._num_kv_heads(qkv)
         norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
+        if self.qk_norm is not None and not self.qk_norm.has_weight:
+            norms = (qkv.new_ones(self.head_dim),) * 2
         if cache is not None and cache_seqlens is not None:
             return self._cached(qkv, tables, cache, cache_seqlens, *norms)
         if self.values is not None:

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-
-# In transformers it counts as a model of images and text alone; some releases register no class of their own.
-AutoModelForCausalLM._model_mapping._extra_content[Mistral4Config] = Mistral4ForCausalLM
+import zoo_classes  # noqa: F401 - registers classes of its own
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
