@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.experts import expert_layouts, grouped_router
+from ligermodels.archs.experts import expert_layouts, grouped_router, shared_and_routed
 from ligermodels.archs.fields import name_of
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
+from ligermodels.layers import LatentAttentionConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -96,19 +96,12 @@ def latent_decoder(
     )
     fixed(fields, "qk_head_dim", mixer.key_dim, KEY_DIM)
     mixer = replace(mixer, softmax_scale=_softmax_scale(fields, mixer.key_dim))
-    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if is_dense(layer):
-            return gated
-        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
-
     mtp = name_of(fields.config, "num_nextn_predict_layers", ATTRIBUTE_MAP["num_nextn_predict_layers"])
     return decoder(
         fields.replaced(head_dim=rotated),
         attention=lambda layer, common: {"rope": rope},
         mixer=lambda layer, common: mixer,
-        mlp=mlp,
+        mlp=shared_and_routed(fields, router, is_dense),
         num_mtp_layers=fields.size(mtp, 0, zero=True),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from ligermodels.archs.compose import STACKED_EXPERTS, Fields, gate_activation
@@ -28,6 +29,17 @@ def expert_layouts(
     """
     layouts = [{}, {**STACKED_EXPERTS, **(stacked or {})}, {**TRANSPOSED_EXPERTS, **(stacked or {})}]
     return [{"names": {**(names or {}), **layout}} for layout in layouts]
+
+
+def published_layouts(published: Mapping[str, str], own: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The layouts of a family whose published checkpoints have other names than the modules of transformers.
+
+    Args:
+        published: part -> name in published checkpoints. With one tensor for all experts too.
+        own: part -> name of the module in transformers.
+    """
+    usual, *stacked = expert_layouts(published, stacked=published)
+    return [usual, *expert_layouts(own)[1:], *stacked]
 
 
 def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
@@ -56,6 +68,30 @@ def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[i
     step, dense = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers")
     sparse = mixture(fields, shared_size)
     return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
+
+
+def shared_and_routed(
+    fields: Fields,
+    router: RouterConfig,
+    is_dense: Callable[[int], bool] = lambda layer: False,
+    shared: str = "n_shared_experts",
+) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
+    """The argument `mlp` of `compose.decoder` for mixtures with shared experts, which are one layer without a gate.
+
+    Args:
+        fields: the config.
+        router: router of all mixtures.
+        is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
+        shared: name of the field with the number of shared experts.
+    """
+    size, count = fields.size("moe_intermediate_size"), fields.size(shared)
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if is_dense(layer):
+            return gated
+        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=count * size), aux_loss=False)
+
+    return mlp
 
 
 def grouped_router(

@@ -15,6 +15,7 @@ from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
+DENSE, SPARSE = "dense", "sparse"
 
 MOST = {"num_hidden_layers": 1024, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
 MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}

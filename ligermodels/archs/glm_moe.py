@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.experts import expert_layouts, grouped_router
+from ligermodels.archs.experts import expert_layouts, grouped_router, shared_and_routed
 from ligermodels.archs.fields import name_of
-from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE = {
@@ -48,17 +46,10 @@ def glm4_moe(config: Config) -> DecoderConfig:
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
     own = {"bias": bias, "qk_norm": norm if fields.flag("use_qk_norm", False) else None}
     router, dense = grouped_router(fields, experts), fields.size("first_k_dense_replace", zero=True)
-    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if layer < dense:
-            return gated
-        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
-
     return decoder(
         fields,
         attention=lambda layer, common: own,
-        mlp=mlp,
+        mlp=shared_and_routed(fields, router, lambda layer: layer < dense),
         partial_rotary=True,
         num_mtp_layers=fields.size(mtp, zero=True),
     )

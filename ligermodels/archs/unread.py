@@ -30,7 +30,7 @@ HARMLESS = frozenset(
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
-    unsloth_fixed unsloth_version mlx_version init_std ep_size seq_aux aux_loss_alpha
+    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
@@ -58,6 +58,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
+        num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
+        moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type

@@ -247,6 +247,7 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
+NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
 ONLY_NATIVE = set(LATENT)
 """Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 

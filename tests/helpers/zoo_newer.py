@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE
+from zoo_parts import BASE, EXPERTS
 
 NEWER: dict[str, dict[str, Any]] = {
     "muse_glimmer_text": {
@@ -24,6 +24,58 @@ NEWER: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [1e4, 0, 1e4],
         "qk_scale_factor": 1.7,
         "tie_word_embeddings": True,
+    },
+    "exaone_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "exaone_moe",
+        "sliding_window": 9,
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "solar_open": {  # With the fields of published checkpoints.
+        **BASE,
+        **EXPERTS,
+        "model_type": "solar_open",
+        "num_hidden_layers": 2,
+        "n_routed_experts": 7,
+        "first_k_dense_replace": 0,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.7,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
+    },
+    "hy_v3": {  # With the fields of published checkpoints.
+        **BASE,
+        **EXPERTS,
+        "model_type": "hy_v3",
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "router_scaling_factor": 2.8,
+        "qk_norm": True,
+        "route_norm": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "afmoe": {  # With the fields of published checkpoints.
+        **BASE,
+        **EXPERTS,
+        "model_type": "afmoe",
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "mup_enabled": True,
+        "route_scale": 1.9,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "n_group": 1,
     },
     "internlm3": {  # With the fields of published checkpoints.
         **BASE,

@@ -93,6 +93,15 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
 
 
+def renamed(name: str) -> str:
+    """The name that transformers has for a tensor of a published checkpoint; only Hy3's differ from the oracle's."""
+    parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
+    parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
+    for published, own in parts.items():
+        name = name.replace(published, own)
+    return name
+
+
 def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Its parameters, and the buffers that checkpoints hold."""
     buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
@@ -106,6 +115,7 @@ def stored_as(
     tensor."""
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
     per_expert = (".experts.", "block_sparse_moe")
+    tensors = {name if name in own else renamed(name): t for name, t in tensors.items()}
     found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
     for name, parameter in own.items():
         if name in found:

@@ -28,6 +28,10 @@ FAMILIES = [
     "deepseek_v3",
     "mistral4-groups",
     "gemma4_text-experts",
+    "exaone_moe",
+    "solar_open",
+    "hy_v3",
+    "afmoe",
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -109,7 +113,8 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
     scores = logits.softmax(-1).gather(1, experts) if name == "mistral4-groups" else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
         scores = scores / scores.sum(-1, keepdim=True)
-    return scores * CONFIGS[name].get("routed_scaling_factor", 1.0)
+    scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+    return scores * next((CONFIGS[name][scale] for scale in scales if scale in CONFIGS[name]), 1.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
