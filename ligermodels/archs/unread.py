@@ -58,6 +58,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
+        moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
         num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
         moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length

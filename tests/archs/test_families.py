@@ -250,7 +250,7 @@ def test_experts_in_one_tensor(name: str, how: str, tmp_path: Path) -> None:
     assert all(torch.equal(written[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "minimax_m2"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "minimax_m2", "ernie4_5_moe"])
 def test_load_balancing_loss_counts_where_the_config_says_so(name: str, tmp_path: Path) -> None:
     config = {**CONFIGS[name], "output_router_logits": True, "router_aux_loss_coef": 0.3}
     oracle = make_checkpoint(tmp_path / "model", config)

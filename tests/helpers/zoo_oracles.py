@@ -64,7 +64,7 @@ def randomize(oracle: PreTrainedModel) -> None:
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
+    if {"num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"} & {*oracle.config.get_text_config().to_dict()}:
         oracle.set_experts_implementation("eager")
     return as_configured(oracle, oracle.config).eval()
 

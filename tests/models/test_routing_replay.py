@@ -32,6 +32,7 @@ FAMILIES = [
     "solar_open",
     "hy_v3",
     "afmoe",
+    "ernie4_5_moe",
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -110,7 +111,7 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
         return logits.softmax(-1).gather(1, experts)
     if name == "gemma4_text-experts":
         return chosen.softmax(-1) * layer.router.expert_scales[experts]
-    scores = logits.softmax(-1).gather(1, experts) if name == "mistral4-groups" else chosen.sigmoid()
+    scores = logits.softmax(-1).gather(1, experts) if name in ("mistral4-groups", "ernie4_5_moe") else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
         scores = scores / scores.sum(-1, keepdim=True)
     scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
