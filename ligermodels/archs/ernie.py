@@ -7,7 +7,6 @@ from dataclasses import replace
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import published_layouts
 from ligermodels.archs.fields import name_of
-from ligermodels.errors import ConfigError
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
 
 DEFAULTS = {
@@ -53,9 +52,6 @@ ERNIE4_5_MOE = {
     "moe_norm_min": 1e-12,
     "router_aux_loss_coef": 0.001,
 }
-MOST_NORM_MIN = 1e-9
-"""Largest `moe_norm_min`: the sum of a token's weights is divided by at least that. It is added here, which is the same
-for sums far above it."""
 EXPERTS, PER_TOKEN = ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")
 """Field -> its name in transformers' `attribute_map`."""
 
@@ -72,12 +68,10 @@ def ernie4_5_moe(config: Config) -> DecoderConfig:
     fields = Fields(config, ERNIE4_5_MOE)
     fields.ignore(EXPERTS[1], PER_TOKEN[1])
     bias, layers = fields.flag("use_bias", False), fields.size("num_hidden_layers")
-    if (least := fields.number("moe_norm_min", negative=False)) > MOST_NORM_MIN:
-        raise ConfigError(f"{fields.where}: moe_norm_min must be at most {MOST_NORM_MIN}, got {least}")
     router = RouterConfig(
         *fields.experts(name_of(config, *EXPERTS), name_of(config, *PER_TOKEN)),
         selection_bias=True,
-        eps=least,
+        min_sum=fields.number("moe_norm_min", negative=False),
         float32_logits=True,
     )
     size, shared = fields.size("moe_intermediate_size"), fields.size("moe_num_shared_experts", zero=True)

@@ -37,6 +37,7 @@ class RouterConfig:
             highest scores.
         normalize: whether the weights of a token's experts are divided by their sum plus `eps`.
         eps: see `normalize`.
+        min_sum: the sum of `normalize` counts as at least this number (ERNIE 4.5).
         scale: factor of the weights, after normalisation.
         float32_logits: whether logits are computed in float32 in models of any dtype, also under autocast.
         bias: whether logits have a bias. Normalised softmax scores equal the softmax over the logits of the chosen
@@ -57,6 +58,7 @@ class RouterConfig:
     top_k_groups: int = 1
     normalize: bool = True
     eps: float = 0.0
+    min_sum: float = 0.0
     scale: float = 1.0
     float32_logits: bool = False
     bias: bool = False
@@ -67,7 +69,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "num_experts", "top_k", "num_groups", "top_k_groups")
         check_choice(self, "scores", ("softmax", "sigmoid"))
-        check_numbers(self, "eps")
+        check_numbers(self, "eps", "min_sum")
         if self.num_experts % self.num_groups:
             raise ConfigError(f"num_groups: {self.num_groups} does not divide num_experts {self.num_experts}")
         if not 1 <= self.top_k_groups <= self.num_groups:
@@ -175,7 +177,8 @@ class Router(nn.Module):
             experts = torch.where(given_experts == NOT_ROUTED, experts, given_experts)
         weights = scores.gather(1, experts)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
+            total = weights.sum(-1, keepdim=True) + config.eps
+            weights = weights / (total.clamp(min=config.min_sum) if config.min_sum else total)
         weights = weights if config.scale == 1.0 else weights * config.scale
         return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
 

@@ -98,6 +98,7 @@ NEWER: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 2,
         "moe_layer_end_index": 3,
         "moe_layer_interval": 2,
+        "moe_norm_min": 0.9,
         "use_bias": True,
     },
     "internlm3": {  # With the fields of published checkpoints.
