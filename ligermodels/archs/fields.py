@@ -181,7 +181,7 @@ class Fields:
         count = self.size("num_hidden_layers")
         if self._raw(name) is None:
             return [otherwise(layer) for layer in range(count)]
-        values = self.numbers(name, count, reason=", one per layer")
+        values = self.numbers(name, count, reason=", one for each of num_hidden_layers")
         if min(values) < 0:
             raise self._fail(name, "a list of numbers from 0 on")
         return list(values)
