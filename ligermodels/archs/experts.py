@@ -94,6 +94,31 @@ def shared_and_routed(
     return mlp
 
 
+def check_groups(fields: Fields, experts: str, count: int, chosen: int, groups: int, best: int, least: int = 2) -> None:
+    """ConfigError, naming the fields, unless a token's experts can be chosen from its best groups.
+
+    Args:
+        fields: the config.
+        experts: name of the field with the number of experts.
+        count: its value.
+        chosen: num_experts_per_tok.
+        groups: n_group.
+        best: topk_group.
+        least: the least number of experts in a group.
+    """
+    if count % groups:
+        raise ConfigError(f"{fields.where}: n_group {groups} does not divide {experts} {count}")
+    if best > groups:
+        raise ConfigError(f"{fields.where}: topk_group {best} is above n_group {groups}")
+    if best < groups and count // groups < least:
+        raise ConfigError(f"{fields.where}: n_group {groups} leaves one of {experts} {count} in a group; it needs two")
+    if chosen > (reached := best * (count // groups)):
+        raise ConfigError(
+            f"{fields.where}: num_experts_per_tok {chosen} is above {reached}, the experts in topk_group {best} of "
+            f"n_group {groups} groups of {experts} {count}"
+        )
+
+
 def grouped_router(
     fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
 ) -> RouterConfig:
@@ -112,17 +137,7 @@ def grouped_router(
         fields.choices("topk_method", "noaux_tc", default="noaux_tc")
     count, chosen = fields.experts(experts)
     groups, best = fields.size("n_group"), fields.size("topk_group")
-    if count % groups:
-        raise ConfigError(f"{fields.where}: n_group {groups} does not divide {experts} {count}")
-    if best > groups:
-        raise ConfigError(f"{fields.where}: topk_group {best} is above n_group {groups}")
-    if best < groups == count:
-        raise ConfigError(f"{fields.where}: n_group {groups} leaves one of {experts} {count} in a group; it needs two")
-    if chosen > (reached := best * (count // groups)):
-        raise ConfigError(
-            f"{fields.where}: num_experts_per_tok {chosen} is above {reached}, the experts in topk_group {best} of "
-            f"n_group {groups} groups of {experts} {count}"
-        )
+    check_groups(fields, experts, count, chosen, groups, best)
     return RouterConfig(
         count,
         chosen,

@@ -47,7 +47,7 @@ def muse_glimmer_text(config: Config) -> DecoderConfig:
     own: dict[str, Any] = {
         "output_gate": True,
         "qk_norm": QKNormConfig(NormConfig(eps, casting_mode="gemma"), has_weight=False),
-        "softmax_scale": fields.number("qk_scale_factor") * head_dim**-0.5,
+        "softmax_scale": fields.number("qk_scale_factor", positive=True) * head_dim**-0.5,
     }
     return decoder(
         fields,

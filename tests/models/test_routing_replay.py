@@ -25,6 +25,7 @@ FAMILIES = [
     "glm4_moe_lite",
     "minimax_m2",
     "mellum",
+    "deepseek_v2",
     "deepseek_v3",
     "mistral4-groups",
     "gemma4_text-experts",
@@ -111,7 +112,8 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
         return logits.softmax(-1).gather(1, experts)
     if name == "gemma4_text-experts":
         return chosen.softmax(-1) * layer.router.expert_scales[experts]
-    scores = logits.softmax(-1).gather(1, experts) if name in ("mistral4-groups", "ernie4_5_moe") else chosen.sigmoid()
+    of_all = name in ("mistral4-groups", "ernie4_5_moe", "deepseek_v2")
+    scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
         scores = scores / scores.sum(-1, keepdim=True)
     scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
