@@ -176,6 +176,15 @@ class Fields:
             raise self._fail(name, f"a list of num_hidden_layers = {count} times 0 or 1")
         return [bool(flag) for flag in flags]
 
+    def same(self, name: str, default: int) -> int:
+        """The whole number above 0 in field `name`, or the only one in its list of one number for each layer."""
+        value, count = self._raw(name), self.size("num_hidden_layers")
+        if not isinstance(value, list):
+            return self.size(name, default)
+        if len(value) != count or any(number != value[0] for number in value):
+            raise self._fail(name, f"a number, or a list of num_hidden_layers = {count} equal numbers")
+        return Fields({name: value[0]}, where=self.where).size(name)
+
     def per_layer(self, name: str, otherwise: Callable[[int], float]) -> list[float]:
         """The list of numbers from 0 on, one per layer, in field `name`; without it, `otherwise` (layer number)."""
         count = self.size("num_hidden_layers")

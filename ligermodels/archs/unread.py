@@ -22,7 +22,8 @@ HARMLESS = frozenset(
     experts_implementation use_flash_attn use_flash_attention flash_attention gradient_checkpointing
     return_dict output_attentions output_hidden_states output_scores tie_last_hidden_states chunk_size_feed_forward
     pretraining_tp tie_encoder_decoder is_decoder finetuning_task id2label label2id num_labels problem_type prefix
-    tokenizer_class tokenizer_model_max_length tokenizer_padding_side model_max_length max_sequence_length max_seq_len
+    eod_token_id tokenizer_class tokenizer_model_max_length tokenizer_padding_side model_max_length
+    max_sequence_length max_seq_len
     max_seq_length seq_length classifier_dropout summary_type is_llama_config license tags base_model_name_or_path
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
     bos_token eos_token pad_token bad_words_ids begin_suppress_tokens suppress_tokens forced_bos_token_id
@@ -59,6 +60,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
+        use_cla num_shared_expert attention_head_dim
         num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
         moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length

@@ -20,7 +20,7 @@ from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.modules import Native, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import AttentionConfig, RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import warn_of_other_family
 
@@ -97,7 +97,8 @@ def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
     thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
     by_length = any(threshold.switch is not None or threshold.moving is not None for threshold in thresholds)
-    by_length |= any(getattr(block.mixer, "query_scaling", None) is not None for block in config.blocks)
+    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
+    by_length |= any(mixer.query_scaling or (mixer.qk_norm and mixer.qk_norm.after_rope) for mixer in mixers)
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
         config = replace(config, embed_scale=None)
     decoder = HFDecoder(backbone, config, rotary)

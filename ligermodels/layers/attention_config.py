@@ -25,11 +25,13 @@ from ligermodels.layers.sharding import split_evenly
 class QKNormConfig:
     """RMSNorm of queries and keys before they are rotated: of each head, or of the whole projection (OLMo 2).
 
-    Without `has_weight` the scale is one, and nothing is stored (Muse Glimmer)."""
+    Without `has_weight` the scale is one, and nothing is stored (Muse Glimmer). With `after_rope` the heads are rotated
+    first (HunYuan)."""
 
     norm: NormConfig
     over: Literal["head", "projection"] = "head"
     has_weight: bool = True
+    after_rope: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self, "over", ("head", "projection"))
@@ -37,6 +39,8 @@ class QKNormConfig:
             raise ConfigError(f"norm: of queries and keys must be of kind 'rms', got {self.norm.kind!r}")
         if not self.has_weight and (self.over != "head" or self.norm.offset):
             raise ConfigError("has_weight: without a weight the norm must be over the head, and have no offset")
+        if self.after_rope and (self.over != "head" or not self.has_weight):
+            raise ConfigError("after_rope: must be a norm over the head, with a weight")
 
 
 @dataclass(frozen=True)

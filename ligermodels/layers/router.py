@@ -80,9 +80,7 @@ class RouterConfig:
         size = self.num_experts // self.num_groups
         if self.num_groups > self.top_k_groups and size < self.scores_per_group:
             least = self.scores_per_group
-            raise ConfigError(
-                f"num_groups: groups must have {least} experts or more, but {self.num_groups} have {size}"
-            )
+            raise ConfigError(f"num_groups: groups need {least} experts or more, but {self.num_groups} have {size}")
         if not 1 <= self.top_k <= self.top_k_groups * size:
             raise ConfigError(
                 f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "

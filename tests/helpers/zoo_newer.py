@@ -114,6 +114,22 @@ NEWER: dict[str, dict[str, Any]] = {
         "rope_theta": 5e4,
         "layer_rope_theta": [0, 1e4, 5e4, 0, 3e5],
     },
+    "hunyuan_v1_dense": {  # With the rope of published checkpoints.
+        **BASE,
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 10,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0},
+        "tie_word_embeddings": True,
+    },
+    "hunyuan_v1_moe": {
+        **BASE,
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 10,
+        "num_experts": 5,
+        "moe_topk": [2, 2, 2],
+        "rope_theta": 1e4,
+    },
     "internlm3": {  # With the fields of published checkpoints.
         **BASE,
         "model_type": "internlm3",

@@ -33,6 +33,7 @@ FAMILIES = [
     "solar_open",
     "hy_v3",
     "afmoe",
+    "hunyuan_v1_moe",
     "ernie4_5_moe",
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
@@ -106,7 +107,8 @@ def test_own_routing_given_back_changes_no_bit(name: str) -> None:
 def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> Tensor:
     """The weights (N, k) of given experts, as each family's paper or model card has them."""
     chosen = logits.gather(1, experts)
-    if name in ("mixtral", "qwen3_moe-normalised", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "mellum"):
+    over_chosen = ("mixtral", "qwen3_moe-normalised", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "mellum")
+    if name in (*over_chosen, "hunyuan_v1_moe"):
         return chosen.softmax(-1)
     if name in ("qwen2_moe", "qwen3_moe"):
         return logits.softmax(-1).gather(1, experts)
