@@ -63,6 +63,11 @@ def rename(target: str, source: str) -> WeightMapping:
     return WeightMapping(target, (TensorView(source, _whole),))
 
 
+def row(target: str, source: str) -> WeightMapping:
+    """`source` (1, n) is the only row of a matrix, `target` (n,) that row."""
+    return WeightMapping(target, (TensorView(source, partial(torch.unsqueeze, dim=0)),))
+
+
 def concat(target: str, sources: Sequence[str], sizes: Sequence[int], dim: int = 0) -> WeightMapping:
     """`target` is the concatenation of `sources` along `dim`.
 

@@ -93,7 +93,7 @@ def targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[WeightMap]
     """
     expert_names = names_of_experts(model, layouts)
     found = linear_layers(model, weight_map)
-    return {path: target for path, target, sources in found if expert_names.isdisjoint(map(leaf, sources))}
+    return {path: target for path, target, _ in found if leaf(path) not in expert_names}
 
 
 def linear_layers(model: CausalLM, weight_map: WeightMap) -> Iterator[tuple[str, Target, list[str]]]:

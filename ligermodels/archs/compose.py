@@ -44,6 +44,7 @@ def decoder(
     default_theta: float | Mapping[str, Any] = 10_000.0,
     partial_rotary: bool = False,
     norm: NormConfig | None = None,
+    final_norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
     mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
     feed_forward: Callable[[int], LayerConfig] | None = None,
@@ -61,6 +62,7 @@ def decoder(
         default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
         partial_rotary: whether the family can rotate a part of each head only.
         norm: config of the norms; by default Llama's RMSNorm with `rms_norm_eps`.
+        final_norm: config of the final norm, if it differs from `norm`.
         attention: function (layer number, common AttentionConfig) -> fields in which this layer differs.
         mlp: function (layer number, common MLPConfig) -> config of this layer's feed-forward layer.
         feed_forward: function (layer number) -> config of this layer's feed-forward layer, for families without gated
@@ -94,7 +96,7 @@ def decoder(
             BlockConfig(mixer(layer, replace(common, **differences[layer])), feed_forward(layer), norm, **(block or {}))
             for layer in range(layers)
         ),
-        norm=norm,
+        norm=final_norm or norm,
         head=HeadConfig(tied=fields.flag("tie_word_embeddings", False), **(head or {})),
         # A negative id counts from the end, as in torch. Published configs also have ids beyond the vocabulary.
         padding_idx=None if pad is None or not -vocab_size <= pad < vocab_size else pad % vocab_size,

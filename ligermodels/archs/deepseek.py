@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention; mixtures of experts with a shared expert in all layers except the first few."""
+"""DeepSeek-V2, V3 and R1: latent attention; mixtures of experts with shared experts except in the first few layers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
+from ligermodels.archs.experts import check_groups, expert_layouts, grouped_router, shared_and_routed
+from ligermodels.archs.fields import name_of
+from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LatentAttentionConfig, MLPConfig, MoEConfig, RopeConfig, RouterConfig, yarn_mscale
+from ligermodels.layers import LatentAttentionConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -43,6 +44,66 @@ DEEPSEEK_V3 = {
 KEY_DIM = "qk_nope_head_dim + qk_rope_head_dim"
 
 
+DEEPSEEK_V2 = {
+    **DEEPSEEK_V3,
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": None,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+}
+GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+def deepseek_v2(config: Config) -> DecoderConfig:
+    """The composed config of a `DeepseekV2Config` dict."""
+    fields = Fields(config, DEEPSEEK_V2)
+    rotated, context = rotated_dim(fields), fields.size("max_position_embeddings")
+    fixed(fields, "head_dim", rotated, "qk_rope_head_dim")
+    fields.choices("moe_layer_freq", 1, default=1)
+    fields.choices("scoring_func", "softmax", default="softmax")
+    fields.choices("rope_interleave", True, default=True)
+    # transformers does not read it, other programs do.
+    fields.choices("norm_topk_prob", False, default=False)
+    fields.ignore("num_local_experts", "num_experts")
+    groups, best = 1, 1
+    if fields.choices("topk_method", GREEDY, IN_GROUPS, default=GREEDY) == IN_GROUPS:
+        groups, best = fields.size("n_group"), fields.size("topk_group")
+    fields.ignore("n_group", "topk_group")
+    count, chosen = fields.experts(name_of(config, "n_routed_experts", "num_experts"))
+    check_groups(fields, "n_routed_experts", count, chosen, groups, best, least=1)
+    router = RouterConfig(
+        count,
+        chosen,
+        num_groups=groups,
+        top_k_groups=best,
+        scores_per_group=1,
+        normalize=False,
+        scale=fields.number("routed_scaling_factor"),
+        float32_logits=True,
+    )
+    dense = fields.size("first_k_dense_replace", zero=True)
+    return latent_decoder(
+        fields,
+        rope=fields.rope(rotated, context),
+        router=router,
+        is_dense=lambda layer: layer < dense,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
 def deepseek_v3(config: Config) -> DecoderConfig:
     """The composed config of a `DeepseekV3Config` dict; without its MTP layers."""
     fields = Fields(config, DEEPSEEK_V3)
@@ -65,6 +126,7 @@ def latent_decoder(
     router: RouterConfig,
     is_dense: Callable[[int], bool],
     query_scaling: QueryScaling | None = None,
+    mlp_bias: bool = False,
 ) -> DecoderConfig:
     """The decoder of DeepSeek-V3 and of families with the same layers.
 
@@ -74,6 +136,7 @@ def latent_decoder(
         router: router of all mixtures.
         is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
         query_scaling: scaling of queries by position, or None.
+        mlp_bias: whether feed-forward projections have biases.
 
     Raises:
         ConfigError: a field is missing, bad or not implemented; the message names it.
@@ -95,19 +158,13 @@ def latent_decoder(
     )
     fixed(fields, "qk_head_dim", mixer.key_dim, KEY_DIM)
     mixer = replace(mixer, softmax_scale=_softmax_scale(fields, mixer.key_dim))
-    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if is_dense(layer):
-            return gated
-        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
-
     mtp = name_of(fields.config, "num_nextn_predict_layers", ATTRIBUTE_MAP["num_nextn_predict_layers"])
     return decoder(
         fields.replaced(head_dim=rotated),
         attention=lambda layer, common: {"rope": rope},
         mixer=lambda layer, common: mixer,
-        mlp=mlp,
+        mlp_bias=mlp_bias,
+        mlp=shared_and_routed(fields, router, is_dense),
         num_mtp_layers=fields.size(mtp, 0, zero=True),
     )
 
@@ -146,6 +203,7 @@ def _softmax_scale(fields: Fields, key_dim: int) -> float | None:
 
 
 FAMILIES = (
+    Family("deepseek_v2", deepseek_v2, expert_layouts(NAMES), attribute_map={"n_routed_experts": "num_experts"}),
     Family(
         "deepseek_v3",
         deepseek_v3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from ligermodels.archs.compose import STACKED_EXPERTS, Fields, gate_activation
@@ -28,6 +29,17 @@ def expert_layouts(
     """
     layouts = [{}, {**STACKED_EXPERTS, **(stacked or {})}, {**TRANSPOSED_EXPERTS, **(stacked or {})}]
     return [{"names": {**(names or {}), **layout}} for layout in layouts]
+
+
+def published_layouts(published: Mapping[str, str], own: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The layouts of a family whose published checkpoints have other names than the modules of transformers.
+
+    Args:
+        published: part -> name in published checkpoints. With one tensor for all experts too.
+        own: part -> name of the module in transformers.
+    """
+    usual, *stacked = expert_layouts(published, stacked=published)
+    return [usual, *expert_layouts(own)[1:], *stacked]
 
 
 def mixture(fields: Fields, shared_size: int | None = None) -> MoEConfig:
@@ -58,6 +70,55 @@ def sparse_layers(fields: Fields, shared_size: int | None = None) -> Callable[[i
     return lambda layer, gated: gated if layer in dense or (layer + 1) % step else sparse
 
 
+def shared_and_routed(
+    fields: Fields,
+    router: RouterConfig,
+    is_dense: Callable[[int], bool] = lambda layer: False,
+    shared: str = "n_shared_experts",
+) -> Callable[[int, MLPConfig], MLPConfig | MoEConfig]:
+    """The argument `mlp` of `compose.decoder` for mixtures with shared experts, which are one layer without a gate.
+
+    Args:
+        fields: the config.
+        router: router of all mixtures.
+        is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
+        shared: name of the field with the number of shared experts.
+    """
+    size, count = fields.size("moe_intermediate_size"), fields.size(shared)
+
+    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
+        if is_dense(layer):
+            return gated
+        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=count * size), aux_loss=False)
+
+    return mlp
+
+
+def check_groups(fields: Fields, experts: str, count: int, chosen: int, groups: int, best: int, least: int = 2) -> None:
+    """ConfigError, naming the fields, unless a token's experts can be chosen from its best groups.
+
+    Args:
+        fields: the config.
+        experts: name of the field with the number of experts.
+        count: its value.
+        chosen: num_experts_per_tok.
+        groups: n_group.
+        best: topk_group.
+        least: the least number of experts in a group.
+    """
+    if count % groups:
+        raise ConfigError(f"{fields.where}: n_group {groups} does not divide {experts} {count}")
+    if best > groups:
+        raise ConfigError(f"{fields.where}: topk_group {best} is above n_group {groups}")
+    if best < groups and count // groups < least:
+        raise ConfigError(f"{fields.where}: n_group {groups} leaves one of {experts} {count} in a group; it needs two")
+    if chosen > (reached := best * (count // groups)):
+        raise ConfigError(
+            f"{fields.where}: num_experts_per_tok {chosen} is above {reached}, the experts in topk_group {best} of "
+            f"n_group {groups} groups of {experts} {count}"
+        )
+
+
 def grouped_router(
     fields: Fields, experts: str = "n_routed_experts", scores: Literal["softmax", "sigmoid"] = "sigmoid"
 ) -> RouterConfig:
@@ -76,17 +137,7 @@ def grouped_router(
         fields.choices("topk_method", "noaux_tc", default="noaux_tc")
     count, chosen = fields.experts(experts)
     groups, best = fields.size("n_group"), fields.size("topk_group")
-    if count % groups:
-        raise ConfigError(f"{fields.where}: n_group {groups} does not divide {experts} {count}")
-    if best > groups:
-        raise ConfigError(f"{fields.where}: topk_group {best} is above n_group {groups}")
-    if best < groups == count:
-        raise ConfigError(f"{fields.where}: n_group {groups} leaves one of {experts} {count} in a group; it needs two")
-    if chosen > (reached := best * (count // groups)):
-        raise ConfigError(
-            f"{fields.where}: num_experts_per_tok {chosen} is above {reached}, the experts in topk_group {best} of "
-            f"n_group {groups} groups of {experts} {count}"
-        )
+    check_groups(fields, experts, count, chosen, groups, best)
     return RouterConfig(
         count,
         chosen,

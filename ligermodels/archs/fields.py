@@ -15,6 +15,7 @@ from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
+DENSE, SPARSE = "dense", "sparse"
 
 MOST = {"num_hidden_layers": 1024, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
 MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}
@@ -35,6 +36,12 @@ def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, An
         raise ConfigError(f"config.json: {name} = {short(value)} contradicts {other} = {short(alias)}; remove one")
     rest = {key: entry for key, entry in config.items() if key != other}
     return rest if alias is None else {**rest, name: alias}
+
+
+def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
+    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
+    renamed(config, name, other)
+    return other if config.get(name) is None and config.get(other) is not None else name
 
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
@@ -168,6 +175,25 @@ class Fields:
         if not is_list_of(flags, lambda flag: flag in (0, 1)) or len(flags) != count:
             raise self._fail(name, f"a list of num_hidden_layers = {count} times 0 or 1")
         return [bool(flag) for flag in flags]
+
+    def same(self, name: str, default: int) -> int:
+        """The whole number above 0 in field `name`, or the only one in its list of one number for each layer."""
+        value, count = self._raw(name), self.size("num_hidden_layers")
+        if not isinstance(value, list):
+            return self.size(name, default)
+        if len(value) != count or any(number != value[0] for number in value):
+            raise self._fail(name, f"a number, or a list of num_hidden_layers = {count} equal numbers")
+        return Fields({name: value[0]}, where=self.where).size(name)
+
+    def per_layer(self, name: str, otherwise: Callable[[int], float]) -> list[float]:
+        """The list of numbers from 0 on, one per layer, in field `name`; without it, `otherwise` (layer number)."""
+        count = self.size("num_hidden_layers")
+        if self._raw(name) is None:
+            return [otherwise(layer) for layer in range(count)]
+        values = self.numbers(name, count, reason=", one for each of num_hidden_layers")
+        if min(values) < 0:
+            raise self._fail(name, "a list of numbers from 0 on")
+        return list(values)
 
     def layers(self, name: str) -> frozenset[int]:
         """The layer numbers, counted from 0, in field `name`; empty if it is missing or null."""

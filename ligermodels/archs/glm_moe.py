@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import renamed
-from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig
+from ligermodels.archs.experts import expert_layouts, grouped_router, shared_and_routed
+from ligermodels.archs.fields import name_of
+from ligermodels.layers import NormConfig, QKNormConfig
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE = {
@@ -37,12 +35,6 @@ ATTRIBUTE_MAP = {"n_routed_experts": "num_local_experts", "num_nextn_predict_lay
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 
 
-def name_of(config: Config, name: str, other: str) -> str:
-    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
-    renamed(config, name, other)
-    return other if config.get(name) is None and config.get(other) is not None else name
-
-
 def glm4_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4MoeConfig` dict; without its MTP layers."""
     experts, mtp = (name_of(config, name, other) for name, other in ATTRIBUTE_MAP.items())
@@ -54,17 +46,10 @@ def glm4_moe(config: Config) -> DecoderConfig:
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
     own = {"bias": bias, "qk_norm": norm if fields.flag("use_qk_norm", False) else None}
     router, dense = grouped_router(fields, experts), fields.size("first_k_dense_replace", zero=True)
-    size, shared = fields.size("moe_intermediate_size"), fields.size("n_shared_experts")
-
-    def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
-        if layer < dense:
-            return gated
-        return MoEConfig(router, size, gated.activation, shared=replace(gated, size=shared * size), aux_loss=False)
-
     return decoder(
         fields,
         attention=lambda layer, common: own,
-        mlp=mlp,
+        mlp=shared_and_routed(fields, router, lambda layer: layer < dense),
         partial_rotary=True,
         num_mtp_layers=fields.size(mtp, zero=True),
     )

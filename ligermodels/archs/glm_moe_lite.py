@@ -5,8 +5,8 @@ from __future__ import annotations
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import latent_decoder, rotated_dim
 from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import renamed
-from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES, name_of
+from ligermodels.archs.fields import DENSE, SPARSE, name_of, renamed
+from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.errors import ConfigError
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -35,7 +35,6 @@ GLM4_MOE_LITE = {
     "rope_interleave": True,
     "num_nextn_predict_layers": 1,
 }
-DENSE, SPARSE = "dense", "sparse"
 
 
 def glm4_moe_lite(config: Config) -> DecoderConfig:

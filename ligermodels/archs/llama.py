@@ -1,8 +1,10 @@
-"""Llama 2, 3, 3.1, 3.2 (text) and 3.3."""
+"""Llama 2, 3, 3.1, 3.2 (text) and 3.3; and models with the layers of Llama: InternLM 3 and IQuest-Coder."""
 
 from __future__ import annotations
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.archs.fields import name_of
+from ligermodels.errors import ConfigError
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -14,15 +16,66 @@ DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+INTERNLM3 = {
+    **DEFAULTS,
+    "vocab_size": 128512,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 2,
+}
+INTERNLM3_FIELDS = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+"""Field of published InternLM 3 configs -> Llama's name, which transformers 5 writes."""
+IQUESTCODER = {
+    **DEFAULTS,
+    "vocab_size": 76800,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def decoder_config(config: Config) -> DecoderConfig:
     """The composed config of a `LlamaConfig` dict."""
-    fields = Fields(config, DEFAULTS)
-    bias = fields.flag("attention_bias", False)
+    return _llama(Fields(config, DEFAULTS))
+
+
+def _llama(fields: Fields, attention_bias: str = "attention_bias", mlp_bias: str = "mlp_bias") -> DecoderConfig:
+    """Llama's decoder; `attention_bias` and `mlp_bias` are the names of these fields."""
+    bias = fields.flag(attention_bias, False)
     return decoder(
-        fields, attention=lambda layer, common: {"bias": bias, "o_bias": bias}, mlp_bias=fields.flag("mlp_bias", False)
+        fields, attention=lambda layer, common: {"bias": bias, "o_bias": bias}, mlp_bias=fields.flag(mlp_bias, False)
     )
 
 
-FAMILIES = (Family("llama", decoder_config),)
+def internlm3(config: Config) -> DecoderConfig:
+    """The composed config of an `InternLM3Config` dict."""
+    bias, mlp_bias = (name_of(config, name, published) for published, name in INTERNLM3_FIELDS.items())
+    fields = Fields(config, INTERNLM3)
+    fields.ignore(*INTERNLM3_FIELDS, *INTERNLM3_FIELDS.values())
+    if fields.flag(bias, False) != fields.flag(mlp_bias, False):
+        raise ConfigError(
+            f"{fields.where}: {bias} and {mlp_bias} must be equal: readers disagree about the bias of the output "
+            "projection"
+        )
+    return _llama(fields, bias, mlp_bias)
+
+
+def iquestcoder(config: Config) -> DecoderConfig:
+    """The composed config of an `IQuestCoderConfig` dict."""
+    return _llama(Fields(config, IQUESTCODER))
+
+
+FAMILIES = (
+    Family("llama", decoder_config),
+    Family("internlm3", internlm3, attribute_map=INTERNLM3_FIELDS, architecture="LlamaForCausalLM"),
+    Family("iquestcoder", iquestcoder, architecture="LlamaForCausalLM"),
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import expert_layouts
-from ligermodels.archs.fields import FULL, SLIDING, renamed
+from ligermodels.archs.fields import DENSE, FULL, SLIDING, SPARSE, renamed
 from ligermodels.layers import MLPConfig, MoEConfig, NormConfig, QKNormConfig, RouterConfig
 
 DEFAULTS = {
@@ -30,7 +30,6 @@ DEFAULTS = {
 THETAS = {SLIDING: 1e4, FULL: 5e5}
 OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Fields of transformers 4, which has no Mellum; exports leave them out."""
-DENSE, SPARSE = "dense", "sparse"
 
 
 def mellum(config: Config) -> DecoderConfig:

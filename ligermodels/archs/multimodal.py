@@ -25,7 +25,7 @@ BESIDE_TEXT = (
     "multimodal_projector_bias", "spatial_merge_size", "boi_token_id", "eoi_token_id", "boa_token_id",
     "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image", "video_token_index", "audio_token_index",
     "audio_start_token_id", "audio_end_token_id", "user_token_id", "position_id_per_seconds", "seconds_per_chunk",
-    "ignore_index",
+    "ignore_index", "out_hidden_size", "projector_hidden_size",
 )  # fmt: skip
 """Other fields of a multimodal config, about images, video and sound."""
 BESIDE_THINKER = (

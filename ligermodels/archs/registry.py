@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ligermodels.archs import (
+    afmoe,
     arcee,
     deepseek,
     ernie,
@@ -14,6 +15,7 @@ from ligermodels.archs import (
     glm_moe_lite,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     mellum,
     minimax,
@@ -21,6 +23,7 @@ from ligermodels.archs import (
     mistral3,
     mistral4,
     mixtral,
+    muse,
     olmo,
     phi,
     qwen,
@@ -30,13 +33,14 @@ from ligermodels.archs import (
     qwen_vl,
     seed_oss,
     smollm,
+    solar,
 )
 from ligermodels.models.families import register
 
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3,
+    mistral4, mistral3, muse, afmoe, solar, hunyuan,
 )  # fmt: skip
 
 for _module in MODULES:

@@ -22,7 +22,8 @@ HARMLESS = frozenset(
     experts_implementation use_flash_attn use_flash_attention flash_attention gradient_checkpointing
     return_dict output_attentions output_hidden_states output_scores tie_last_hidden_states chunk_size_feed_forward
     pretraining_tp tie_encoder_decoder is_decoder finetuning_task id2label label2id num_labels problem_type prefix
-    tokenizer_class tokenizer_model_max_length tokenizer_padding_side model_max_length max_sequence_length max_seq_len
+    eod_token_id tokenizer_class tokenizer_model_max_length tokenizer_padding_side model_max_length
+    max_sequence_length max_seq_len
     max_seq_length seq_length classifier_dropout summary_type is_llama_config license tags base_model_name_or_path
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
     bos_token eos_token pad_token bad_words_ids begin_suppress_tokens suppress_tokens forced_bos_token_id
@@ -30,7 +31,7 @@ HARMLESS = frozenset(
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
-    unsloth_fixed unsloth_version mlx_version init_std ep_size seq_aux aux_loss_alpha
+    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
@@ -48,6 +49,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern sliding_window_size
         attention_window_size window_size attention_chunk_size global_attn_every_n_layers layers_block_type
         block_types attn_type_list full_attention_interval
+        layer_rope_theta post_norm_eps
         query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_sink attention_sinks
         use_bidirectional_attention clip_qkv multi_query new_decoder_architecture num_kv_shared_layers
         rope_local_base_freq rope_interleaved use_mrope mrope_section mrope_interleaved no_rope_layers
@@ -57,6 +59,10 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         num_experts num_local_experts num_experts_per_tok num_experts_per_token num_shared_experts moe_num_experts
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
+        moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
+        use_cla num_shared_expert attention_head_dim
+        num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
+        moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length
         first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func moe_topk enable_moe_block
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
@@ -74,6 +80,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         _names("""
+        qk_scale_factor output_multiplier
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp

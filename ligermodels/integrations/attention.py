@@ -36,9 +36,15 @@ class HFAttention(OnModules, Attention):
         config, gate = self.config, None
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         q, k, v = self._projections(x)
-        if config.output_gate:
+        if config.output_gate and "attention.gate" in native_of(self.source).names:
+            gate = part(self.source, "attention.gate")(x)
+        elif config.output_gate:
             q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
         q, k, v = self._normalised(q, k, v)
+        if config.qk_norm is not None and config.qk_norm.after_rope:
+            cos, sin = tables
+            q, k = (q, k) if cos is None or sin is None else ops.rope(q, k, cos, sin)
+            q, k, tables = *self._norms(q, k), (None, None)
         if config.stored_as_pairs and config.rope is not None:
             q, k = (pairs_to_halves(heads, config.rope.channels) for heads in (q, k))
         if state is not None and context.cache_seqlens is not None:
@@ -63,17 +69,21 @@ class HFAttention(OnModules, Attention):
         fewer heads."""
         config, norm = self.config, self.config.qk_norm
 
-        def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            return part(self.source, "attention.q_norm")(q), part(self.source, "attention.k_norm")(k)
-
         if norm is not None and norm.over == "projection":
-            q, k = normalised(q, k)
+            q, k = self._norms(q, k)
         q, k, v = (channels.unflatten(2, (-1, config.head_dim)) for channels in (q, k, v))
-        if norm is not None and norm.over == "head":
-            q, k = normalised(q, k)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            q, k = self._norms(q, k)
         if config.values is not None and config.values.norm_eps is not None:
             v = ops.rms_norm(v, None, config.values.norm_eps)
         return q, k, v
+
+    def _norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The norms of queries and keys."""
+        norm = self.config.qk_norm
+        if norm is not None and not norm.has_weight:
+            return ops.rms_norm(q, None, norm.norm.eps), ops.rms_norm(k, None, norm.norm.eps)
+        return part(self.source, "attention.q_norm")(q), part(self.source, "attention.k_norm")(k)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, state: LayerKV, cache_seqlens: Tensor) -> Tensor:
         """The rotated queries of a decoding pass; the new keys and values are written to the state."""

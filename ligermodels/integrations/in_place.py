@@ -20,7 +20,7 @@ from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.modules import Native, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import AttentionConfig, RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import warn_of_other_family
 
@@ -97,7 +97,8 @@ def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
     thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
     by_length = any(threshold.switch is not None or threshold.moving is not None for threshold in thresholds)
-    by_length |= any(getattr(block.mixer, "query_scaling", None) is not None for block in config.blocks)
+    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
+    by_length |= any(mixer.query_scaling or (mixer.qk_norm and mixer.qk_norm.after_rope) for mixer in mixers)
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
         config = replace(config, embed_scale=None)
     decoder = HFDecoder(backbone, config, rotary)
@@ -141,7 +142,8 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     layouts = [each for each in family.layouts if _is_at(hf.get_decoder(), hf, each.get("prefix", "model"))]
     if not layouts or not hasattr(hf, "lm_head"):
         raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM, or a multimodal model around one")
-    layout = layouts[0]
+    # Modules of transformers 5 have the names of the first layout with one tensor for all experts, if there is one.
+    layout = next((each for each in layouts if "experts.gate_up" in each.get("names", {})), layouts[0])
     prefix = layout.get("prefix", "model")
     if family.text is not None and "." not in prefix:
         raise InputError(f"nativize: of {type(hf).__name__} the language model cannot compute natively by itself")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -52,7 +52,7 @@ def _nativize_attention(
     layer: Callable[[nn.Module, Any], nn.Module] = HFAttention,
     norms: tuple[str, ...] = ("q_norm", "k_norm"),
 ) -> None:
-    if config.qk_norm is not None:
+    if config.qk_norm is not None and config.qk_norm.has_weight:
         for norm in norms:
             set_norm(module.get_submodule(names[f"attention.{norm}"]), config.qk_norm.norm)
     set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
@@ -148,8 +148,9 @@ def nativize_layer(layer: nn.Module, block: BlockConfig, hidden_size: int, names
     norms = _norm_paths(block, hidden_size, names)
     paths = {"mixer": _parent(parts[mixer.output]), "mlp": _parent(parts["mlp.down"])}
     paths |= {f"norm.{name}": path for name, path in norms.items()}
-    for path in norms.values():
-        set_norm(layer.get_submodule(path), block.norm)
+    for name, path in norms.items():
+        is_output = name.endswith("_post_norm") and block.output_norm is not None
+        set_norm(layer.get_submodule(path), cast(NormConfig, block.output_norm) if is_output else block.norm)
     mixer.nativize(layer.get_submodule(paths["mixer"]), config, _within(parts, paths["mixer"]))
     paths |= _MLPS[type(block.mlp)](layer, block.mlp, names)
     if block.after is not None:

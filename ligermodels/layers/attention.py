@@ -46,9 +46,8 @@ class Attention(Layer):
         self.config = config
         width = config.num_kv_heads * config._heads_of_group * config.head_dim
         self.qkv = Linear(hidden_size, width, bias=config.bias)
-        whole = config.qk_norm is not None and config.qk_norm.over == "projection"
-        split = ProjectionNormSplitQKV if whole else SplitQKV
-        self.split = split(config.num_heads, config.num_kv_heads, config.head_dim, config.qk_norm, config.values)
+        shape = config.num_heads, config.num_kv_heads, config.head_dim
+        self.split = _split_class(config.qk_norm)(*shape, config.qk_norm, config.values)
         self.o = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.init_weights()
@@ -155,7 +154,7 @@ class SplitQKV(nn.Module):
         self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
-        if qk_norm is not None:
+        if qk_norm is not None and qk_norm.has_weight:
             whole = qk_norm.over == "projection"
             self.q_norm = nn.Parameter(torch.empty(head_dim * (num_heads if whole else 1)))
             self.k_norm = nn.Parameter(torch.empty(head_dim * (num_kv_heads if whole else 1)))
@@ -182,6 +181,8 @@ class SplitQKV(nn.Module):
         """
         kv_heads = self._num_kv_heads(qkv)
         norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
+        if self.qk_norm is not None and not self.qk_norm.has_weight:
+            norms = (qkv.new_ones(self.head_dim),) * 2
         if cache is not None and cache_seqlens is not None:
             return self._cached(qkv, tables, cache, cache_seqlens, *norms)
         if self.values is not None:
@@ -228,6 +229,26 @@ class SplitQKV(nn.Module):
         return q, cache.keys, cache.values
 
 
+class LateNormSplitQKV(SplitQKV):
+    """The same with norms of heads after the rotation, `QKNormConfig.after_rope`, in kernels of their own."""
+
+    def forward(
+        self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `SplitQKV.forward`."""
+        shape = self._num_kv_heads(qkv), self.group_size, self.head_dim
+        q, k, v = ops.rope_qkv(self._with_values(qkv), *tables, *shape)
+        q, k = self._normalised(q, k)
+        if cache is None or cache_seqlens is None:
+            return q, k, v
+        return _in_cache(q, k, v, (None, None), cache, cache_seqlens)
+
+    def _normalised(self, *heads: Tensor) -> list[Tensor]:
+        """q and k, (B, T, heads, D), each head normalised."""
+        weights = [local(self, weight, partial=True) for weight in (self.q_norm, self.k_norm)]
+        return [ops.rms_norm(x, weight, **self.norm_options) for x, weight in zip(heads, weights, strict=True)]
+
+
 class ProjectionNormSplitQKV(SplitQKV):
     """The same with norms over all heads together, `QKNormConfig.over` "projection": before the rotation, and under
     tensor parallelism by the mean square over all ranks, each of which has its heads' part of the weights."""
@@ -244,9 +265,7 @@ class ProjectionNormSplitQKV(SplitQKV):
         if cache is None or cache_seqlens is None:
             cos, sin = tables
             return (q, k, v) if cos is None or sin is None else (*ops.rope(q, k, cos, sin), v)
-        heads = [each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)]
-        qkv = as_dtype(torch.cat(heads, dim=3).flatten(2), cache.keys.dtype)
-        return ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens), cache.keys, cache.values
+        return _in_cache(q, k, v, tables, cache, cache_seqlens)
 
     def _normalised(self, *heads: Tensor) -> list[Tensor]:
         """q and k, (B, T, heads, D), each normalised over all of its heads."""
@@ -265,6 +284,22 @@ class ProjectionNormSplitQKV(SplitQKV):
             parts = zip(rows, weights, squares, strict=True)
             found = [rms_norm_reference(x, weight, mean_square=each, **self.norm_options) for x, weight, each in parts]
         return [x.view_as(each) for x, each in zip(found, heads, strict=True)]
+
+
+def _split_class(qk_norm: QKNormConfig | None) -> type[SplitQKV]:
+    if qk_norm is not None and qk_norm.after_rope:
+        return LateNormSplitQKV
+    return ProjectionNormSplitQKV if qk_norm is not None and qk_norm.over == "projection" else SplitQKV
+
+
+def _in_cache(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, cache: LayerKV, cache_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys, and write keys and values to the cache: the queries, and all slots of the cache."""
+    heads = [each.unflatten(2, (k.shape[2], -1)) for each in (q, k, v)]
+    qkv = as_dtype(torch.cat(heads, dim=3).flatten(2), cache.keys.dtype)
+    shape = k.shape[2], q.shape[2] // k.shape[2], q.shape[3]
+    return ops.rope_qkv_cached(qkv, *tables, *shape, *cache, cache_seqlens), cache.keys, cache.values
 
 
 def _mean_square(x: Tensor) -> Tensor:

@@ -23,15 +23,24 @@ from ligermodels.layers.sharding import split_evenly
 
 @dataclass(frozen=True)
 class QKNormConfig:
-    """RMSNorm of queries and keys before they are rotated: of each head, or of the whole projection (OLMo 2)."""
+    """RMSNorm of queries and keys before they are rotated: of each head, or of the whole projection (OLMo 2).
+
+    Without `has_weight` the scale is one, and nothing is stored (Muse Glimmer). With `after_rope` the heads are rotated
+    first (HunYuan)."""
 
     norm: NormConfig
     over: Literal["head", "projection"] = "head"
+    has_weight: bool = True
+    after_rope: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self, "over", ("head", "projection"))
         if self.norm.kind != "rms":
             raise ConfigError(f"norm: of queries and keys must be of kind 'rms', got {self.norm.kind!r}")
+        if not self.has_weight and (self.over != "head" or self.norm.offset):
+            raise ConfigError("has_weight: without a weight the norm must be over the head, and have no offset")
+        if self.after_rope and (self.over != "head" or not self.has_weight):
+            raise ConfigError("after_rope: must be a norm over the head, with a weight")
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,11 @@ class AttentionConfig(LayerConfig):
     names an attention backend, which is no part of what makes two configs equal. With `stored_as_pairs`, checkpoints
     rotate neighbouring channels 2 i and 2 i + 1 of a head together (GLM, ERNIE): the weight map reorders them, and the
     computation is as ever. `query_scaling` multiplies rotated queries by a factor of their positions. With
-    `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next), which
-    checkpoints have within `q_proj`: of each head its rows of q, then those of its gate. With `sinks` each query head
-    has a learned logit, one more in the denominator of its softmax (gpt-oss). `values` says how values come from the
-    projection where they are not simply in it. With `shares_kv`, later layers can attend to the keys and values of
-    this one: see `SharedKVAttentionConfig`.
+    `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input. Checkpoints have it as a
+    tensor of its own if the family names an "attention.gate" (AFMoE); otherwise within `q_proj`, for each head its rows
+    of q, then its rows of the gate (Qwen3-Next). With `sinks` each query head has a learned logit, one more in the
+    denominator of its softmax (gpt-oss). `values` says how values come from the projection where they are not simply in
+    it. With `shares_kv`, later layers can attend to the keys and values of this one: see `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -146,8 +155,9 @@ class AttentionConfig(LayerConfig):
         for kind in ("weight", "bias") if self.bias else ("weight",):
             target = f"{native}.qkv.{kind}"
             if self.output_gate:
+                gate = there.get("attention.gate")
                 sources = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(rows(target, self._gated_rows(*sources)))
+                found.append(rows(target, self._gated_rows(*sources, gate and f"{gate}.{kind}")))
             elif "attention.qkv" in names:
                 found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
             else:
@@ -161,19 +171,20 @@ class AttentionConfig(LayerConfig):
 
     def _norm_mappings(self, native: str, there: Mapping[str, str], pairs: int) -> Iterator[WeightMapping]:
         """The norms of queries and keys, of one head or of all; `there` are the names of parts in the checkpoint."""
-        if self.qk_norm is None:
+        if self.qk_norm is None or not self.qk_norm.has_weight:
             return
         for norm, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
             source = f"{there[f'attention.{norm}']}.weight"
             count = count if self.qk_norm.over == "projection" else 1
             yield heads(f"{native}.split.{norm}", source, count, self.head_dim, pairs)
 
-    def _gated_rows(self, q: str, k: str, v: str) -> Iterator[tuple[str, int, int, int]]:
-        """For `rows`: within each key/value head its query heads, its key, its value, its query heads' gates."""
+    def _gated_rows(self, q: str, k: str, v: str, gate: str | None) -> Iterator[tuple[str, int, int, int]]:
+        """For `rows`: within each key/value head its query heads, its key, its value, its query heads' gates, which are
+        rows of the tensor `gate`, or of `q` if there is none."""
         dim, group, at = self.head_dim, self.group_size, 0
         for kv in range(self.num_kv_heads):
-            starts = [2 * (kv * group + head) * dim for head in range(group)]
-            gates = [(q, start + dim) for start in starts]
+            starts = [(kv * group + head) * dim * (1 if gate else 2) for head in range(group)]
+            gates = [(gate, start) if gate else (q, start + dim) for start in starts]
             for source, start in [*((q, start) for start in starts), (k, kv * dim), (v, kv * dim), *gates]:
                 yield source, start, at, dim
                 at += dim

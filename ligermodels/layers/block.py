@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.errors import ConfigError
 from ligermodels.layers.checkpointing import call_selective
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
@@ -28,6 +29,7 @@ class BlockConfig:
         norm: config of the norms.
         pre_norm: normalise the inputs of the two layers.
         post_norm: normalise their outputs (Gemma 2 has both norms, OLMo 2 only this one).
+        output_norm: config of the norms of outputs, if it differs from `norm` (Muse Glimmer).
         residual_scale: factor of each layer's output before it is added to the residual stream (Granite).
         after: config of a third layer, which maps the residual stream to the residual stream (Gemma 4).
         layer_scalar: multiply the block's result by a stored number, which is not trained (Gemma 4).
@@ -45,6 +47,7 @@ class BlockConfig:
     norm: NormConfig
     pre_norm: bool = True
     post_norm: bool = False
+    output_norm: NormConfig | None = None
     residual_scale: float = 1.0
     after: LayerConfig | None = None
     layer_scalar: bool = False
@@ -90,7 +93,11 @@ class BlockConfig:
 
     def build_norm_after(self, hidden_size: int) -> nn.Module | None:
         """The norm after a layer, or None."""
-        return self.norm.build_after(hidden_size) if self.post_norm else None
+        return (self.output_norm or self.norm).build_after(hidden_size) if self.post_norm else None
+
+    def __post_init__(self) -> None:
+        if self.output_norm is not None and (not self.post_norm or self.output_norm.bias != self.norm.bias):
+            raise ConfigError("output_norm: needs post_norm, and a bias exactly if norm has one")
 
     def _own_norm(self, part: str) -> bool:
         return part == "mlp" and self.mlp.normalizes

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, sum_over_ranks
 
 
@@ -20,15 +21,21 @@ class Embedding(nn.Embedding):
         hidden_size: channels.
         scale: factor of the embeddings, rounded to their dtype (Gemma: 55.4256 is 55.5 in bfloat16); None for 1.
         padding_idx: row that gets no gradient from the inputs, as in torch and transformers.
+        norm_eps: eps of an RMSNorm without weight of the embeddings (Muse Glimmer); None for no norm.
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, scale: float | None = None, padding_idx: int | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float | None = None,
+        padding_idx: int | None = None,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size, padding_idx)
-        self.scale = scale
+        self.scale, self.norm_eps = scale, norm_eps
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")
@@ -36,6 +43,7 @@ class Embedding(nn.Embedding):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids long (...) -> (..., H)."""
         x = self._of_shard(input_ids) if is_tensor_parallel(self) else super().forward(input_ids)
+        x = x if self.norm_eps is None else ops.rms_norm(x, None, self.norm_eps)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")
 
     def _of_shard(self, input_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ligermodels.convert.mappings import (
     experts_gate_up_in_one,
     experts_gate_up_transposed,
     rename,
+    row,
     stack,
     transposed,
 )
@@ -121,6 +122,7 @@ class MoEConfig(LayerConfig):
 
         A checkpoint has tensors for each expert, or one tensor for all experts: `names` contains "experts.gate_up",
         for transposed matrices "experts.gate_up_transposed", or if gate and up alternate "experts.gate_up_pairs".
+        It may have the selection bias as a matrix of one row: "experts.selection_bias_row".
 
         Args:
             hidden_size: channels of the layer's input.
@@ -130,18 +132,21 @@ class MoEConfig(LayerConfig):
         """
         names = {**self.NAMES, **names}
         sources = {part: f"{checkpoint}.{name}" for part, name in names.items()}
+        bias_is_row = "experts.selection_bias_row" in names
         parameters = [
             ("router.weight", "router", True),
             ("router.bias", "router_bias", self.router.bias),
             ("gate_up_bias", "gate_up_bias", self.bias),
             ("down_bias", "down_bias", self.bias),
-            ("router.selection_bias", "selection_bias", self.router.selection_bias),
+            ("router.selection_bias", "selection_bias", self.router.selection_bias and not bias_is_row),
             ("router.norm.weight", "router_norm", self.router.norm is not None),
             ("router.expert_scales", "scales", self.router.expert_scales),
         ]
         mappings = [
             rename(f"{native}.{name}", sources[f"experts.{part}"]) for name, part, exists in parameters if exists
         ]
+        if self.router.selection_bias and bias_is_row:
+            mappings.append(row(f"{native}.router.selection_bias", sources["experts.selection_bias_row"]))
         if self.shared is not None:
             parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
             mappings += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)

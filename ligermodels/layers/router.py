@@ -35,10 +35,11 @@ class RouterConfig:
         selection_bias: whether each expert has a bias that counts for the choice but not for the weight. It has no
             gradient, and stays at least float32 when the model is cast.
         num_groups: number of groups of adjacent experts.
-        top_k_groups: groups per token; its experts are chosen from these. The score of a group is the sum of its two
-            highest scores.
+        top_k_groups: groups per token; its experts are chosen from these.
+        scores_per_group: the score of a group is the sum of this many of its highest scores: 2, or 1 (DeepSeek-V2).
         normalize: whether the weights of a token's experts are divided by their sum plus `eps`.
         eps: see `normalize`.
+        min_sum: the sum of `normalize` counts as at least this number (ERNIE 4.5).
         scale: factor of the weights, after normalisation.
         float32_logits: whether logits are computed in float32 in models of any dtype, also under autocast.
         bias: whether logits have a bias. Normalised softmax scores equal the softmax over the logits of the chosen
@@ -57,8 +58,10 @@ class RouterConfig:
     selection_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
+    scores_per_group: int = 2
     normalize: bool = True
     eps: float = 0.0
+    min_sum: float = 0.0
     scale: float = 1.0
     float32_logits: bool = False
     bias: bool = False
@@ -67,9 +70,9 @@ class RouterConfig:
     expert_scales: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_experts", "top_k", "num_groups", "top_k_groups")
+        check_sizes(self, "num_experts", "top_k", "num_groups", "top_k_groups", "scores_per_group")
         check_choice(self, "scores", ("softmax", "sigmoid"))
-        check_numbers(self, "eps")
+        check_numbers(self, "eps", "min_sum")
         if self.num_experts % self.num_groups:
             raise ConfigError(f"num_groups: {self.num_groups} does not divide num_experts {self.num_experts}")
         if not 1 <= self.top_k_groups <= self.num_groups:
@@ -77,8 +80,9 @@ class RouterConfig:
                 f"top_k_groups: must lie in [1, {self.num_groups}], the number of groups; got {self.top_k_groups}"
             )
         size = self.num_experts // self.num_groups
-        if self.num_groups > self.top_k_groups and size < 2:
-            raise ConfigError(f"num_groups: groups must have two experts or more, but {self.num_groups} have one each")
+        if self.num_groups > self.top_k_groups and size < self.scores_per_group:
+            least = self.scores_per_group
+            raise ConfigError(f"num_groups: groups need {least} experts or more, but {self.num_groups} have {size}")
         if not 1 <= self.top_k <= self.top_k_groups * size:
             raise ConfigError(
                 f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "
@@ -171,13 +175,14 @@ class Router(nn.Module):
         scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:
-            choice = _best_groups(choice, config.num_groups, config.top_k_groups)
+            choice = _best_groups(choice, config)
         experts = choice.topk(config.top_k, dim=-1).indices
         if given_experts is not None:
             experts = torch.where(given_experts == NOT_ROUTED, experts, given_experts)
         weights = scores.gather(1, experts)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + config.eps)
+            total = weights.sum(-1, keepdim=True) + config.eps
+            weights = weights / (total.clamp(min=config.min_sum) if config.min_sum else total)
         weights = weights if config.scale == 1.0 else weights * config.scale
         return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
 
@@ -191,9 +196,10 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _best_groups(choice: Tensor, num_groups: int, top_k_groups: int) -> Tensor:
+def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
     """`choice` (N, E) with -inf for the experts outside each token's best groups."""
-    groups = choice.unflatten(1, (num_groups, -1))
-    scores = groups.topk(2, dim=-1).values.sum(-1)
-    outside = torch.ones_like(scores, dtype=torch.bool).scatter(1, scores.topk(top_k_groups, dim=-1).indices, False)
+    groups = choice.unflatten(1, (config.num_groups, -1))
+    scores = groups.topk(config.scores_per_group, dim=-1).values.sum(-1)
+    best = scores.topk(config.top_k_groups, dim=-1).indices
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter(1, best, False)
     return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)

@@ -70,7 +70,9 @@ class Decoder(RefusesDropout):
             raise ConfigError("blocks: a decoder needs at least one block")
         self.config = config
         self._activation_checkpointing: ActivationCheckpointing = "none"
-        self.embed = Embedding(config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx)
+        self.embed = Embedding(
+            config.vocab_size, config.hidden_size, config.embed_scale, config.padding_idx, config.embed_norm_eps
+        )
         per_layer = config.per_layer_inputs
         self.per_layer_inputs = None if per_layer is None else PerLayerInputs(config.hidden_size, per_layer)
         self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)

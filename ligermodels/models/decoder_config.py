@@ -24,6 +24,7 @@ class DecoderConfig:
         norm: config of the final norm.
         head: config of the language-model head.
         embed_scale: factor of token embeddings, rounded to their dtype.
+        embed_norm_eps: eps of an RMSNorm without weight of token embeddings (Muse Glimmer), or None.
         input_scale: factor of the first block's input, `inputs_embeds` too.
         padding_idx: token whose embedding gets no gradient from the inputs.
         router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts in the whole loss.
@@ -42,6 +43,7 @@ class DecoderConfig:
     norm: NormConfig
     head: HeadConfig = field(default_factory=HeadConfig)
     embed_scale: float | None = None
+    embed_norm_eps: float | None = None
     input_scale: float = 1.0
     padding_idx: int | None = None
     router_aux_loss_coef: float = 0.0

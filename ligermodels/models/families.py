@@ -126,6 +126,8 @@ def warn_of_other_family(config: Mapping[str, Any]) -> None:
     model_type, architectures = config["model_type"], config.get("architectures")
     if not architectures or not isinstance(architectures, list):
         return
+    if model_type in FAMILIES and architectures[0] == FAMILIES[model_type].causal_lm:
+        return  # a family with the layers, and the class, of another one
     family = _normalized(str(architectures[0]).partition("For")[0])
     if family != _normalized(model_type) and family in map(_normalized, FAMILIES):
         warnings.warn(

@@ -123,7 +123,7 @@ def test_export_of_everything_in_every_layout(config: dict[str, Any], layout: di
         if not key.startswith((f"{whole}model.language_model.", f"{whole}lm_head.")):
             inner = key.startswith(f"{whole}model.")
             stored[here + key.removeprefix(f"{whole}model.") if inner else key] = state[key]
-    if thinker(oracle).config.tie_word_embeddings:
+    if getattr(thinker(oracle).config, "tie_word_embeddings", False):
         del stored[head]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -55,6 +55,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {**CONFIGS["gemma4_text-experts"], **GEMMA4, "moe_intermediate_size": 16, "top_k_experts": 5},
         {*ATTENTION, "mlp.dense.gate_up", "mlp.dense.down"},
     ),
+    "muse_glimmer, with other norms of outputs": (
+        {**CONFIGS["muse_glimmer_text"], **SIZES, "qk_scale_factor": 0.3, "output_multiplier": 1.0}
+        | {"final_logit_softcapping": 20.0},
+        {*ATTENTION, *DENSE},
+    ),
     "arcee, ungated": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
     "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
     "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from zoo_multimodal import multimodal
+from zoo_newer import NEWER
 from zoo_oracles import auto_class as auto_class
 from zoo_oracles import gradients_of as gradients_of
 from zoo_oracles import make_checkpoint as make_checkpoint
@@ -238,6 +239,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "full_attention_interval": 2,
     },
+    **NEWER,
 }
 
 
@@ -245,6 +247,7 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
+NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
 ONLY_NATIVE = set(LATENT)
 """Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
 
@@ -253,6 +256,7 @@ MULTIMODAL = multimodal(CONFIGS)
 
 HEADS = {"text_config": {"num_attention_heads": 32}}
 NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "qwen2_5_omni": {"thinker_config": {}},
     "qwen3_omni_moe": {"thinker_config": HEADS},
     "qwen3_omni_moe_thinker": HEADS,

@@ -48,6 +48,10 @@ def gemma4(texts: Configs, text: str, vision: dict[str, Any], model_type: str = 
     return within(texts, text, vision, **fields, **{name: 126 + i for i, name in enumerate(tokens)})
 
 
+MUSE_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+MUSE_VISION |= {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "model_type": "muse_glimmer_vision"}
+MUSE = {"out_hidden_size": 64, "projector_hidden_size": 12, "image_token_id": 130, "video_token_id": 129}
+
 AUDIO = {"num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8}
 AUDIO |= {"output_dim": HIDDEN, "max_source_positions": 20}
 SPEECH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -167,6 +171,7 @@ def multimodal(texts: Configs) -> dict[str, dict[str, Any]]:
             mrope_interleaved=True,
             mrope_section=[2, 2, 1],
         ),
+        "muse_glimmer": within(texts, "muse_glimmer_text", MUSE_VISION, model_type="muse_glimmer", **MUSE),
         "gemma4": gemma4(texts, "gemma4_text-few-layers", GEMMA4_VISION),
         "gemma4-experts": gemma4(texts, "gemma4_text-experts", GEMMA4_VISION),
         "gemma4_unified": gemma4(texts, "gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-
-# In transformers it counts as a model of images and text alone; some releases register no class of their own.
-AutoModelForCausalLM._model_mapping._extra_content[Mistral4Config] = Mistral4ForCausalLM
+import zoo_classes  # noqa: F401 - registers classes of its own
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -74,7 +64,7 @@ def randomize(oracle: PreTrainedModel) -> None:
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if {"num_experts_per_tok", "top_k_experts"} & {*oracle.config.get_text_config().to_dict()}:
+    if {"num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"} & {*oracle.config.get_text_config().to_dict()}:
         oracle.set_experts_implementation("eager")
     return as_configured(oracle, oracle.config).eval()
 
@@ -103,6 +93,15 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     return {each.name: each.read() for each in replace(weight_map, mappings=mappings).export(found)}
 
 
+def renamed(name: str) -> str:
+    """The name that transformers has for a tensor of a published checkpoint; only Hy3's differ from the oracle's."""
+    parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
+    parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
+    for published, own in parts.items():
+        name = name.replace(published, own)
+    return name
+
+
 def kept_tensors(oracle: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Its parameters, and the buffers that checkpoints hold."""
     buffers = {name: b for name, b in oracle.named_buffers() if name.endswith(BUFFERS)}
@@ -116,6 +115,7 @@ def stored_as(
     tensor."""
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
     per_expert = (".experts.", "block_sparse_moe")
+    tensors = {name if name in own else renamed(name): t for name, t in tensors.items()}
     found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
     for name, parameter in own.items():
         if name in found:

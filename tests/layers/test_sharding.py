@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 from two_ranks import WORLD, in_two_ranks
 from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, LATENT, MIXTURES, SANDWICH
+from zoo import CONFIGS as ZOO
 
 import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
@@ -31,10 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "gemma4_text": GEMMA4["gemma4_text-per-layer-inputs"],
     "deepseek_v3": LATENT["deepseek_v3"],
+    "muse_glimmer_text": ZOO["muse_glimmer_text"],
 }
 """Untied; tied, with post-norms; mixtures of experts, also with a gated shared one, with selection biases and with
-sinks; keys and values of one block in others, and inputs of each layer; latent attention. Sizes that two ranks do not
-divide."""
+sinks; keys and values of one block in others, and inputs of each layer; latent attention; norms without weights. Sizes
+that two ranks do not divide."""
 
 
 def build(name: str) -> lm.CausalLM:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 from zoo import CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
@@ -18,8 +19,8 @@ from ligermodels.errors import InputError
 
 def make(name: str) -> lm.CausalLM:
     config = CONFIGS[name]
-    mixture = "num_experts_per_tok" in config and "n_routed_experts" not in config
-    if mixture:  # the load-balancing loss leaves the blocks by another way; DeepSeek and GLM have none
+    if hasattr(AutoConfig.for_model(config["model_type"]), "router_aux_loss_coef"):
+        # The load-balancing loss leaves the blocks by another way; DeepSeek and families like it have none.
         config = {**config, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     torch.manual_seed(0)
     return lm.from_config(config, dtype=torch.float32)

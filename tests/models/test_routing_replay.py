@@ -25,9 +25,16 @@ FAMILIES = [
     "glm4_moe_lite",
     "minimax_m2",
     "mellum",
+    "deepseek_v2",
     "deepseek_v3",
     "mistral4-groups",
     "gemma4_text-experts",
+    "exaone_moe",
+    "solar_open",
+    "hy_v3",
+    "afmoe",
+    "hunyuan_v1_moe",
+    "ernie4_5_moe",
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -100,16 +107,19 @@ def test_own_routing_given_back_changes_no_bit(name: str) -> None:
 def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> Tensor:
     """The weights (N, k) of given experts, as each family's paper or model card has them."""
     chosen = logits.gather(1, experts)
-    if name in ("mixtral", "qwen3_moe-normalised", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "mellum"):
+    over_chosen = ("mixtral", "qwen3_moe-normalised", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "mellum")
+    if name in (*over_chosen, "hunyuan_v1_moe"):
         return chosen.softmax(-1)
     if name in ("qwen2_moe", "qwen3_moe"):
         return logits.softmax(-1).gather(1, experts)
     if name == "gemma4_text-experts":
         return chosen.softmax(-1) * layer.router.expert_scales[experts]
-    scores = logits.softmax(-1).gather(1, experts) if name == "mistral4-groups" else chosen.sigmoid()
+    of_all = name in ("mistral4-groups", "ernie4_5_moe", "deepseek_v2")
+    scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
         scores = scores / scores.sum(-1, keepdim=True)
-    return scores * CONFIGS[name].get("routed_scaling_factor", 1.0)
+    scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+    return scores * next((CONFIGS[name][scale] for scale in scales if scale in CONFIGS[name]), 1.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -51,7 +51,7 @@ def image(name: str) -> dict[str, Tensor]:
     """An image for the second of two sequences, and what says where its features go."""
     torch.manual_seed(2)
     grid, square = torch.tensor([[1, 4, 4]]), torch.randn(1, 3, 28, 28)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "muse")):
         inputs, count = {"pixel_values": torch.randn(16, 24), "image_grid_thw": grid}, 4
     elif name.startswith("mistral3"):
         inputs, count = {"pixel_values": square.repeat(1, 1, 1, 2), "image_sizes": torch.tensor([[28, 56]])}, 2
@@ -65,7 +65,7 @@ def image(name: str) -> dict[str, Tensor]:
     ids = batch()["input_ids"] % 120
     kinds = torch.zeros_like(ids)
     ids[1, 5 : 5 + count], kinds[1, 5 : 5 + count] = config.get("image_token_id", config.get("image_token_index")), 1
-    if not name.startswith("mistral3") and "omni" not in name:
+    if not name.startswith(("mistral3", "muse")) and "omni" not in name:
         inputs["token_type_ids" if name == "gemma3" else "mm_token_type_ids"] = kinds
     return {"input_ids": ids, **inputs}
 

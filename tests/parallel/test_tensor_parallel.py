@@ -63,10 +63,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": even(zoo.CONFIGS["deepseek_v3"]),
     "gemma4": even(GEMMA4["gemma4_text-per-layer-inputs"]) | {"num_key_value_heads": 2},
     "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
+    "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
-values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads."""
+values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
+without weights."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -140,7 +142,16 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) 
     for name in names:
         check_model(rank, folder / name, mesh, name)
     if "gemma2" in names:
-        for name in ("olmo3", "minimax_m2", "glm4_moe", "granite", "arcee-biases-yarn", "phi3", "exaone4"):
+        for name in (
+            "olmo3",
+            "minimax_m2",
+            "glm4_moe",
+            "granite",
+            "arcee-biases-yarn",
+            "phi3",
+            "exaone4",
+            "hunyuan_v1_dense",
+        ):
             check_loss(mesh, name, zoo.CONFIGS[name])
     if "gemma4" in names:
         for name in ("deepseek_v3-without-experts", "glm4_moe_lite", "mistral4"):
@@ -334,7 +345,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("gemma2", "qwen3", "olmo2"),
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
-        ("qwen3_5",),
+        ("qwen3_5", "muse_glimmer"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
