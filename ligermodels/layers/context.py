@@ -92,8 +92,8 @@ class ForwardContext:
     agreed: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def of_block(self, number: int) -> ForwardContext:
-        """The context of one block: with `experts`, if the caller gives them."""
-        return replace(self, experts=self.routing.get(number)) if self.routing else self
+        """The context of one block of a pass with `routing`: with the `experts` of the block, if it has any."""
+        return replace(self, experts=self.routing.get(number))
 
     def of_shard(self, shard: ContextShard) -> ForwardContext:
         """The context of this rank's tokens under context parallelism, from the context of all tokens. Its
