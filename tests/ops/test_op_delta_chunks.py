@@ -80,10 +80,10 @@ CASES = {
     "one token": (Sizes(2, 1, 1, 2, 16, 16), None),
     "a chunk": (Sizes(1, 64, 1, 1, 16, 16), None),
     "odd sizes, three heads a group": (Sizes(2, 67, 2, 6, 10, 7), None),
-    "blocks of values": (Sizes(1, 130, 1, 2, 16, 70), None),
-    "blocks of keys": (Sizes(1, 70, 1, 2, 40, 16), None),
-    "packed": (Sizes(1, 200, 1, 2, 16, 16), [13, 1, 50, 0, 64, 70, 2]),
-    "ends at chunks": (Sizes(1, 192, 1, 2, 16, 16), [0, 64, 63, 65, 0]),
+    "blocks of values": (Sizes(1, 66, 1, 2, 16, 70), None),
+    "blocks of keys": (Sizes(1, 70, 1, 1, 40, 16), None),
+    "packed": (Sizes(1, 140, 1, 2, 16, 16), [13, 1, 50, 0, 64, 10, 2]),
+    "ends at chunks": (Sizes(1, 128, 1, 1, 16, 16), [0, 64, 63, 1, 0]),
 }
 
 

@@ -18,7 +18,7 @@ SIZES = (  # tokens, choices, experts, channels, intermediate channels
     (1, 3, 5, 130, 20),
     (2, 2, 9, 150, 12),  # fewer rows than experts
     (7, 3, 4, 48, 40),  # more rows than experts
-    (40, 2, 7, 64, 16),  # tiles of one expert after another
+    (24, 2, 3, 34, 8),  # tiles of one expert after another
 )
 KINDS = (None, "float8", "int4", "nf4", "mxfp4")
 

@@ -232,7 +232,7 @@ def values(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> Tensor:
 def test_linear(where: Where, gradient_dtype: torch.dtype, bias: bool) -> None:
     """Each of the three products is exact in what was cast, whoever cast it; rows may be of any number."""
     recipe = Float8Recipe(gradient_dtype=gradient_dtype, forward_fast=False, backward_fast=False)
-    for rows in (1, 37, 64):
+    for rows in (1, 37, 64) if where.place == "cuda" else (1, 19, 32):
         x = torch.randn(rows, 96, device=where.device).to(where.dtype).requires_grad_()
         w = (torch.randn(48, 96, device=where.device) / 10).to(where.dtype).requires_grad_()
         b = torch.randn(48, device=where.device).to(where.dtype).requires_grad_() if bias else None

@@ -194,7 +194,7 @@ def operands(where: Where, kind: Any, size: tuple[int, int], rows: tuple[int, ..
     return {"x": x, "codes": codes, "scales": scales, "bias": own}
 
 
-DEEP = [(70, 1100), (130, 1024), (5, 1029)]
+DEEP = [(70, 1100), (20, 1024), (5, 1029)]
 """More than one tile, and inputs enough to be split: by the kernels alone."""
 
 

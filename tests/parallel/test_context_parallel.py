@@ -171,12 +171,12 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         each = lm.from_config(config)
         both.append(lm.parallelize(each, lm.ParallelPlan(context=2, tensor=2)) if spread else each)
-    for inputs in inputs_of_all_kinds().values():
+    for inputs in list(inputs_of_all_kinds().values())[::2]:
         check_pass(both[1], both[0], inputs)
     assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
     # Four parts of each sequence; of the heads of stage 2 too.
     every = inputs_of_all_kinds()
-    for i, name in enumerate(("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe")):
+    for i, name in enumerate(("llama-3.2", "gemma2", "qwen3_moe")):
         plain, model = build(name), lm.parallelize(build(name), lm.ParallelPlan(context=4))
         for inputs in list(every.values())[i % 3 :: 3]:
             check_pass(model, plain, inputs)

@@ -39,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """With a load-balancing loss; with shared experts; with biases; beside dense layers, with shared keys and values."""
 
 
-_EVEN = {"intermediate_size": 96, "num_key_value_heads": 2}
+_FEW = {"num_hidden_layers": 2}
+_EVEN = {"intermediate_size": 96, "num_key_value_heads": 2, **_FEW}
 SPLIT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**FAMILIES["qwen3_moe"], **_EVEN, "moe_intermediate_size": 18},
     "glm4_moe": {**FAMILIES["glm4_moe"], **_EVEN, "moe_intermediate_size": 18},
@@ -244,7 +245,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_beside_other_degrees(tmp_path: Path) -> None:
     for name in ("qwen3_moe", "glm4_moe"):
-        make_checkpoint(tmp_path / name, FAMILIES[name])
+        make_checkpoint(tmp_path / name, {**FAMILIES[name], **_FEW})
         lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "one" / name)
     in_ranks(4, by_plan, tmp_path)
     for name, family in (("shard", "qwen3_moe"), ("replicate", "qwen3_moe"), ("context", "glm4_moe")):

@@ -232,13 +232,13 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | DynamicTree | None) -> None:
     model = made(name, 2 if isinstance(tree, Tree) else 1)
     options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
-    wanted = model.generate(PROMPTS, 24, draft=None, do_sample=False, **options)
-    found = model.generate(PROMPTS, 24, draft="mtp", tree=tree, return_stats=True, **options)
+    wanted = model.generate(PROMPTS, 12, draft=None, do_sample=False, **options)
+    found = model.generate(PROMPTS, 12, draft="mtp", tree=tree, return_stats=True, **options)
     assert found.sequences.tolist() == wanted.tolist()
-    stop = int(wanted[0, -12])
-    ended = model.generate(PROMPTS, 24, tree=tree, eos_token_id=stop, pad_token_id=0)
+    stop = int(wanted[0, -6])
+    ended = model.generate(PROMPTS, 12, tree=tree, eos_token_id=stop, pad_token_id=0)
     assert (
-        ended.tolist() == model.base.generate(PROMPTS, 24, do_sample=False, eos_token_id=stop, pad_token_id=0).tolist()
+        ended.tolist() == model.base.generate(PROMPTS, 12, do_sample=False, eos_token_id=stop, pad_token_id=0).tolist()
     )
 
 
