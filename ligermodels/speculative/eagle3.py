@@ -46,7 +46,7 @@ class Eagle3Model(DraftHeadModel):
     distribution at t + 1 + k, both over the draft vocabulary, for each t for which the label of token t + 2 + k is not
     -100; of labels only that counts. Acceptance and agreement compare with the model's distribution over all its
     tokens. With a reduced draft vocabulary that takes one more product with the model's head, so a pass with gradients
-    measures them at every `COMPARED`-th token of a row alone.
+    measures them at about `COMPARED` evenly spaced tokens; `trials` has their numbers.
     """
 
     kind, head_type = "EAGLE-3", EAGLE_TYPE
