@@ -178,15 +178,9 @@ class DraftProjection:
         return StepsLoss(total, losses, acceptance, agreement & is_draft[..., None], compared)
 
     def block_losses(
-        self,
-        teacher: Tensor,
-        hidden: Tensor,
-        codes: Tensor | None,
-        code_weight: Tensor | None,
-        targets: Tensor,
-        weights: Tensor,
-        options: SlotLoss,
-    ) -> BlockLosses:
+        self, teacher: Tensor, hidden: Tensor, codes: Tensor | None, code_weight: Tensor | None, targets: Tensor,
+        weights: Tensor, options: SlotLoss,
+    ) -> BlockLosses:  # fmt: skip
         """The losses of the slots of N blocks, towards the text and the model's head.
 
         Args:

@@ -218,7 +218,7 @@ def test_padding_masked_labels_and_normalisers() -> None:
     for option in ({"label_smoothing": 0.1}, {"class_weights": torch.ones(61)}, {"temperature": 2.0}):
         with pytest.raises(InputError, match=f"{next(iter(option))}: is no option of this loss"):
             model(short, labels=short, **option)
-    weights = torch.rand(1, 11, dtype=torch.float64)
+    weights = torch.rand(1, 11, dtype=torch.float64).masked_fill(labels_long == -100, float("nan"))
     weighted, plain = model(long, labels=labels_long, token_weights=weights), model(long, labels=labels_long)
     assert not torch.equal(weighted.head_losses, plain.head_losses)
     torch.testing.assert_close(
