@@ -273,22 +273,11 @@ class BlockDraftModel(DraftHeadModel):
         slots = options.slot_weights_on(mask.device, wide, self.num_heads)
         weights = factors * slots
         code_weight = None if self.head.markov is None else self.head.markov.w2.weight
+        terms = options.ce_weight, options.divergence, options.divergence_weight, options.dpace_alpha
         found = self.projection.block_losses(
-            blocks.after(row.last),
-            drafted.hidden,
-            drafted.codes,
-            code_weight,
-            blocks.targets,
-            weights,
-            SlotLoss(
-                options.ce_weight,
-                options.divergence,
-                options.divergence_weight,
-                options.dpace_alpha,
-                memory_budget,
-                self.projection.softcap,
-            ),
-        )
+            blocks.after(row.last), drafted.hidden, drafted.codes, code_weight, blocks.targets, weights,
+            SlotLoss(*terms, memory_budget, self.projection.softcap),
+        )  # fmt: skip
         total, confidence = found.total, None
         if drafted.confidence is not None:
             wrong = F.binary_cross_entropy_with_logits(drafted.confidence.to(wide), found.overlap, reduction="none")
@@ -301,16 +290,9 @@ class BlockDraftModel(DraftHeadModel):
         if reduction == "mean" or items is not None:
             total, losses = per_item(total, whole), losses / numbers.masked_fill(numbers == 0, 1)
             confidence = None if confidence is None else per_item(confidence.detach(), whole)
-        fields: dict[str, Any] = {
-            "loss": total,
-            "head_losses": losses,
-            "confidence_loss": confidence,
-            "counts": blocks.counts,
-        }
-        fields |= _accepted(found, mask)
+        fields = {"loss": total, "head_losses": losses, "confidence_loss": confidence, **_accepted(found, mask)}
         if torch.is_grad_enabled():
-            return MultiHeadOutput(**fields)
-        del fields["counts"]
+            return MultiHeadOutput(counts=blocks.counts, **fields)
         return MultiHeadOutput.of_ranks(found.ranks.T[:, None], **fields)
 
     def num_targets(

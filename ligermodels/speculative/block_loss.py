@@ -86,16 +86,9 @@ class Teacher(NamedTuple):
 
 
 def block_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    codes: Tensor | None,
-    code_weight: Tensor | None,
-    teacher: Teacher,
-    targets: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    options: SlotLoss,
-) -> BlockLosses:
+    hidden: Tensor, weight: Tensor, codes: Tensor | None, code_weight: Tensor | None, teacher: Teacher, targets: Tensor,
+    mask: Tensor, weights: Tensor, options: SlotLoss,
+) -> BlockLosses:  # fmt: skip
     """The losses of N blocks of K slots.
 
     Args:

@@ -46,7 +46,7 @@ class Eagle3Model(DraftHeadModel):
     distribution at t + 1 + k, both over the draft vocabulary, for each t for which the label of token t + 2 + k is not
     -100; of labels only that counts. Acceptance and agreement compare with the model's distribution over all its
     tokens. With a reduced draft vocabulary that takes one more product with the model's head, so a pass with gradients
-    measures them at every `COMPARED`-th token of a row alone.
+    measures them at about `COMPARED` evenly spaced tokens; `trials` has their numbers.
     """
 
     kind, head_type = "EAGLE-3", EAGLE_TYPE
@@ -204,8 +204,8 @@ class Eagle3Model(DraftHeadModel):
         mask = torch.stack([following(targets.values[k] != IGNORE_INDEX, -1 - k) for k in steps], dim=2)
         weights = mask.to(torch.promote_types(drafted.dtype, torch.float32))
         if token_weights is not None:
-            shifted = [following(targets.shifted(token_weights, k), -1 - k) for k in steps]
-            weights = weights * torch.stack(shifted, dim=2)
+            shifted = [following(targets.shifted(token_weights.detach(), k), -1 - k) for k in steps]
+            weights = torch.where(mask, torch.stack(shifted, dim=2).to(weights), 0.0)
         sums = weights.sum((0, 1)) if reduction == "mean" else torch.ones_like(weights[0, 0])
         divisors = sums if items is None else items.to(sums)
         divided = weights / divisors.masked_fill(divisors == 0, 1)

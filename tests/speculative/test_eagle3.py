@@ -15,6 +15,7 @@ from zoo import CONFIGS, EACH_FAMILY, MIXTURES
 import ligermodels as lm
 from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
+from ligermodels.speculative import draft_projection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 from ligermodels.speculative.tree_drafter import TreeDrafter
@@ -113,7 +114,8 @@ def ids_of(length: int, batch: int = 1) -> Tensor:
     {}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("layer", ["llama", "qwen3"])
-def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], tmp_path: Path) -> None:
+def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Logits, with and without neighbours in a packed row; and the loss, its gradient, acceptance and agreement."""
     base, steps = target(SOFTCAPPED), 3
     model = stirred(base, steps, layer=layer, vocabulary=DraftVocabulary(EVERY_THIRD, 61), **flags)
@@ -129,14 +131,14 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
         logits = reference(w, states[0], text, steps, **flags)
         found.append(torch.stack(logits))
         everything = base(text[None]).logits[0]  # acceptance is by the model's distribution over all its tokens
-        truth, whole = everything[:, EVERY_THIRD], everything.log_softmax(-1)
+        truth, all_log_p = everything[:, EVERY_THIRD], everything.log_softmax(-1)
         for step in range(steps):
             last = len(text) - 2 - step
             if last <= 0:
                 continue
             log_q, log_p = logits[step][:last].log_softmax(-1), truth[1 + step : 1 + step + last].log_softmax(-1)
             losses[step] += (log_p.exp() * (log_p - log_q)).sum()
-            ahead = whole[1 + step : 1 + step + last]
+            ahead = all_log_p[1 + step : 1 + step + last]
             at = slice(start + 1 + step, start + 1 + step + last)
             alphas[step, at] = torch.minimum(ahead[:, EVERY_THIRD], log_q).exp().sum(-1).float().detach()
             agreed[step, at] = (ahead.argmax(-1) == EVERY_THIRD[log_q.argmax(-1)]).float()
@@ -150,12 +152,14 @@ def test_every_step_is_that_of_the_formulas(layer: Any, flags: dict[str, bool], 
             inside = max(len(text) - 1 - step, 0)
             torch.testing.assert_close(together[step, start : start + inside], truth[step, :inside])
 
+    whole = model(packed, labels=packed, cu_seqlens=bounds)
+    monkeypatch.setattr(draft_projection, "COMPARED", 3)  # of 24 tokens
     out, mean = model(packed, labels=packed, cu_seqlens=bounds), losses / counts.sum(1)
     with torch.no_grad():
         scored = model(packed, labels=packed, cu_seqlens=bounds)
     torch.testing.assert_close(out.head_losses, mean.detach())
     torch.testing.assert_close(out.loss, (mean * 0.8 ** torch.arange(steps)).sum())
-    for each, every in ((scored, 1), (out, 8)):  # in training at each eighth token of the row
+    for each, every in ((whole, 1), (scored, 1), (out, 8)):  # in training at each eighth token of the row
         trials = counts[:, ::every].sum(1)
         torch.testing.assert_close(each.acceptance.float(), alphas[:, ::every].sum(1) / trials)
         torch.testing.assert_close(each.agreement.float(), agreed[:, ::every].sum(1) / trials)
@@ -214,7 +218,7 @@ def test_padding_masked_labels_and_normalisers() -> None:
     for option in ({"label_smoothing": 0.1}, {"class_weights": torch.ones(61)}, {"temperature": 2.0}):
         with pytest.raises(InputError, match=f"{next(iter(option))}: is no option of this loss"):
             model(short, labels=short, **option)
-    weights = torch.rand(1, 11, dtype=torch.float64)
+    weights = torch.rand(1, 11, dtype=torch.float64).masked_fill(labels_long == -100, float("nan"))
     weighted, plain = model(long, labels=labels_long, token_weights=weights), model(long, labels=labels_long)
     assert not torch.equal(weighted.head_losses, plain.head_losses)
     torch.testing.assert_close(

@@ -17,6 +17,7 @@ from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import GraphWarning, InputError
 from ligermodels.ops.runtime.devices import is_recording
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training import FusedAdamW, StepMetrics, cuda_graph, graph_step, train, warmup_cosine
 from ligermodels.training.cuda_graph import GraphStep, pays
@@ -58,6 +59,14 @@ def recurrent() -> lm.CausalLM:
     return lm.from_config({**CONFIGS["qwen3_5_text"], "vocab_size": 160}, dtype=torch.bfloat16)
 
 
+def eagle() -> lm.Eagle3Model:
+    return lm.Eagle3Model.from_base(llama(), 3, vocabulary=DraftVocabulary(torch.arange(3, 131), 160))
+
+
+def dspark() -> lm.DSparkModel:
+    return lm.DSparkModel.from_base(llama(), 4, num_layers=1, num_anchors=16, markov_rank=16)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "full": llama,
     "lora": lora,
@@ -65,6 +74,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpointed": checkpointed,
     "mixture": mixture,
     "recurrent": recurrent,
+    "eagle": eagle,
+    "dspark": dspark,
 }
 
 
