@@ -3,8 +3,8 @@
 Models have the published sizes and fewer layers, so that a step with AdamW in bf16 fits into 80 GB; the vocabulary is
 cut by the same factor. gpt-oss-20b is whole, with LoRA on the linear layers of attention. transformers computes experts
 by its implementation "grouped_mm". Both providers run the same batch, in the same dtype, with the same checkpointing of
-activations. TFLOP/s count the operations of `ligermodels.parallel.step_cost` without recomputation. First, the losses of
-both providers must match in a model of four layers and eight experts.
+activations. TFLOP/s count the operations of `ligermodels.parallel.step_cost` without recomputation. First, the losses
+of both providers must match in a model of four layers and eight experts.
 """
 
 from __future__ import annotations
