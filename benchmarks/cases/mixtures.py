@@ -3,8 +3,8 @@
 Models have the published sizes and fewer layers, so that a step with AdamW in bf16 fits into 80 GB; the vocabulary is
 cut by the same factor. gpt-oss-20b is whole, with LoRA on the linear layers of attention. transformers computes experts
 by its implementation "grouped_mm". Both providers run the same batch, in the same dtype, with the same checkpointing of
-activations. TFLOP/s count the operations of `ligermodels.parallel.step_cost` without recomputation. First, in a model
-of few experts and two kinds of layers, the loss must match that of transformers.
+activations. TFLOP/s count the operations of `ligermodels.parallel.step_cost` without recomputation. First, the losses
+of both providers must match in a model of four layers and eight experts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,13 @@ PROVIDERS = ("ligermodels", "transformers")
 
 
 def transformers_model(config: dict[str, Any], attention: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model of transformers with random weights."""
+    """The model of transformers with random weights.
+
+    Args:
+        config: Config of the model.
+        attention: Implementation of attention.
+        dtype: Dtype of the parameters.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": "grouped_mm"}
@@ -72,7 +78,7 @@ def transformers_model(config: dict[str, Any], attention: str, dtype: torch.dtyp
 
 
 def agreement(case: Case) -> float:
-    """Relative difference of our loss from that of transformers, in a model of few layers and experts."""
+    """Relative difference between the losses of both providers, in a model of few layers and experts."""
     config = trees.config_of(case.model, layers=4)
     config |= {key: value for key, value in FEW_EXPERTS.items() if key in config}
     torch.manual_seed(0)
@@ -87,7 +93,13 @@ def agreement(case: Case) -> float:
 
 
 def run(case: Case, provider: str, steps: int) -> dict[str, Any]:
-    """Median step time, tokens and operations per second, and peak memory."""
+    """Median step time, tokens and operations per second, and peak memory.
+
+    Args:
+        case: The case.
+        provider: One of PROVIDERS.
+        steps: Number of timed steps.
+    """
     config = trees.config_of(case.model, layers=case.layers)
     torch.manual_seed(0)
     if provider == "ligermodels":
@@ -103,7 +115,7 @@ def run(case: Case, provider: str, steps: int) -> dict[str, Any]:
     else:
         if case.full_checkpointing:
             peer = cast(Any, model)
-            peer.enable_input_require_grads()  # for checkpoints of blocks whose input has no gradient
+            peer.enable_input_require_grads()  # blocks with frozen inputs would get no gradient
             peer.gradient_checkpointing_enable()
         optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     ids = torch.randint(config["vocab_size"], (case.batch, case.length), device=measure.DEVICE)

@@ -119,8 +119,9 @@ def _expert_rows(
 
 
 def tile_of(itemsize: int, four_bits: bool, tokens: int, block: int, inputs: int) -> Tile:
-    """Those of `few_rows`; short rows are divided among fewer parts, so that no part is empty. Steps of two parts leave
-    room for more programs, which hide the conversion of codes where the inputs of several tokens take shared memory.
+    """The tile of a product, as in `few_rows`, except for the parts: short rows are divided among fewer parts, so that
+    no part is empty. Quantised weights of several tokens too, so that more programs fit into shared memory, and hide
+    the conversion of codes.
 
     Args:
         itemsize: bytes of a code, or of an element of a plain weight.
@@ -129,9 +130,10 @@ def tile_of(itemsize: int, four_bits: bool, tokens: int, block: int, inputs: int
         block: rows of a tile.
         inputs: length of a row.
     """
-    parts = 2 if inputs <= 8 * GROUP or (tokens > 1 and itemsize == 1) else 4
+    short = inputs <= 8 * GROUP
     if block > 8:
-        return Tile(32, 4, parts, GROUP, 3 if four_bits else 4)
+        return Tile(32, 4, 2 if short else 4, GROUP, 3 if four_bits else 4)
+    parts = 2 if short or (tokens > 1 and itemsize == 1) else 4
     return Tile(16, 2 if four_bits else parts, parts, GROUP, 4)
 
 

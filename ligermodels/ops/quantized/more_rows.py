@@ -59,7 +59,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     bias = contiguous(bias)
     kind = format_of(codes, scales)
     tile = FLOAT8 if kind == "float8" else FOUR_BITS
-    codes, scales, native = native_operands(codes, scales)
+    codes, own_scales, native = native_operands(codes, scales)
     block = max(power_of_2_above(M), 16)
     code_bytes = STEP * tile.channels // (1 if kind == "float8" else 2)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + STEP * block * x.element_size())
@@ -67,7 +67,7 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
     splits = max(min(tile.programs * num_sms(x.device) // tiles, steps // tile.min_steps), 1)
     parts = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _more_rows_kernel[(tiles, splits)](
-        *rows_and_stride(x), codes, scales, bias, parts, M, N, K, steps, KIND=kind, NATIVE=native,
+        *rows_and_stride(x), codes, own_scales, bias, parts, M, N, K, steps, KIND=kind, NATIVE=native,
         SPLIT=splits > 1, WHOLE=K % STEP == 0, BLOCK_M=block, BLOCK_N=tile.channels,
         STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
