@@ -112,7 +112,13 @@ def _expert_rows(
 
 
 def tile_of(four_bits: bool, tokens: int, inputs: int) -> Tile:
-    """Those of `few_rows`; short rows are divided among fewer parts, so that no part is empty."""
+    """Those of `few_rows`; short rows are divided among fewer parts, so that no part is empty.
+
+    Args:
+        four_bits: whether weights have 4 bits.
+        tokens: number of tokens.
+        inputs: number of input channels.
+    """
     parts = 4 if inputs > 8 * GROUP else 2
     if tokens > 8:
         return Tile(32, 4, parts, GROUP, 3 if four_bits else 4)
