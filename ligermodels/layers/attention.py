@@ -63,7 +63,13 @@ class Attention(Layer):
         """x (B, T, H) -> (B, T, H).
 
         If the config has `shares_kv`, the result is (hidden states, `KeysValues`), with None in a decoding pass. The
-        keys and values of x are added to a `state`."""
+        keys and values of x are added to a `state`.
+
+        Args:
+            x: (B, T, H).
+            context: positions, packing and backend of the pass.
+            state: keys and values of earlier tokens, in decoding; None without a cache.
+        """
         q, k, v, gate = self.project(x, context, state)
         if self.config.query_scaling is not None:
             q = self.config.query_scaling.scale(q, context.positions)
@@ -178,6 +184,12 @@ class SplitQKV(nn.Module):
 
         With `cache_seqlens`, long (B,), k and v are written to the slots of `cache` from there on instead, and what is
         returned are all slots of it.
+
+        Args:
+            qkv: the result of the projection, in the layout above.
+            tables: cos and sin of the rotation, or None and None without one.
+            cache: keys and values of the layer, given with `cache_seqlens`.
+            cache_seqlens: number of tokens of each sequence in the cache.
         """
         kv_heads = self._num_kv_heads(qkv)
         norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)

@@ -147,7 +147,14 @@ class AttentionConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """q, k and v are tensors of their own, or one, all queries first, where `names` has an "attention.qkv"."""
+        """q, k and v are tensors of their own, or one, all queries first, where `names` has an "attention.qkv".
+
+        Args:
+            hidden_size: hidden size of the model.
+            native: name of the layer in the model.
+            checkpoint: name of its block in the checkpoint.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
+        """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
         shape = (self.num_kv_heads, self.group_size, self.head_dim, pairs)

@@ -123,7 +123,13 @@ class ExpertLoRA(ExpertUpdate):
         return f"{parts}, dropout={self.dropout}" + ", shared_outer=True" * self.shared_outer
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Rows (R, in), sorted by expert, and the ends of experts (E,) -> scaling * B A dropout(rows), (R, out)."""
+        """Rows (R, in), sorted by expert, and the ends of experts (E,) -> scaling * B A dropout(rows), (R, out).
+
+        Args:
+            projection: "gate_up" or "down".
+            rows: (R, in), sorted by expert.
+            offsets: int32 (E,), where the rows of each expert end.
+        """
         a, b = self._native(projection)
         filling = -a.shape[1] % ALIGNMENT
         a, b = F.pad(a, (0, 0, 0, filling)).to(rows.dtype), F.pad(b, (0, filling)).to(rows.dtype)

@@ -51,7 +51,14 @@ class ExpertCompute(ComputePart):
     holds_weight: ClassVar[bool] = True
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows (R, in), sorted by expert, times the weights of their experts: (R, out). See `plain_product`."""
+        """Rows (R, in), sorted by expert, times the weights of their experts: (R, out). See `plain_product`.
+
+        Args:
+            projection: "gate_up" or "down".
+            rows: (R, in), sorted by expert.
+            offsets: int32 (E,), where the rows of each expert end.
+            bias: (E, out) or None.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def mix(
@@ -96,7 +103,13 @@ class ExpertUpdate(UpdatePart):
     projections: tuple[Projection, ...] = ()
 
     def forward(self, projection: Projection, rows: Tensor, offsets: Tensor) -> Tensor:
-        """The summand (R, out) for rows (R, in) that are sorted by expert, in their dtype. See `plain_product`."""
+        """The summand (R, out) for rows (R, in) that are sorted by expert, in their dtype. See `plain_product`.
+
+        Args:
+            projection: "gate_up" or "down".
+            rows: (R, in), sorted by expert.
+            offsets: int32 (E,), where the rows of each expert end.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def add_to(self, projection: Projection, weight: Tensor) -> None:

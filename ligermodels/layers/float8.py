@@ -72,7 +72,13 @@ class Float8(Compute):
         return self.recipe.form(cast(Tensor, weight)) if self.active else None
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
-        """No parameters; InputError unless both sizes of a rank's shard are multiples of 16."""
+        """No parameters; InputError unless both sizes of a rank's shard are multiples of 16.
+
+        Args:
+            split: how the layer is divided; not used.
+            out_features: rows of a rank's shard.
+            in_features: columns of a rank's shard.
+        """
         ops.check_float8_sizes("float8", out_features, in_features)
         return {}
 
@@ -122,7 +128,13 @@ class _FrozenCast:
         return weight.data_ptr(), weight._version, weight.device, recipe, tail
 
     def is_of(self, weight: Tensor, recipe: Float8Recipe, tail: int) -> bool:
-        """Whether a cast of these arguments would give the same."""
+        """Whether a cast of these arguments would give the same.
+
+        Args:
+            weight: the weight.
+            recipe: dtypes of float8.
+            tail: number of columns of the tail.
+        """
         return self._weight() is weight and self._key == self._key_of(weight, recipe, tail)
 
 
@@ -131,7 +143,16 @@ def float8_lora(
     compute: Float8, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard
 ) -> Tensor | None:
     """`ops.float8_lora_linear`: product and LoRA of a frozen weight, in one op; None where the weight is trained, or
-    the layer computes without float8."""
+    the layer computes without float8.
+
+    Args:
+        compute: the computation in float8.
+        update: the LoRA.
+        x: (..., in_features).
+        weight: (out_features, in_features), this rank's.
+        bias: (out_features,), this rank's, or None.
+        shard: this rank's shard of the layer.
+    """
     if not compute.active or weight.requires_grad or (bias is not None and bias.requires_grad):
         return None
     tail = ops.tail_of(update.rank)
@@ -142,7 +163,13 @@ def float8_lora(
 
 
 def float8_lora_form(compute: Float8, update: LoRA, weight: Tensor) -> Float8Form | None:
-    """The form of x for `float8_lora`; None where it is computed part after part, or x is dropped."""
+    """The form of x for `float8_lora`; None where it is computed part after part, or x is dropped.
+
+    Args:
+        compute: the computation in float8.
+        update: the LoRA.
+        weight: (out_features, in_features).
+    """
     if not compute.active or weight.requires_grad or update.drops:
         return None
     return compute.recipe.form(weight, tail=ops.tail_of(update.rank))

@@ -180,7 +180,14 @@ class Linear(Composed[Compute, Update], nn.Linear):
         return activate(y, activation, form)
 
     def local_sum(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shard: Shard) -> Tensor:
-        """Product and update of this rank's `shard`; weight and bias are this rank's. `TensorShard.call` calls it."""
+        """Product and update of this rank's `shard`; weight and bias are this rank's. `TensorShard.call` calls it.
+
+        Args:
+            x: (..., in_features), this rank's.
+            weight: (out_features, in_features), or None if `compute` holds it.
+            bias: (out_features,) or None.
+            shard: this rank's shard of the layer.
+        """
         if self.update is None:
             return self._product(x, weight, bias, shard)
         fused = FUSED.get((type(self.compute), type(self.update)))

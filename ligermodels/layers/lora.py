@@ -178,7 +178,16 @@ class LoRA(Update):
 
 
 def lora(compute: None, update: LoRA, x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
-    """`ops.lora_linear`: product and LoRA of a weight that is kept as numbers, in one op."""
+    """`ops.lora_linear`: product and LoRA of a weight that is kept as numbers, in one op.
+
+    Args:
+        compute: None: this is of weights without a part.
+        update: the LoRA.
+        x: (..., in_features).
+        weight: (out_features, in_features), this rank's.
+        bias: (out_features,), this rank's, or None.
+        shard: this rank's shard of the layer.
+    """
     return ops.lora_linear(x, weight, bias=bias, **update.operands(x, shard))
 
 

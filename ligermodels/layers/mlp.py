@@ -44,7 +44,14 @@ class MLPConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Gate and up are tensors of their own, or one, the gate first, where `names` has an "mlp.gate_up"."""
+        """Gate and up are tensors of their own, or one, the gate first, where `names` has an "mlp.gate_up".
+
+        Args:
+            hidden_size: hidden size of the model.
+            native: name of the layer in the model.
+            checkpoint: name of its block in the checkpoint.
+            names: the family's names of parts of a layer, where they differ from `NAMES`.
+        """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         found = []
         for kind in ("weight", "bias") if self.bias else ("weight",):

@@ -118,7 +118,13 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Tensor | None = None, *, form: Float8Form | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype."""
+        """x, branch (..., size) -> the norm of x + branch, and x + branch, in x's dtype.
+
+        Args:
+            x: (..., size).
+            branch: (..., size), added to x; None for nothing.
+            form: the norm is a `Float8Tensor` in this form; None for x's dtype.
+        """
         branch, weight = None if branch is None else as_dtype(branch, x.dtype), local(self, self.weight)
         if form is not None:
             options = {**self.config.options, **form.layouts}

@@ -168,7 +168,13 @@ class QuantizedCompute(Codes, Compute):
 
     def rules(self, split: str, out_features: int, in_features: int) -> Mapping[str, TensorSharding]:
         """By output channels, or for "rows" by input channels, of which the formats in 4 bits need whole groups of
-        128 on each rank (ConfigError)."""
+        128 on each rank (ConfigError).
+
+        Args:
+            split: how the layer is divided, a key of `tensor_shard.RULES`.
+            out_features: rows of a rank's shard.
+            in_features: columns of a rank's shard.
+        """
         if split == "replicated":
             return {"codes": "replicated", "scales": "replicated"}
         if split != "rows":
@@ -230,7 +236,13 @@ class QuantizedExperts(ExpertCompute):
 
     @classmethod
     def of(cls, gate_up: Tensor, down: Tensor, kind: QuantizedFormat) -> QuantizedExperts:
-        """Weights (E, out, in), rounded; on the meta device not filled. InputError for values that are not finite."""
+        """Weights (E, out, in), rounded; on the meta device not filled. InputError for values that are not finite.
+
+        Args:
+            gate_up: (E, 2 I, H).
+            down: (E, H, I).
+            kind: the format, such as "int4".
+        """
         experts = cls(gate_up.shape, down.shape, kind, gate_up.device)
         experts.fill("gate_up", gate_up)
         experts.fill("down", down)

@@ -49,7 +49,13 @@ def check_tree_and_indices(inputs: ModelInputs, count: int) -> None:
 
 
 def check_state(model: InputModel, tokens: Tensor, inputs: ModelInputs) -> None:
-    """Check a pass with a decoding state; `tokens` are the ids or embeddings, whose values are not checked."""
+    """Check a pass with a decoding state; `tokens` are the ids or embeddings, whose values are not checked.
+
+    Args:
+        model: the model.
+        tokens: ids (B, T), or embeddings (B, T, H).
+        inputs: the other arguments of the pass.
+    """
     if inputs.cu_seqlens is not None:
         raise InputError("cu_seqlens: a decoding state takes one sequence a row; give no packed documents with it")
     if not isinstance(inputs.state, DecodingState):

@@ -53,7 +53,13 @@ def router_loss(model: CausalLM, results: Any) -> Tensor | None:
 
 
 def with_router_loss(model: CausalLM, output: Any, share: Tensor | float) -> Tensor:
-    """The loss of an output and `share` times the `router_loss`; a loss for each token stays as it is."""
+    """The loss of an output and `share` times the `router_loss`; a loss for each token stays as it is.
+
+    Args:
+        model: the model, for the weights of the routers' losses.
+        output: the output of a pass, with its loss.
+        share: factor on `router_loss`, a number or a scalar.
+    """
     of_routers = router_loss(model, output)
     loss: Tensor = output.loss
     return loss if of_routers is None or loss.ndim else loss + share * of_routers

@@ -56,7 +56,13 @@ class DraftFiles(Generic[Config]):
 
     @classmethod
     def report(cls, base: CausalLM, folder: Path, model_class: type[DraftHeadModel]) -> HeadsReport:
-        """The report of the checks. See the class for the arguments."""
+        """The report of the checks. See the class for the arguments.
+
+        Args:
+            base: the base model.
+            folder: local folder of the head.
+            model_class: class of its model.
+        """
         with reading(folder, partial(open_head, folder, names=model_class.formats.tensor_name)) as (stored, reader):
             return report_of(model_class.kind, cls(base, folder, stored, dict(reader.headers), model_class).checks())
 

@@ -216,7 +216,13 @@ def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
 
 @torch.no_grad()
 def copy_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: LMHead) -> None:
-    """Copy the rows of the model's lm_head for the draft vocabulary into `lm_head`, also if the two are sharded."""
+    """Copy the rows of the model's lm_head for the draft vocabulary into `lm_head`, also if the two are sharded.
+
+    Args:
+        base: the base model.
+        vocabulary: the draft vocabulary, of V_d tokens.
+        lm_head: (V_d, H), gets the rows.
+    """
     rows = vocabulary.rows(gathered(dense_state(base.head, base.dtype)["weight"]))
     with whole_parameters(lm_head, ["weight"]):
         lm_head.weight.copy_(rows)

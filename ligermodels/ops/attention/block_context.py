@@ -102,6 +102,18 @@ def block_context_attention_reference(
     """The specification of `block_context_attention`: one softmax over all scores, in fp32 (fp64 for fp64).
 
     `starts` (B, A) has the first token of the document of each anchor, see `context_starts`.
+
+    Args:
+        q: (B, A, L, Hq, D).
+        k_block: (B, A, L, Hkv, D).
+        v_block: (B, A, L, Hkv, D).
+        k_context: (B, T, Hkv, D).
+        v_context: (B, T, Hkv, D).
+        anchors: int64 (B, A).
+        starts: int64 (B, A).
+        softmax_scale: factor on q·k.
+        causal: a query sees no key of its block after its own.
+        window: number of positions that a query sees; None for all.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(compute).unflatten(3, (k_block.shape[3], -1))

@@ -90,7 +90,18 @@ def private_key_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, private_keys: Sequence[Tensor], private_values: Sequence[Tensor], *,
     softmax_scale: float, window: int | None = None, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The specification of `private_key_attention`: one softmax over all scores, in fp32 (fp64 for fp64)."""
+    """The specification of `private_key_attention`: one softmax over all scores, in fp32 (fp64 for fp64).
+
+    Args:
+        q: (B, T, Hq, D).
+        k: (B, T, Hkv, D).
+        v: (B, T, Hkv, D).
+        private_keys: J tensors of the shape of k.
+        private_values: J tensors of the shape of v.
+        softmax_scale: factor on q·k.
+        window: number of keys of k that a query sees; None for all.
+        cu_seqlens: int32 (n + 1,) or None.
+    """
     batch, length, heads, dim = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grouped = _grouped(q.to(compute), k.shape[2])

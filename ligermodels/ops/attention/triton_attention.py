@@ -84,7 +84,13 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def kernel_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants of all three kernels."""
+    """Constants of all three kernels.
+
+    Args:
+        q: (B, T, Hq, D).
+        k: (B, S, Hkv, D).
+        v: (B, S, Hkv, Dv).
+    """
     dim, value_dim = q.shape[-1], v.shape[-1]
     blocks = {"BLOCK_DIM": max(power_of_2_above(dim), 16), "BLOCK_VALUE": max(power_of_2_above(value_dim), 16)}
     return {"GROUP": q.shape[-2] // k.shape[-2], "DIM": dim, "VALUE_DIM": value_dim, **blocks}
@@ -143,7 +149,18 @@ def triton_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, softmax_scale: float,
     window: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result; for the backward pass the base-2 logarithm of the softmax denominator, (B, Hq, T) float32."""
+    """The result; for the backward pass the base-2 logarithm of the softmax denominator, (B, Hq, T) float32.
+
+    Args:
+        q: (B, T, Hq, D).
+        k: (B, S, Hkv, D).
+        v: (B, S, Hkv, Dv).
+        sinks: (Hq,) or None.
+        cu_seqlens: int32 (n + 1,) or None.
+        softmax_scale: factor on q·k.
+        window: number of keys that a query sees; None for all.
+        softcap: bound of the scores; None for no bound.
+    """
     B, T, heads, _ = q.shape
     out, lse = q.new_empty((B, T, heads, v.shape[3])), q.new_empty((B, heads, T), dtype=torch.float32)
     if is_fake(q) or not out.numel():
@@ -162,7 +179,21 @@ def triton_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     cu_seqlens: Tensor | None, softmax_scale: float, window: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v; the sums of out * dout over channels, (B, Hq, T) float32."""
+    """Gradients of q, k and v; the sums of out * dout over channels, (B, Hq, T) float32.
+
+    Args:
+        dout: (B, T, Hq, Dv), gradient of the result.
+        q: (B, T, Hq, D).
+        k: (B, S, Hkv, D).
+        v: (B, S, Hkv, Dv).
+        sinks: (Hq,) or None.
+        out: (B, T, Hq, Dv), the result.
+        lse: (B, Hq, T), as the forward pass returns it.
+        cu_seqlens: int32 (n + 1,) or None.
+        softmax_scale: factor on q·k.
+        window: number of keys that a query sees; None for all.
+        softcap: bound of the scores; None for no bound.
+    """
     dq, dk, dv, delta = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(lse.shape)
     if is_fake(q) or not k.numel():
         return dq, dk, dv, delta

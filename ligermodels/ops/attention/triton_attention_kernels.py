@@ -50,7 +50,18 @@ def _first_visible(position, cu_seqlens, count, steps, window, S):
 
 @triton.jit
 def load_tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start + row of x, of DIM channels; zeros beyond `rows` if MASKED."""
+    """Rows start + row of x, of DIM channels; zeros beyond `rows` if MASKED.
+
+    Args:
+        x: pointer to the first row.
+        row: indices from 0.
+        start: index of the first row of the tile.
+        stride: elements from row to row.
+        rows: number of rows.
+        DIM: number of channels.
+        BLOCK_DIM: a power of 2 from DIM on.
+        MASKED: whether the tile may reach beyond `rows`.
+    """
     d = tl.arange(0, BLOCK_DIM)[None, :]
     at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
     if MASKED:
@@ -105,7 +116,13 @@ def attend(
 @triton.jit
 def key_ranges(position, first, BLOCK_S: tl.constexpr):
     """The tiles of keys that a tile of queries meets. Tiles in [begin, full) and [rest, end) are to be masked, tiles in
-    [full, rest) are seen by every query as a whole."""
+    [full, rest) are seen by every query as a whole.
+
+    Args:
+        position: index of the key of each query's own token.
+        first: index of the first key that each query sees.
+        BLOCK_S: keys of a tile.
+    """
     begin = tl.min(first) // BLOCK_S * BLOCK_S
     end = tl.max(position) + 1
     rest = (tl.min(position) + 1) // BLOCK_S * BLOCK_S

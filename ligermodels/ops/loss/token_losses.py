@@ -121,7 +121,13 @@ class LogitRows(NamedTuple):
 
     @classmethod
     def unpack(cls, target: Tensor, statistics: Iterable[Tensor | None], outputs: RowOutputs) -> "LogitRows":
-        """Rows of targets (...) with packed statistics; with maxima and totals if these are among the statistics."""
+        """Rows of targets (...) with packed statistics; with maxima and totals if these are among the statistics.
+
+        Args:
+            target: int64 (...).
+            statistics: as from `pack`.
+            outputs: the requested statistics.
+        """
         remaining = iter(statistics)
         fields: Any = [next(remaining) if requested else None for requested in (True, *outputs)]
         return cls(target, *fields, *remaining)

@@ -268,7 +268,16 @@ def launch_product(
     name: str, kernel: Any, arguments: Callable[[Tiles], tuple[Any, ...]], sizes: tuple[int, int, int],
     offsets: Tensor, like: Tensor, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch a product of rows (R, K) and weights (E, N, K), `sizes` R, N and K."""
+    """Launch a product of rows (R, K) and weights (E, N, K), `sizes` R, N and K.
+
+    Args:
+        name: name of the product in the table of tiles.
+        kernel: the kernel.
+        arguments: its positional arguments, by tiles.
+        sizes: R, N and K.
+        offsets: int32 (E,), where the rows of each expert end.
+        like: a tensor on the device, of the dtype of the product.
+    """
     (R, N, K), E = sizes, len(offsets)
 
     def launch(tiles: Tiles) -> None:

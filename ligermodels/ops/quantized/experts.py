@@ -125,7 +125,15 @@ def quantized_mix_experts(
 def quantized_grouped_mm_reference(
     x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, biases: Tensor | None = None
 ) -> Tensor:
-    """The specification of `quantized_grouped_mm`, in plain torch, with the same arguments."""
+    """The specification of `quantized_grouped_mm`, in plain torch, with the same arguments.
+
+    Args:
+        x: (R, K), sorted by expert.
+        codes: codes of the weights.
+        scales: their scales.
+        offsets: int32 (E,), where the rows of each expert end.
+        biases: (E, N) or None.
+    """
     weight = dequantize_weight_reference(codes, scales, x.shape[1], x.dtype)
     return grouped_mm(x, weight.unflatten(0, (len(offsets), -1)), offsets, biases)
 
