@@ -50,7 +50,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern sliding_window_size
         attention_window_size window_size attention_chunk_size global_attn_every_n_layers layers_block_type
         block_types attn_type_list full_attention_interval
-        layer_rope_theta post_norm_eps layer_norm_eps rms_norm_eps order_of_interleaved_layers use_parallel_block
+        layer_rope_theta post_norm post_norm_eps layer_norm_eps rms_norm_eps
+        order_of_interleaved_layers use_parallel_block
         query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_sink attention_sinks
         use_bidirectional_attention clip_qkv multi_query new_decoder_architecture num_kv_shared_layers
         rope_local_base_freq rope_interleaved use_mrope mrope_section mrope_interleaved no_rope_layers

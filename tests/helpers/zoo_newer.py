@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS
+from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING
 
 NEWER: dict[str, dict[str, Any]] = {
     "muse_glimmer_text": {
@@ -143,6 +143,13 @@ NEWER: dict[str, dict[str, Any]] = {
         "use_parallel_block": True,
         "use_gated_activation": True,
         "rope_theta": 5e4,
+    },
+    "apertus": {
+        **BASE,
+        "model_type": "apertus",
+        "head_dim": 10,
+        "attention_bias": True,
+        "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 12e6},
     },
     "internlm3": {  # With the fields of published checkpoints.
         **BASE,
