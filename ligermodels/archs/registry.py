@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ligermodels.archs import (
     afmoe,
+    apertus,
     arcee,
+    cohere,
     deepseek,
     ernie,
     exaone,
@@ -40,7 +42,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3, muse, afmoe, solar, hunyuan,
+    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan,
 )  # fmt: skip
 
 for _module in MODULES:

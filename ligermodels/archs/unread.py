@@ -31,7 +31,8 @@ HARMLESS = frozenset(
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
-    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm ep_size seq_aux aux_loss_alpha
+    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm
+    layer_switch use_embedding_sharing use_parallel_embedding ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
@@ -49,7 +50,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern sliding_window_size
         attention_window_size window_size attention_chunk_size global_attn_every_n_layers layers_block_type
         block_types attn_type_list full_attention_interval
-        layer_rope_theta post_norm_eps
+        layer_rope_theta post_norm post_norm_eps layer_norm_eps rms_norm_eps
+        order_of_interleaved_layers use_parallel_block
         query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_sink attention_sinks
         use_bidirectional_attention clip_qkv multi_query new_decoder_architecture num_kv_shared_layers
         rope_local_base_freq rope_interleaved use_mrope mrope_section mrope_interleaved no_rope_layers
@@ -80,7 +82,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         _names("""
-        qk_scale_factor output_multiplier
+        qk_scale_factor output_multiplier use_gated_activation
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp

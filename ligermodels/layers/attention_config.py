@@ -163,8 +163,8 @@ class AttentionConfig(LayerConfig):
             target = f"{native}.qkv.{kind}"
             if self.output_gate:
                 gate = there.get("attention.gate")
-                sources = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
-                found.append(rows(target, self._gated_rows(*sources, gate and f"{gate}.{kind}")))
+                q, k, v = (f"{there[f'attention.{part}']}.{kind}" for part in "qkv")
+                found.append(rows(target, self._gated_rows(q, k, v, gate and f"{gate}.{kind}")))
             elif "attention.qkv" in names:
                 found.append(grouped_qkv_in_one(target, f"{there['attention.qkv']}.{kind}", *shape))
             else:

@@ -30,6 +30,7 @@ class BlockConfig:
         pre_norm: normalise the inputs of the two layers.
         post_norm: normalise their outputs (Gemma 2 has both norms, OLMo 2 only this one).
         output_norm: config of the norms of outputs, if it differs from `norm` (Muse Glimmer).
+        parallel: both layers take the same input, normalised once (Cohere).
         residual_scale: factor of each layer's output before it is added to the residual stream (Granite).
         after: config of a third layer, which maps the residual stream to the residual stream (Gemma 4).
         layer_scalar: multiply the block's result by a stored number, which is not trained (Gemma 4).
@@ -48,6 +49,7 @@ class BlockConfig:
     pre_norm: bool = True
     post_norm: bool = False
     output_norm: NormConfig | None = None
+    parallel: bool = False
     residual_scale: float = 1.0
     after: LayerConfig | None = None
     layer_scalar: bool = False
@@ -67,7 +69,7 @@ class BlockConfig:
         if not self.post_norm:
             own_names["norm.mlp_norm"] = "post_attention_layernorm"
         own_names |= names
-        norms = [f"{part}_norm" for part in ("mixer", "mlp") if self.pre_norm and not self._own_norm(part)]
+        norms = [f"{part}_norm" for part in ("mixer", "mlp") if self._norm_before(part)]
         norms += [f"{part}_post_norm" for part in ("mixer", "mlp") if self.post_norm]
         kinds = ("weight", "bias") if self.norm.bias else ("weight",)
         after = (
@@ -88,8 +90,7 @@ class BlockConfig:
 
     def build_norm_before(self, part: str, hidden_size: int) -> nn.Module:
         """The norm before the layer `part`, "mixer" or "mlp"; the identity if there is none."""
-        has_norm = self.pre_norm and not self._own_norm(part)
-        return self.norm.build_before(hidden_size) if has_norm else nn.Identity()
+        return self.norm.build_before(hidden_size) if self._norm_before(part) else nn.Identity()
 
     def build_norm_after(self, hidden_size: int) -> nn.Module | None:
         """The norm after a layer, or None."""
@@ -99,8 +100,8 @@ class BlockConfig:
         if self.output_norm is not None and (not self.post_norm or self.output_norm.bias != self.norm.bias):
             raise ConfigError("output_norm: needs post_norm, and a bias exactly if norm has one")
 
-    def _own_norm(self, part: str) -> bool:
-        return part == "mlp" and self.mlp.normalizes
+    def _norm_before(self, part: str) -> bool:
+        return self.pre_norm and not (part == "mlp" and (self.mlp.normalizes or self.parallel))
 
 
 class BlockOutput(NamedTuple):
@@ -187,7 +188,10 @@ class Block(nn.Module):
         mixed = self.mixer(normed, context, state)
         branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
         residual, pending = self._add(self.mixer_post_norm, residual, branch)
-        normed, residual = self._add_and_norm(self.mlp_norm, residual, pending, self.mlp)
+        if not self.config.parallel:
+            normed, residual = self._add_and_norm(self.mlp_norm, residual, pending, self.mlp)
+        elif pending is not None:
+            residual = residual + pending.to(residual.dtype)
         fed = self.mlp(normed, context)
         branch, router = fed if self.mlp_has_extra_output else (fed, None)
         residual, pending = self._add(self.mlp_post_norm, residual, branch)
@@ -215,7 +219,7 @@ class Block(nn.Module):
         self, norm: nn.Module, x: Tensor, branch: Tensor | None, layer: nn.Module
     ) -> tuple[Tensor, Tensor]:
         """The norm of x + branch, in the form in which `layer` takes its input, and x + branch."""
-        if self.in_float8 and getattr(norm.forward, "writes_float8", False):
+        if self.in_float8 and not self.config.parallel and getattr(norm.forward, "writes_float8", False):
             return cast("tuple[Tensor, Tensor]", norm(x, branch, form=declared(layer).input_form()))
         if adds_residual(norm):
             return cast("tuple[Tensor, Tensor]", norm(x, branch))

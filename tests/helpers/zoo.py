@@ -248,8 +248,8 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
 NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
-ONLY_NATIVE = set(LATENT)
-"""Configs with layers that transformers' modules cannot compute natively in place (`nativize`)."""
+ONLY_NATIVE = {*LATENT, "cohere2"}
+"""Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)
 """Checkpoints of more than a language model, around those of CONFIGS."""

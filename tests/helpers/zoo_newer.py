@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS
+from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING
 
 NEWER: dict[str, dict[str, Any]] = {
     "muse_glimmer_text": {
@@ -129,6 +129,27 @@ NEWER: dict[str, dict[str, Any]] = {
         "num_experts": 5,
         "moe_topk": [2, 2, 2],
         "rope_theta": 1e4,
+    },
+    "cohere2": {  # With the fields of published checkpoints.
+        **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps")},
+        "model_type": "cohere2",
+        "num_hidden_layers": 5,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "tie_word_embeddings": True,
+        "position_embedding_type": "rope_gptj",
+        "use_parallel_block": True,
+        "use_gated_activation": True,
+        "rope_theta": 5e4,
+    },
+    "apertus": {
+        **BASE,
+        "model_type": "apertus",
+        "head_dim": 10,
+        "attention_bias": True,
+        "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 12e6},
     },
     "internlm3": {  # With the fields of published checkpoints.
         **BASE,

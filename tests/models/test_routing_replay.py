@@ -29,12 +29,7 @@ FAMILIES = [
     "deepseek_v3",
     "mistral4-groups",
     "gemma4_text-experts",
-    "exaone_moe",
-    "solar_open",
-    "hy_v3",
-    "afmoe",
-    "hunyuan_v1_moe",
-    "ernie4_5_moe",
+    *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 

@@ -142,16 +142,8 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) 
     for name in names:
         check_model(rank, folder / name, mesh, name)
     if "gemma2" in names:
-        for name in (
-            "olmo3",
-            "minimax_m2",
-            "glm4_moe",
-            "granite",
-            "arcee-biases-yarn",
-            "phi3",
-            "exaone4",
-            "hunyuan_v1_dense",
-        ):
+        others = ("olmo3", "minimax_m2", "glm4_moe", "granite", "arcee-biases-yarn", "phi3", "exaone4")
+        for name in (*others, "hunyuan_v1_dense", "cohere2", "apertus"):
             check_loss(mesh, name, zoo.CONFIGS[name])
     if "gemma4" in names:
         for name in ("deepseek_v3-without-experts", "glm4_moe_lite", "mistral4"):
