@@ -33,26 +33,25 @@ class HFAttention(OnModules, Attention):
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        config, gate = self.config, None
+        config = self.config
         tables: Tables = (None, None) if config.rope is None else context.rope_tables[config.rope]
         q, k, v = self._projections(x)
-        if config.output_gate and "attention.gate" in native_of(self.source).names:
-            gate = part(self.source, "attention.gate")(x)
-        elif config.output_gate:
-            q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * config.head_dim)).chunk(2, dim=-1))
+        q, gate = self._gated(x, q) if config.output_gate else (q, None)
         q, k, v = self._normalised(q, k, v)
         if config.qk_norm is not None and config.qk_norm.after_rope:
-            cos, sin = tables
-            q, k = (q, k) if cos is None or sin is None else ops.rope(q, k, cos, sin)
-            q, k, tables = *self._norms(q, k), (None, None)
+            q, k, tables = *self._norms(*_rotated(q, k, tables)), (None, None)
         if config.stored_as_pairs and config.rope is not None:
             q, k = (pairs_to_halves(heads, config.rope.channels) for heads in (q, k))
         if state is not None and context.cache_seqlens is not None:
             return self._cached(q, k, v, tables, state, context.cache_seqlens), state.keys, state.values, gate
-        cos, sin = tables
-        if cos is not None and sin is not None:
-            q, k = ops.rope(q, k, cos, sin)
-        return q, k, v, gate
+        return *_rotated(q, k, tables), v, gate
+
+    def _gated(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and the output gate, each (B, T, channels): of two tensors, or of q, which has both by head."""
+        if "attention.gate" in native_of(self.source).names:
+            return q, part(self.source, "attention.gate")(x)
+        q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1))
+        return q, gate
 
     def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, H) -> q, k and v (B, T, channels)."""
@@ -104,3 +103,9 @@ class HFSharedKVAttention(OnModules, SharedKVAttention):
     def q_norm(self) -> nn.Module | None:  # type: ignore[override]
         """The norm of queries, or None."""
         return None if self.config.qk_norm is None else part(self.source, "attention.q_norm")
+
+
+def _rotated(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """q and k (B, T, heads, D) with rotary positions, where the layer has any."""
+    cos, sin = tables
+    return (q, k) if cos is None or sin is None else ops.rope(q, k, cos, sin)
