@@ -127,9 +127,9 @@ class _BlockLosses(torch.autograd.Function):
             d, before = _gradients(h, weight, c, code_weight, teacher, chunk, slots, options, needed)
             if needed:
                 torch.mm(before, weight, out=dh[chunk].flatten(0, 1))
-                torch.mm(d, code_weight.to(d.dtype), out=dc[chunk].flatten(0, 1))
+                dc[chunk] = (d @ code_weight.to(d.dtype)).view_as(codes[chunk])
                 if total is not None:
-                    total.add(d, c)
+                    total.add(d, c.to(d.dtype))
             del d, before  # their memory serves the next chunk
         losses = options.ce_weight * slots.cross_entropy + options.divergence_weight * slots.divergence
         overlap = slots.accepted if teacher.tokens is None else slots.overlap
@@ -146,7 +146,7 @@ class _BlockLosses(torch.autograd.Function):
 
 
 class _Slots(NamedTuple):
-    """What is known and computed of all slots, each (N, K) and contiguous, so that chunks of blocks are views of it."""
+    """Inputs and results of all slots, each (N, K) and contiguous, so that chunks of blocks are views."""
 
     targets: Tensor
     mask: Tensor

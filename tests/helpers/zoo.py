@@ -3,7 +3,7 @@
 from typing import Any
 
 from zoo_multimodal import multimodal
-from zoo_newer import NEWER
+from zoo_newer import NEWER as NEWER
 from zoo_oracles import auto_class as auto_class
 from zoo_oracles import gradients_of as gradients_of
 from zoo_oracles import make_checkpoint as make_checkpoint

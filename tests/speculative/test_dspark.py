@@ -527,6 +527,20 @@ def test_drafts_without_confidence_are_not_accepted(kind: str, name: str, monkey
         bare.generate(prompts, **options)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_loss_under_autocast(kind: str) -> None:
+    """The codes of a Markov head may then have another dtype than the hidden states."""
+    model, ids = stirred(kind, target(dtype="float32")), ids_of(20, 2)
+    losses, gradients = [], []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            losses.append(model(ids, labels=ids).loss)
+        gradients.append(torch.autograd.grad(losses[-1], [model.head.fc.weight, model.head.markov.w2.weight]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.03, atol=0)
+    for rounded, exact in zip(*gradients, strict=True):
+        assert (rounded - exact).norm() < 0.2 * exact.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vanilla", "mixed", "gemma4", "gemma4-values"])
 def test_kernels_train_as_torch_does(kind: str) -> None:

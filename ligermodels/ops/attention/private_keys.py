@@ -145,8 +145,8 @@ class _Merged(torch.autograd.Function):
 
 
 def _stacked(private: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, each (J, B, T, Hkv, D). A launch takes no lists; the two copies are a small part of what the
-    kernels move, and nothing keeps them."""
+    """Keys and values, each (J, B, T, Hkv, D), because a launch takes no lists of tensors. Nothing keeps these copies,
+    which are less than half of the bytes that the kernels move."""
     return torch.stack(private[:count]), torch.stack(private[count:])  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def _private_key_gradients(
     q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, causal_dq: Tensor,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, of which `causal_dq` is the other keys' part, of keys and of values."""
+    """Gradients of q, keys and values; `causal_dq` is the part of q's gradient from the other keys."""
     dq, dkeys, dvalues = torch.empty_like(causal_dq), torch.empty_like(keys), torch.empty_like(values)
     if is_fake(q) or not dq.numel():
         return dq, dkeys, dvalues

@@ -63,8 +63,8 @@ def linear_distillation(
 
     Args:
         hidden: hidden states of the student, (..., H), any floating dtype and strides. Or (..., S, H): S states are
-            compared with each state of the teacher, whose logits are computed once; `mask`, `token_weights` and the
-            results are then (..., S).
+            compared with each state of the teacher, and the teacher's logits are computed once. `mask`, `token_weights`
+            and the results are then (..., S).
         weight: (V, H), the dtype of `hidden`; under autocast all tensors are cast to its dtype.
         teacher_hidden: hidden states of the teacher, (..., H'), any floating dtype.
         teacher_weight: (V, H'), the dtype of `teacher_hidden`.
