@@ -53,8 +53,16 @@ def shard_attention(
     return torch.cat(chunks, dim=1)
 
 
-def check_context_parallel(decoder: Any) -> None:
-    """Raises ConfigError for the first layer of a `Decoder` that does not support context parallelism."""
+def check_context_parallel(decoder: Any, ranks: int) -> None:
+    """Check that each layer supports context parallelism.
+
+    Args:
+        decoder: the `Decoder`.
+        ranks: ranks of context parallelism, times those of tensor parallelism.
+
+    Raises:
+        ConfigError: for the first layer that does not.
+    """
     for i, block in enumerate(decoder.blocks):
         for name, layer in block.declarations().items():
             if not layer.context_parallel and (name == "mixer" or not layer.token_wise):
@@ -63,3 +71,7 @@ def check_context_parallel(decoder: Any) -> None:
                     f"context: blocks[{i}].{name} ({layer_class}) cannot be given a part of a sequence; its class "
                     "has no `context_parallel`, see ligermodels.layers.Layer. Spread the model by shard and replicate"
                 )
+            try:
+                layer.check_context_parallel(ranks)
+            except ConfigError as error:
+                raise ConfigError(f"context: blocks[{i}].{name}: {error}") from None

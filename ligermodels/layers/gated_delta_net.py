@@ -20,6 +20,7 @@ from ligermodels.layers.keeps_dtype import FullPrecision
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
+from ligermodels.layers.tokens import ContextShard
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,16 @@ class GatedDeltaNet(Layer):
     The rows of `in_proj` are q, k, v, the gate z, b (how far the state moves to a value) and a (the decay). Tensor
     parallelism divides the rows evenly, regardless of these parts, so the weight is the same for any number of ranks.
     Outputs are gathered, and each rank takes the channels of its heads.
+
+    Under context parallelism each rank has some tokens for its projections, norm and gate, and convolves and runs the
+    delta rule over all tokens of a share of the heads (as DeepSpeed Ulysses does for attention, 2023,
+    https://arxiv.org/abs/2309.14509).
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
     sequence_parallel: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()
@@ -178,6 +184,10 @@ class GatedDeltaNet(Layer):
         self.decay = Decay(config.num_value_heads)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
         self.out = Linear(config.value_size, hidden_size, bias=False)
+
+    def check_context_parallel(self, ranks: int) -> None:
+        """Each rank computes whole key heads."""
+        split_evenly("num_key_heads (linear_num_key_heads)", self.config.num_key_heads, ranks)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """Mix tokens.
@@ -201,15 +211,20 @@ class GatedDeltaNet(Layer):
         if context.seq_lens is not None:  # padding must not change the state
             real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
+        shard, shares = context.shard, 1
+        if shard is not None:  # all tokens, of this rank's share of the heads
+            shares = shard.mesh.size()
+            inputs = shard.share_of_channels(_shares(inputs, [keys, keys, sizes[1]], shares))
+            g, beta = shard.share_of_channels(_shares(torch.cat([g, beta], -1), [heads, heads], shares)).chunk(2, -1)
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
         earlier = None
         if state is not None:
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
-        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one)
-        q, k, v = convolved.split([keys, keys, config.value_size // ranks], dim=-1)
+        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one, shard)
+        q, k, v = convolved.split([keys // shares, keys // shares, sizes[1] // shares], dim=-1)
         q, k = (tensor.unflatten(-1, (-1, config.key_head_dim)) for tensor in (q, k))
-        operands = q, k, v.unflatten(-1, (heads, -1)), g, beta
+        operands = q, k, v.unflatten(-1, (-1, config.value_head_dim)), g, beta
         if state is None:
             bounds = context.cu_seqlens
             o, _ = ops.gated_delta_rule(*operands, cu_seqlens=bounds, final_state=False, backend=config.backend)
@@ -221,7 +236,10 @@ class GatedDeltaNet(Layer):
         else:
             o, last = ops.gated_delta_rule(*operands, initial_state=state.matrix, backend=config.backend)
             state.advance(inputs, last, context.seq_lens)
-        y = self.norm(o.to(z.dtype), z.unflatten(-1, (heads, -1)))
+        o = o.to(z.dtype)
+        if shard is not None:
+            o = shard.share_of_tokens(o.flatten(2)).flatten(2).unflatten(-1, (heads, -1))
+        y = self.norm(o, z.unflatten(-1, (heads, -1)))
         return self.out(y.flatten(2))
 
 
@@ -246,6 +264,7 @@ class CausalConv(nn.Module):
         cu_seqlens: Tensor | None,
         tree: tuple[Tensor, Tensor] | None,
         step: bool,
+        shard: ContextShard | None = None,
     ) -> Tensor:
         """Convolve.
 
@@ -255,12 +274,16 @@ class CausalConv(nn.Module):
             cu_seqlens: boundaries of packed documents, or None.
             tree: parent and depth of the nodes of a tree, or None.
             step: whether this is a decode step of one token; `earlier` is then updated in place.
+            shard: under context parallelism; x is then this rank's share of the channels.
 
         Returns:
             (B, T, channels).
         """
         weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
         weight = own_part_of_each(self, weight, self.parts, dim=0)
+        if shard is not None:
+            parts = [part * len(weight) // sum(self.parts) for part in self.parts]  # fewer under tensor parallelism
+            weight = _shares(weight.t(), parts, shard.mesh.size())[:, shard.mesh.get_local_rank()].t()
         if step and earlier is not None:
             return ops.causal_conv_step(x, weight, earlier)
         return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
@@ -304,6 +327,11 @@ class GatedNorm(FullPrecision):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z (..., heads, size) -> (..., heads, size), of their dtype."""
         return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
+
+
+def _shares(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
+    """x (..., sum(parts)) -> (..., ranks, sum(parts) / ranks): for each rank, its share of each part."""
+    return torch.cat([part.unflatten(-1, (ranks, -1)) for part in x.split(list(parts), dim=-1)], dim=-1)
 
 
 def _with_input_channel(weight: Tensor) -> Tensor:

@@ -65,6 +65,10 @@ class Layer(nn.Module):
         """Raise InputError or ConfigError unless a rank can compute its part of the layer, one of `ranks` parts. The
         parts of linear layers are checked without it."""
 
+    def check_context_parallel(self, ranks: int) -> None:
+        """Raise InputError or ConfigError unless the layer can divide its work over `ranks` ranks of context and tensor
+        parallelism."""
+
     def input_form(self) -> Float8Form | None:
         """The form in which the layer takes `x` as a `Float8Tensor` now: the form of its linear layers that take `x`,
         if it is the same for all of them. Else None, and each linear layer casts for itself, as it does if it gathers

@@ -238,7 +238,25 @@ class ContextShard(Tokens):
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """x (rows, 2 * chunk, ...) of each rank -> (rows, 2 n * chunk, ...), the tokens of all ranks, with padding."""
-        ranks = self._ranks.gather(x).unflatten(0, (self.mesh.size(), x.shape[0])).unflatten(2, (2, -1))
+        return self._in_order(self._ranks.gather(x))
+
+    def share_of_channels(self, x: Tensor) -> Tensor:
+        """x (rows, 2 * chunk, n, C), this rank's tokens with a share of the channels for each rank -> (rows, length,
+        C), all tokens with this rank's share. `share_of_tokens` goes back."""
+        return self._in_order(self._ranks.swap(x.movedim(2, 0).flatten(0, 1)))[:, : self.length]
+
+    def share_of_tokens(self, x: Tensor) -> Tensor:
+        """x (rows, length, C), all tokens with this rank's share of the channels -> (rows, 2 * chunk, n, C), this
+        rank's tokens with the shares of all ranks; zeros for padding."""
+        ranks = self.mesh.size()
+        x = F.pad(x, (0, 0, 0, 2 * ranks * self.chunk - self.length))
+        first, second = x.unflatten(1, (2 * ranks, -1)).transpose(0, 1).chunk(2)  # each (n, rows, chunk, C)
+        shares = self._ranks.swap(torch.cat([first, second.flip(0)], dim=2).flatten(0, 1))
+        return shares.unflatten(0, (ranks, -1)).movedim(0, 2)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """x (n * rows, 2 * chunk, ...), the tokens of one rank after another -> (rows, 2 n * chunk, ...)."""
+        ranks = x.unflatten(0, (self.mesh.size(), -1)).unflatten(2, (2, -1))
         chunks = torch.cat([ranks[:, :, 0], ranks[:, :, 1].flip(0)])  # each (n, rows, chunk, ...)
         return chunks.transpose(0, 1).flatten(1, 2)
 

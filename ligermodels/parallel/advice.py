@@ -165,7 +165,7 @@ def _groups(model: CausalLM, gpus: int, hardware: Hardware) -> list[tuple[int, i
 def _can_be_divided(model: CausalLM, context: int, tensor: int) -> bool:
     try:
         if context > 1:
-            check_context_parallel(model.decoder)
+            check_context_parallel(model.decoder, context * tensor)
         if tensor > 1:
             Shares(model, tensor=tensor)
     except ConfigError:

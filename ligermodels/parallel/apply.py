@@ -148,7 +148,7 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
     for decoder in decoders:
         check_tensor_parallel(decoder.config, plan.tensor)
         if plan.context > 1:
-            check_context_parallel(decoder)
+            check_context_parallel(decoder, plan.context * plan.tensor)
     if plan.expert > 1:
         check_expert_parallel(model, plan.expert)
     if plan.compile != "none":

@@ -122,7 +122,7 @@ def _on_first_rank(model: CausalLM, shares: Shares, context: int, load: float) -
 
     On the meta device ranks exchange nothing."""
     if context > 1:
-        check_context_parallel(model.decoder)
+        check_context_parallel(model.decoder, context)
     before = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
     parts: dict[int, nn.Parameter] = {}  # by the id of the whole parameter
     for share in shares:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -300,9 +301,12 @@ def test_the_plans_that_fit() -> None:
         load = 1.25 if each.degrees.expert > 1 else 1.0
         needed = step_memory(mixture, each.micro_batch, 2048, **degrees, expert_load=load)
         assert each.memory.total == pytest.approx(needed.total, rel=1e-5)
-    recurrent = on_meta(MODELS["qwen3.5-9b"] | {"num_hidden_layers": 4})
-    with pytest.raises(InputError, match="whole sequences"):
-        candidates(recurrent, 4, int(80e9), 2 * 2048, 2048, hardware=Hardware(gpus_per_host=1))
+    for heads, divides in ((16, True), (3, False)):  # of Gated DeltaNet: each rank takes whole ones
+        sizes = {"num_hidden_layers": 4, "linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
+        recurrent = on_meta(MODELS["qwen3.5-9b"] | sizes)
+        with nullcontext() if divides else pytest.raises(InputError, match="whole sequences"):
+            found = candidates(recurrent, 4, int(80e9), 2 * 2048, 2048, hardware=Hardware(gpus_per_host=1))
+            assert {each.degrees.context for each in found} == {2, 4}
     with pytest.raises(ConfigError, match="adafactor does not work on sharded"):
         candidates(model, 4, int(80e9), 4 * 8 * 2048, 2048, optimizer="adafactor")
     alone = candidates(model, 1, int(17e9), 8192, 8192)

@@ -89,6 +89,17 @@ def reduce_scatter_rows(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 @custom_op()
+def all_to_all_rows(x: Tensor, ranks: int, group: str) -> Tensor:
+    """x (ranks * n, ...) of each rank, the rows for rank 0 first -> the rows for this rank, those of rank 0 first."""
+    if is_fake(x):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    each = [x.shape[0] // ranks] * ranks
+    rows, wait = start_all_to_all(x, each, each, group)
+    wait()
+    return rows
+
+
+@custom_op()
 def all_reduce_sum(x: Tensor, group: str) -> Tensor:
     """The sum of x over ranks, of the same shape."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -97,9 +108,11 @@ def all_reduce_sum(x: Tensor, group: str) -> Tensor:
     return total
 
 
-Move = Literal["same", "own", "gather", "scatter", "sum"]
+Move = Literal["same", "own", "gather", "scatter", "sum", "swap"]
 """How a tensor moves between ranks: not at all; this rank's rows of a tensor that all ranks have; the rows of all
-ranks, one rank after another; this rank's rows of the sum over ranks; or the whole sum over ranks."""
+ranks, one rank after another; this rank's rows of the sum over ranks; the whole sum over ranks; or each rank's rows for
+this rank, one rank after another."""
+_OPS = {"gather": all_gather_rows, "scatter": reduce_scatter_rows, "swap": all_to_all_rows}
 
 
 class Ranks(NamedTuple):
@@ -133,6 +146,11 @@ class Ranks(NamedTuple):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum of x over ranks. The gradient is gathered."""
         return _Exchange.apply(x, "scatter", "gather", self)
+
+    def swap(self, x: Tensor) -> Tensor:
+        """Each rank's rows for this rank, one rank after another, of an x with as many rows for each rank, one after
+        another. The gradient goes back."""
+        return _Exchange.apply(x, "swap", "swap", self)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over ranks, for uses that differ between ranks. The gradient is summed over ranks."""
@@ -168,4 +186,4 @@ def _moved(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
         return x.unflatten(0, (ranks.size, -1))[ranks.rank].clone()
     if move == "sum":
         return cast(Tensor, all_reduce_sum(x, ranks.group))
-    return cast(Tensor, (all_gather_rows if move == "gather" else reduce_scatter_rows)(x, ranks.size, ranks.group))
+    return cast(Tensor, _OPS[move](x, ranks.size, ranks.group))
