@@ -306,7 +306,7 @@ def test_the_plans_that_fit() -> None:
         recurrent = on_meta(MODELS["qwen3.5-9b"] | sizes)
         with nullcontext() if divides else pytest.raises(InputError, match="whole sequences"):
             found = candidates(recurrent, 4, int(80e9), 2 * 2048, 2048, hardware=Hardware(gpus_per_host=1))
-            assert {each.degrees.context for each in found} == {2, 4}
+            assert {each.degrees.context for each in found} == {2}
     with pytest.raises(ConfigError, match="adafactor does not work on sharded"):
         candidates(model, 4, int(80e9), 4 * 8 * 2048, 2048, optimizer="adafactor")
     alone = candidates(model, 1, int(17e9), 8192, 8192)
