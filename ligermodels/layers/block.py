@@ -110,11 +110,13 @@ class BlockOutput(NamedTuple):
     hidden: hidden states, of the shape of the block's input.
     keys_values: keys and values that later layers attend to, or None.
     router: the router's output of a mixture of experts, or None.
+    pending: a branch that the caller has to add to `hidden`, of its shape; None but with `defer`.
     """
 
     hidden: Tensor
     keys_values: KeysValues | None = None
     router: RouterOutput | None = None
+    pending: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -172,19 +174,24 @@ class Block(nn.Module):
         """Whether the result for a token depends on no other token of the block's input."""
         return all(layer.token_wise for layer in self.declarations().values())
 
-    def forward(self, x: Tensor, context: ForwardContext, state: Any = None) -> BlockOutput:
+    def forward(
+        self, x: Tensor, context: ForwardContext, state: Any = None, pending: Tensor | None = None, defer: bool = False
+    ) -> BlockOutput:
         """Run the block.
 
         Args:
             x: hidden states (B, T, H); if the block is `token_wise`, also the needed tokens alone, (1, n, H).
             context: the context of this pass.
             state: the mixer's decoding state, or None.
+            pending: the branch that the block before has left to this one, of x's shape: the first norm adds it to x in
+                the same kernel. Default: None.
+            defer: whether the block may leave its last addition to the caller. Default: False.
 
         Returns:
             The hidden states, and the keys and values and the router's output where the layers give them. All of them
             leave by the return value, because FSDP2's hooks see only the gradients of returned tensors.
         """
-        normed, residual = self._add_and_norm(self.mixer_norm, x, None, self.mixer)
+        normed, residual = self._add_and_norm(self.mixer_norm, x, pending, self.mixer)
         mixed = self.mixer(normed, context, state)
         branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
         residual, pending = self._add(self.mixer_post_norm, residual, branch)
@@ -195,6 +202,8 @@ class Block(nn.Module):
         fed = self.mlp(normed, context)
         branch, router = fed if self.mlp_has_extra_output else (fed, None)
         residual, pending = self._add(self.mlp_post_norm, residual, branch)
+        if defer and self.after is None and self.layer_scalar is None:
+            return BlockOutput(residual, keys_values, router, pending)
         hidden = residual if pending is None else residual + pending
         if self.after is not None:
             hidden = self.after(hidden, context)

@@ -13,6 +13,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers import (
     Block,
+    BlockOutput,
     Embedding,
     ForwardContext,
     PerLayerInputs,
@@ -190,8 +191,10 @@ class Decoder(RefusesDropout):
         """Run the blocks of these numbers."""
         if self._sequence_mesh is not None and blocks and state is None and context.needed is None:
             return self._run_in_parts(blocks, x, context, router_outputs)
+        if state is not None:
+            return self._run_with_state(blocks, x, context, state, router_outputs)
         for i in blocks:
-            x = self._block(i, x, context, state, router_outputs)
+            x = self._block(i, x, context, None, router_outputs).hidden
         return x
 
     def _block(
@@ -201,11 +204,13 @@ class Decoder(RefusesDropout):
         context: ForwardContext,
         state: DecodingState | None,
         router_outputs: list[RouterOutput] | None,
+        *more: Any,
         parts: SequenceParts | None = None,
-    ) -> Tensor:
-        """The hidden states after block i. Its other results go to the context and to `router_outputs`."""
+    ) -> BlockOutput:
+        """The result of block i, to which `more` arguments are passed. Keys and values go to the context, the router's
+        output to `router_outputs`."""
         own = context.of_block(i) if context.routing else context
-        arguments = x, own, None if state is None else state.layers[i]
+        arguments = x, own, None if state is None else state.layers[i], *more
         if self._activation_checkpointing == "none" and parts is None:
             output = self.blocks[i](*arguments)
         else:
@@ -214,9 +219,28 @@ class Decoder(RefusesDropout):
             context.keys_values[i] = output.keys_values
         if output.router is not None and router_outputs is not None:
             router_outputs.append(output.router)
-        return cast(Tensor, output.hidden)
+        return cast(BlockOutput, output)
 
     # -- modes of a pass -----------------------------------------------------------------------------------------------
+
+    def _run_with_state(
+        self,
+        blocks: range,
+        x: Tensor,
+        context: ForwardContext,
+        state: DecodingState,
+        router_outputs: list[RouterOutput] | None,
+    ) -> Tensor:
+        """`_run` of a decoding pass: the last addition of a block is left to the first norm of the next, because each
+        kernel counts there. In training both summands would be kept for the backward pass."""
+        pending: Tensor | None = None
+        for i in blocks:
+            # A module that replaced a block may take no such arguments.
+            defer = i + 1 < blocks.stop and all(isinstance(self.blocks[each], Block) for each in (i, i + 1))
+            more = (pending, defer) if defer or pending is not None else ()
+            output = self._block(i, x, context, state, router_outputs, *more)
+            x, pending = output.hidden, output.pending
+        return x
 
     def _inputs_of_layers(self, layout: TokenLayout, ids: Tensor | None, x: Tensor, per_layer: Tensor | None) -> Tensor:
         """The inputs of each layer (rows, length, layers, P), by token ids in the layout or the `per_layer` given."""
@@ -234,7 +258,7 @@ class Decoder(RefusesDropout):
         if parts is not None:
             x, context = parts.take(x), context.of_parts(parts)
         for i in blocks:
-            x = self._block(i, x, context, None, router_outputs, parts)
+            x = self._block(i, x, context, None, router_outputs, parts=parts).hidden
         return x if parts is None else parts.restore(x)
 
     def _in_own_layout(

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BASE, CONFIGS, HYBRIDS, LATENT, make_checkpoint, relative_error
 
 import ligermodels as lm
-from ligermodels.layers import TreeTokens
+from ligermodels.layers import Block, TreeTokens
 
 TOLERANCE = 1e-5
 
@@ -92,3 +92,43 @@ def test_decoding_waits_for_nothing(model: lm.CausalLM) -> None:
 def tensors_of(state: Any) -> list[Tensor]:
     layers = [vars(layer) if hasattr(layer, "matrix") else layer._asdict() for layer in state.layers]
     return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]
+
+
+POST_NORMED = ("gemma2", "gemma4_text-per-layer-inputs")
+"""Families whose post-norms make the addition, the second one before a scale of the sum."""
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen3_moe", "granite", "cohere2", *POST_NORMED])
+def test_blocks_leave_their_last_addition_to_the_next_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a decoding pass, to the same bits, whatever the next block is."""
+    torch.manual_seed(0)
+    decoder = lm.from_config(CONFIGS[name]).eval().decoder
+    left: list[bool] = []
+    for block in decoder.blocks:
+        block.register_forward_hook(lambda _, inputs, output: left.append(output.pending is not None))
+    ids, found = tokens(2, 5), []
+    forward = Block.forward
+    for defers in (True, False):
+        state = decoder.new_state(2, 8)
+        if not defers:
+            monkeypatch.setattr(Block, "forward", lambda self, x, c, s, *_: forward(self, x, c, s))
+        with torch.no_grad():
+            found += [torch.cat([decoder(part, state=state) for part in ids.split([4, 1], dim=1)], dim=1)]
+    assert torch.equal(*found)
+    blocks = len(decoder.blocks)
+    first = [name not in POST_NORMED and i + 1 < blocks for i in range(blocks)]
+    assert left == 2 * first + 2 * blocks * [False]
+    decoder.blocks[1] = Old(decoder.blocks[1])
+    with torch.no_grad():
+        assert torch.equal(decoder(ids[:, :4], state=decoder.new_state(2, 8)), found[0][:, :4])
+
+
+class Old(torch.nn.Module):
+    """A module in the place of a block, which takes no additions."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block, self.token_wise = block, block.token_wise
+
+    def forward(self, x: Tensor, context: Any, state: Any = None) -> Any:
+        return self.block(x, context, state)
