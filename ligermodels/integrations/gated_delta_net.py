@@ -12,7 +12,7 @@ from ligermodels.layers.gated_delta_net import CausalConv, Decay, GatedDeltaNet,
 class HFCausalConv(OnModules, CausalConv):
     """`CausalConv` with the weight of an nn.Conv1d of one input channel per group."""
 
-    parts = ()
+    parts, activation = (), "silu"
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -111,7 +111,7 @@ class GatedDeltaNetConfig(LayerConfig):
         return [
             rows(f"{native}.in_proj.weight", pieces),
             WeightMapping(
-                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", _with_input_channel),)
+                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", with_input_channel),)
             ),
             rename(f"{native}.decay.log_rate", sources["delta.A_log"]),
             rename(f"{native}.decay.bias", sources["delta.dt_bias"]),
@@ -230,9 +230,9 @@ class CausalConv(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
 
-    def __init__(self, parts: Sequence[int], width: int) -> None:
+    def __init__(self, parts: Sequence[int], width: int, activation: str | None = "silu") -> None:
         super().__init__()
-        self.parts = tuple(parts)
+        self.parts, self.activation = tuple(parts), activation
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
 
     def init_weights(self, std: float) -> None:
@@ -262,8 +262,8 @@ class CausalConv(nn.Module):
         weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
         weight = own_part_of_each(self, weight, self.parts, dim=0)
         if step and earlier is not None:
-            return ops.causal_conv_step(x, weight, earlier)
-        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+            return ops.causal_conv_step(x, weight, earlier, self.activation)
+        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=self.activation)
 
 
 class Decay(FullPrecision):
@@ -306,6 +306,6 @@ class GatedNorm(FullPrecision):
         return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
 
 
-def _with_input_channel(weight: Tensor) -> Tensor:
+def with_input_channel(weight: Tensor) -> Tensor:
     """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
     return weight.unsqueeze(1)

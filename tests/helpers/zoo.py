@@ -257,6 +257,7 @@ MULTIMODAL = multimodal(CONFIGS)
 HEADS = {"text_config": {"num_attention_heads": 32}}
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen2_5_omni": {"thinker_config": {}},
     "qwen3_omni_moe": {"thinker_config": HEADS},
     "qwen3_omni_moe_thinker": HEADS,
