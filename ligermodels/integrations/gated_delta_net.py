@@ -12,7 +12,8 @@ from ligermodels.layers.gated_delta_net import CausalConv, Decay, GatedDeltaNet,
 class HFCausalConv(OnModules, CausalConv):
     """`CausalConv` with the weight of an nn.Conv1d of one input channel per group."""
 
-    parts, activation = (), "silu"
+    parts = ()
+    activation: str | None = "silu"
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
