@@ -95,7 +95,8 @@ class ShortConv(Layer):
     """out(C * (conv(B * x) + bias)) with B, C, x = in_proj(hidden states). The convolution is causal and depthwise.
 
     The rows of `in_proj` are B, C and x. Tensor parallelism divides them evenly, regardless of these parts, as in
-    `GatedDeltaNet`. Parameter `conv_bias` (channels,), None without biases.
+    `GatedDeltaNet`. Under context parallelism each rank gathers the inputs of the convolution of all tokens.
+    Parameter `conv_bias` (channels,), None without biases.
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
@@ -105,6 +106,7 @@ class ShortConv(Layer):
         "out": "rows",
     }
     sequence_parallel: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: ShortConvConfig) -> None:
         super().__init__()
@@ -136,8 +138,12 @@ class ShortConv(Layer):
         one = state is not None and tree is None and context.seq_lens is None and x.shape[1] == 1
         if state is not None:
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
+        if context.shard is not None:
+            inputs = context.shard.all_tokens(inputs)[:, : context.shard.length]
         nodes = None if tree is None else (tree.parent, tree.depth)
         convolved = self.conv(inputs, earlier, context.cu_seqlens, nodes, one).to(gate_out.dtype)
+        if context.shard is not None:
+            convolved = context.shard.take(convolved)
         if state is not None and tree is not None:
             state.branch(inputs, tree)
         elif state is not None and not one:
