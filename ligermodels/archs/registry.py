@@ -18,6 +18,7 @@ from ligermodels.archs import (
     gpt_oss,
     granite,
     hunyuan,
+    lfm2,
     llama,
     mellum,
     minimax,
@@ -42,7 +43,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan,
+    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2,
 )  # fmt: skip
 
 for _module in MODULES:

@@ -34,6 +34,7 @@ HARMLESS = frozenset(
     unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm
     layer_switch use_embedding_sharing use_parallel_embedding ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
+    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     """)
 )
@@ -73,6 +74,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
         num_global_key_value_heads top_k_experts laurel_rank
+        conv_L_cache conv_bias conv_dim conv_dim_out full_attn_idxs norm_eps num_heads tie_embedding use_expert_bias
+        block_dim block_ff_dim block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim
         cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights
@@ -86,6 +89,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
+        use_pos_enc block_use_swiglu
         """),
         (1,),
     ),

@@ -13,6 +13,7 @@ class HFCausalConv(OnModules, CausalConv):
     """`CausalConv` with the weight of an nn.Conv1d of one input channel per group."""
 
     parts = ()
+    activation: str | None = "silu"
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -17,7 +17,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.integrations.backbone import backbone_forward
 from ligermodels.integrations.causal_lm import causal_lm_forward, head_forward
 from ligermodels.integrations.decoder import HFDecoder
-from ligermodels.integrations.modules import Native, set_forward, unset_forward, within_adapter
+from ligermodels.integrations.modules import FINAL_NORM, Native, part, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
 from ligermodels.layers import AttentionConfig, RotaryEmbedding
@@ -61,10 +61,10 @@ def nativize(model: Model) -> Model:
         raise InputError(f"nativize: the model has {len(backbone.layers)} layers, its config {len(config.blocks)}")
     for layer, block in zip(backbone.layers, config.blocks, strict=True):
         nativize_layer(layer, block, config.hidden_size, names)
-    set_norm(backbone.norm, config.norm)
     if (inputs := config.per_layer_inputs) is not None:
         set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    set_forward(backbone, backbone_forward, _native_backbone(backbone, config))
+    set_forward(backbone, backbone_forward, _native_backbone(backbone, config, names))
+    set_norm(part(backbone, FINAL_NORM), config.norm)
     set_forward(hf.lm_head, head_forward, Native(config.head))
     further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
     if inner is not backbone:
@@ -90,8 +90,8 @@ def restore(model: Model) -> Model:
     return model
 
 
-def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
-    """The native counterpart of a backbone."""
+def _native_backbone(backbone: Any, config: DecoderConfig, names: Mapping[str, str]) -> Native:
+    """The native counterpart of a backbone; `names` are the family's names of parts."""
     ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
     with torch.device("cpu"):
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
@@ -102,7 +102,8 @@ def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
         config = replace(config, embed_scale=None)
     decoder = HFDecoder(backbone, config, rotary)
-    return Native(config, layer=decoder, rope_by_length=by_length, output=_output_of(backbone))
+    paths = {FINAL_NORM: names.get(FINAL_NORM, "norm")}
+    return Native(config, paths, decoder, rope_by_length=by_length, output=_output_of(backbone))
 
 
 def _output_of(module: nn.Module) -> type | None:

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.layers import ForwardContext
 
+FINAL_NORM = "decoder.norm"
+"""Name of the final norm in `Native.names` of a backbone."""
+
 
 @dataclass(frozen=True)
 class Native:

@@ -22,6 +22,7 @@ from ligermodels.integrations.modules import (
     within_adapter,
 )
 from ligermodels.integrations.norm import HFBlock, native_norms, norm_forward
+from ligermodels.integrations.short_conv import HFShortCausalConv, HFShortConv
 from ligermodels.layers import (
     AttentionConfig,
     BlockConfig,
@@ -32,6 +33,7 @@ from ligermodels.layers import (
     NormConfig,
     PerLayerInputConfig,
     SharedKVAttentionConfig,
+    ShortConvConfig,
 )
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 
@@ -65,6 +67,12 @@ def _nativize_delta(module: nn.Module, config: GatedDeltaNetConfig, names: Names
     set_forward(module, mixer_forward, Native(config, names, HFGatedDeltaNet(module, config)))
 
 
+def _nativize_short_conv(module: nn.Module, config: ShortConvConfig, names: Names) -> None:
+    conv = module.get_submodule(names["short_conv.conv"])
+    set_forward(conv, native_forward, Native(config, layer=HFShortCausalConv(conv, config)))
+    set_forward(module, mixer_forward, Native(config, names, HFShortConv(module, config)))
+
+
 class _Mixer(NamedTuple):
     """A kind of token mixer.
 
@@ -82,6 +90,7 @@ _MIXERS: Mapping[type, _Mixer] = {
         "attention.o", partial(_nativize_attention, layer=HFSharedKVAttention, norms=("q_norm",))
     ),
     GatedDeltaNetConfig: _Mixer("delta.out", _nativize_delta),
+    ShortConvConfig: _Mixer("short_conv.out", _nativize_short_conv),
 }
 
 
@@ -92,8 +101,9 @@ def _nativize_mlp(layer: nn.Module, config: MLPConfig, names: Names) -> Names:
     return {}
 
 
-def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names, experts: Names = STACKED_EXPERTS) -> Names:
-    """Nativize the experts, their parameters at the paths in `experts`, and the shared expert."""
+def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names) -> Names:
+    """Nativize the experts and the shared expert."""
+    experts = names if "experts.gate_up" in names else STACKED_EXPERTS
     attributes = {name: experts[name].rpartition(".")[2] for name in ("experts.gate_up", "experts.down")}
     if "experts.gate_up_pairs" in names:
         attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
@@ -112,7 +122,7 @@ def _nativize_dense_moe(layer: nn.Module, config: DenseMoEConfig, names: Names) 
     for path in config.NAMES.values():
         set_norm(layer.get_submodule(path), config.norm)
     router = names["experts.router"].partition(".")[0]
-    return {**_nativize_moe(layer, config.experts, names, names), **config.NAMES, "experts.router": router}
+    return {**_nativize_moe(layer, config.experts, names), **config.NAMES, "experts.router": router}
 
 
 _MLPS: Mapping[type, Callable[[nn.Module, Any, Names], Names]] = {

@@ -40,6 +40,7 @@ from ligermodels.layers.rope import (
 from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.router_losses import count_tokens_per_expert, load_balancing_loss, router_z_loss
 from ligermodels.layers.shared_kv_attention import SharedKVAttentionConfig
+from ligermodels.layers.short_conv import ShortConv, ShortConvConfig
 from ligermodels.layers.targets import IGNORE_INDEX, Targets, shift_labels
 
 __all__ = [
@@ -94,6 +95,8 @@ __all__ = [
     "RouterConfig",
     "RouterOutput",
     "SharedKVAttentionConfig",
+    "ShortConv",
+    "ShortConvConfig",
     "SplitQKV",
     "Targets",
     "TreeTokens",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.layers.context import TreeTokens
+from ligermodels.layers.conv_state import LayerConv
 from ligermodels.layers.memory import own_storage
 
 
@@ -61,8 +62,8 @@ class LayerDelta:
     """
 
     def __init__(self, inputs: Tensor, matrix: Tensor) -> None:
-        self.inputs, self.matrix = inputs, matrix
-        self._tree: tuple[Tensor, ops.TreeUpdates, TreeTokens] | None = None
+        self._conv, self.inputs, self.matrix = LayerConv(inputs), inputs, matrix
+        self._tree: tuple[ops.TreeUpdates, TreeTokens] | None = None
 
     def advance(self, inputs: Tensor, matrix: Tensor, seq_lens: Tensor | None) -> None:
         """Add tokens of a prefill.
@@ -72,12 +73,7 @@ class LayerDelta:
             matrix: state matrix after these tokens, (B, R, K, V).
             seq_lens: number of tokens of each row, (B,); None if all rows have T.
         """
-        whole = torch.cat([self.inputs, inputs], dim=1)
-        if seq_lens is None:
-            self.inputs.copy_(whole[:, inputs.shape[1] :])
-        else:
-            positions = seq_lens[:, None] + torch.arange(self.inputs.shape[1], device=whole.device)
-            self.inputs.copy_(whole[torch.arange(len(whole), device=whole.device)[:, None], positions])
+        self._conv.advance(inputs, seq_lens)
         self.matrix.copy_(matrix)
 
     def branch(self, inputs: Tensor, updates: ops.TreeUpdates, tree: TreeTokens) -> None:
@@ -88,12 +84,13 @@ class LayerDelta:
             updates: updates of the state matrix.
             tree: the tree.
         """
-        self._tree = inputs, updates, tree
+        self._conv.branch(inputs, tree)
+        self._tree = updates, tree
 
     def commit(self, node: Tensor) -> None:
         """Keep the state after `node`, long (B,), of the last pass's tree."""
+        self._conv.commit(node)
         if self._tree is not None:
-            inputs, updates, tree = self._tree
-            ops.commit_conv_inputs(self.inputs, inputs, node, (tree.parent, tree.depth))
+            updates, tree = self._tree
             ops.commit_tree(self.matrix, updates, node, tree.mask)
             self._tree = None

@@ -112,7 +112,7 @@ class GatedDeltaNetConfig(LayerConfig):
         return [
             rows(f"{native}.in_proj.weight", pieces),
             WeightMapping(
-                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", _with_input_channel),)
+                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", with_input_channel),)
             ),
             rename(f"{native}.decay.log_rate", sources["delta.A_log"]),
             rename(f"{native}.decay.bias", sources["delta.dt_bias"]),
@@ -248,9 +248,9 @@ class CausalConv(nn.Module):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
 
-    def __init__(self, parts: Sequence[int], width: int) -> None:
+    def __init__(self, parts: Sequence[int], width: int, activation: str | None = "silu") -> None:
         super().__init__()
-        self.parts = tuple(parts)
+        self.parts, self.activation = tuple(parts), activation
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
 
     def init_weights(self, std: float) -> None:
@@ -285,8 +285,8 @@ class CausalConv(nn.Module):
             parts = [part * len(weight) // sum(self.parts) for part in self.parts]  # fewer under tensor parallelism
             weight = _shares(weight.t(), parts, shard.mesh.size())[:, shard.mesh.get_local_rank()].t()
         if step and earlier is not None:
-            return ops.causal_conv_step(x, weight, earlier)
-        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+            return ops.causal_conv_step(x, weight, earlier, self.activation)
+        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=self.activation)
 
 
 class Decay(FullPrecision):
@@ -334,6 +334,6 @@ def _shares(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([part.unflatten(-1, (ranks, -1)) for part in x.split(list(parts), dim=-1)], dim=-1)
 
 
-def _with_input_channel(weight: Tensor) -> Tensor:
+def with_input_channel(weight: Tensor) -> Tensor:
     """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
     return weight.unsqueeze(1)

@@ -66,12 +66,14 @@ class DecoderConfig:
         Args:
             prefix: prefix of the names `layers`, `embed_tokens` and `norm`.
             head: name of the language-model head.
-            names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs.
+            names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs; and
+                the name of the final norm, "decoder.norm".
             ignored: patterns of tensors of the checkpoint to skip.
         """
         embedding = f"{prefix}.embed_tokens.weight"
         entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
         unused: list[str] = []
+        norm = (names or {}).get("decoder.norm", "norm")
         if self.per_layer_inputs is not None:
             entries += self.per_layer_inputs.weight_mappings("decoder.per_layer_inputs", prefix)
         for layer, block in enumerate(self.blocks):
@@ -79,7 +81,7 @@ class DecoderConfig:
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
             unused += block.mixer.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
-            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.norm.{kind}"))
+            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.{norm}.{kind}"))
         if not self.head.tied:
             entries.append(rename("head.weight", head))
         if self.head.bias:

@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gemma2, tied": (CONFIGS["gemma2"], []),
     "deepseek_v3, latent attention, dense and experts": (CONFIGS["deepseek_v3"], []),
     "gpt_oss, experts with biases": ({**CONFIGS["gpt_oss"], "hidden_size": 140, "intermediate_size": 33}, []),
+    "lfm2, short convolutions": (CONFIGS["lfm2-biases"], []),
     "qwen3_next, Gated DeltaNet and experts": (CONFIGS["qwen3_next"], ["mlp.experts"]),
 }
 

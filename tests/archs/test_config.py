@@ -81,7 +81,7 @@ EVERY_FIELD = {name: default for fields in FIELDS.values() for name, default in 
 SIZES = [2, 3, 4, 5, 6, 0, 8, 12, 42, 130, -1]
 FLOATS = [0.3, 0.0, 1.0, 0.25, 0.5, 2.5, 7.25, 1e-3, 1e4, 1e6, -0.7]
 WORDS = [*sorted(ACT2FN), "auto", "eager", "bfloat16", "x", ""]
-LAYER_TYPES = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention", "attention"]
+LAYER_TYPES = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention", "attention", "conv"]
 ROPE_TYPES = [*sorted(ROPE_INIT_FUNCTIONS), "default", "su", "mrope"]
 ROPE: Config = {
     "rope_theta": 700.0,
@@ -113,6 +113,7 @@ def ropes(draw: st.DrawFn, values: st.SearchStrategy[Any] = scalars) -> Config:
 def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
     """What a field may hold, mostly of its default's kind."""
     kinds = st.lists(st.sampled_from(LAYER_TYPES[:2]), min_size=layers, max_size=layers)
+    kinds |= st.lists(st.sampled_from(["conv", "full_attention"]), min_size=layers, max_size=layers)
     kinds |= st.lists(st.sampled_from(LAYER_TYPES), max_size=layers)
     flags = st.lists(st.integers(0, 1), min_size=layers, max_size=layers)
     ropes_by_type = st.dictionaries(st.sampled_from(LAYER_TYPES[:3]), ropes() | st.none(), max_size=3)

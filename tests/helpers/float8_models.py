@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE, *SHARED},
     ),
     "qwen3_5_text": ({**CONFIGS["qwen3_5_text"], **SIZES, **DELTA}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
+    "lfm2, with biases": ({**CONFIGS["lfm2-biases"], **SIZES}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
     "gemma4, with per-layer inputs and shared keys": (
         {**CONFIGS["gemma4_text-per-layer-inputs"], **GEMMA4},
         {*ATTENTION, "mixer.q", *DENSE},

@@ -247,6 +247,8 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
+SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}
+"""Configs with gated short convolutions."""
 NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
 ONLY_NATIVE = {*LATENT, "cohere2"}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
@@ -257,6 +259,7 @@ MULTIMODAL = multimodal(CONFIGS)
 HEADS = {"text_config": {"num_attention_heads": 32}}
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen2_5_omni": {"thinker_config": {}},
     "qwen3_omni_moe": {"thinker_config": HEADS},
     "qwen3_omni_moe_thinker": HEADS,

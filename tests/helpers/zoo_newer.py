@@ -4,6 +4,14 @@ from typing import Any
 
 from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING
 
+LFM2: dict[str, Any] = {
+    **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps", "intermediate_size")},
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
+del LFM2["tie_word_embeddings"]
 NEWER: dict[str, dict[str, Any]] = {
     "muse_glimmer_text": {
         **BASE,
@@ -161,4 +169,63 @@ NEWER: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
     },
     "iquestcoder": {**BASE, "model_type": "iquestcoder", "head_dim": 10, "num_key_value_heads": 3},
+    "lfm2": {  # With the fields of published checkpoints.
+        **LFM2,
+        "model_type": "lfm2",
+        "block_ff_dim": 97,
+        "block_dim": 60,
+        "block_multiple_of": 7,
+        "block_ffn_dim_multiplier": 1.3,
+        "block_auto_adjust_ff_dim": True,
+        "block_norm_eps": 1e-5,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "block_mlp_init_scale": 1.0,
+        "block_out_init_scale": 1.0,
+        "conv_dim": 60,
+        "conv_dim_out": 60,
+        "conv_use_xavier_init": True,
+        "full_attn_idxs": [2],
+        "num_heads": 6,
+        "use_pos_enc": True,
+        "rope_theta": 1e6,
+        "tie_embedding": True,
+    },
+    "lfm2-biases": {
+        **LFM2,
+        "model_type": "lfm2",
+        "intermediate_size": 91,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {  # With the fields of published checkpoints.
+        **LFM2,
+        **EXPERTS,
+        "model_type": "lfm2_moe",
+        "intermediate_size": 91,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+    },
+    "lfm2_moe-without-biases": {
+        **LFM2,
+        **EXPERTS,
+        "model_type": "lfm2_moe",
+        "intermediate_size": 91,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "conv"],
+        "conv_L_cache": 2,
+        "num_dense_layers": 0,
+        "num_experts": 5,
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+    },
 }

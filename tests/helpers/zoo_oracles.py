@@ -25,7 +25,7 @@ def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
     return plain(oracle.thinker) if hasattr(oracle, "thinker") else oracle
 
 
-BUFFERS = ("correction_bias", "layer_scalar")
+BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
 """Ends of the names of buffers that checkpoints hold."""
 NULLS = ("sliding_window", "q_lora_rank")
 """Fields whose null does not mean their default."""
@@ -121,15 +121,17 @@ def stored_as(
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")
-        if not part.startswith("experts."):
+        at = name.rpartition(".")[0]
+        if not at.endswith(".experts"):
             elsewhere = f"{layer}.block_sparse_moe.{part}"
             found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
             continue
-        mixtral = f"{layer}.block_sparse_moe.gate.weight" in tensors
-        at = f"{layer}.block_sparse_moe.experts" if mixtral else f"{layer}.mlp.experts"
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        if f"{layer}.block_sparse_moe.gate.weight" in tensors:
+            at = f"{layer}.block_sparse_moe.experts"
+        numbered = f"{at}.0.w1.weight" in tensors
+        gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
         each = range(parameter.shape[0])
-        if part == "experts.gate_up_proj":
+        if name.endswith("experts.gate_up_proj"):
             pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
             found[name] = torch.stack(pairs)
         else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import BASE, CONFIGS, HYBRIDS, LATENT, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, HYBRIDS, LATENT, SHORT_CONVS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.layers import Block, TreeTokens
@@ -14,7 +14,7 @@ from ligermodels.layers import Block, TreeTokens
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=sorted({*HYBRIDS, *LATENT}))
+@pytest.fixture(scope="module", params=sorted({*HYBRIDS, *LATENT, *SHORT_CONVS}))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, {**CONFIGS[request.param], "max_position_embeddings": 512})
@@ -90,7 +90,7 @@ def test_decoding_waits_for_nothing(model: lm.CausalLM) -> None:
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    layers = [vars(layer) if hasattr(layer, "matrix") else layer._asdict() for layer in state.layers]
+    layers = [layer._asdict() if hasattr(layer, "_asdict") else vars(layer) for layer in state.layers]
     return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]
 
 

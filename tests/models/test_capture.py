@@ -52,7 +52,9 @@ def test_the_state_of_boundary_l_has_passed_l_blocks() -> None:
     assert lm.capture(model, IDS, boundaries_of([-1, 2])).states[0, 0, ::60].tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("name", ["llama-3", "gemma4_text-per-layer-inputs", "qwen3_5_text", "gpt_oss", "phi3-long"])
+@pytest.mark.parametrize(
+    "name", ["llama-3", "gemma4_text-per-layer-inputs", "qwen3_5_text", "lfm2", "gpt_oss", "phi3-long"]
+)
 def test_every_kind_of_pass(name: str) -> None:
     """Labels, chosen tokens, padding; a prefill, a decode step and a tree: the states of the plain pass."""
     model = make(name)

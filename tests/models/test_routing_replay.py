@@ -29,7 +29,7 @@ FAMILIES = [
     "deepseek_v3",
     "mistral4-groups",
     "gemma4_text-experts",
-    *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe"),
+    *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -112,7 +112,7 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
     of_all = name in ("mistral4-groups", "ernie4_5_moe", "deepseek_v2")
     scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
-        scores = scores / scores.sum(-1, keepdim=True)
+        scores = scores / (scores.sum(-1, keepdim=True) + (1e-6 if name == "lfm2_moe" else 0.0))
     scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
     return scores * next((CONFIGS[name][scale] for scale in scales if scale in CONFIGS[name]), 1.0)
 

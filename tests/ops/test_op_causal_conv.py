@@ -1,6 +1,7 @@
-"""The convolution of Gated DeltaNet over texts and packed documents, and the gated norm after it, with gradients."""
+"""The convolution of Gated DeltaNet and LFM2 over texts and packed documents, and the gated norm, with gradients."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,30 +15,32 @@ from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_SPAN
 from ligermodels.ops.norm.gated_rms_norm import MAX_KERNEL_WIDTH
 
+ACTIVATIONS = ("silu", None)
 
-def plain_conv(x: Tensor, weight: Tensor, earlier: Tensor | None = None) -> Tensor:
+
+def plain_conv(x: Tensor, weight: Tensor, earlier: Tensor | None = None, *, activation: str | None = "silu") -> Tensor:
     """By torch's convolution."""
     width = weight.shape[1]
     before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if earlier is None else earlier
     y = F.conv1d(wide(torch.cat([before, x], dim=1)).mT, wide(weight)[:, None], groups=weight.shape[0])
-    return F.silu(y).mT.to(x.dtype)
+    return (y if activation is None else F.silu(y)).mT.to(x.dtype)
 
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "channels", "width"), [(2, 1, 7, 4), (1, 2, 300, 3), (1, 9, 3, 1), (1, 9, 3, 5), (2, 6, 5, 2)]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_texts(where: Where, batch: int, tokens: int, channels: int, width: int, layout: Callable) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_texts(
+    where: Where, batch: int, tokens: int, channels: int, width: int, layout: Callable, activation: str | None
+) -> None:
+    op, plain = partial(ops.causal_conv, activation=activation), partial(plain_conv, activation=activation)
     x = layout(torch.randn(batch, tokens, channels, device=where.device).to(where.dtype))
     weight = torch.randn(channels, width, device=where.device).to(where.dtype)
-    check(lambda x, w: ops.causal_conv(x, w), plain_conv, [x, weight], frozen=layout is contiguous)
+    check(op, plain, [x, weight], frozen=layout is contiguous)
     earlier = torch.randn(batch, width - 1, channels, device=where.device).to(where.dtype)
-    check(
-        lambda x, w: ops.causal_conv(x, w, earlier=earlier),
-        lambda x, w: plain_conv(x, w, earlier.to(x.dtype)),
-        [x, weight],
-    )
-    check(lambda x, w, e: ops.causal_conv(x, w, earlier=e), plain_conv, [x, weight, earlier])
+    check(lambda x, w: op(x, w, earlier=earlier), lambda x, w: plain(x, w, earlier.to(x.dtype)), [x, weight])
+    check(lambda x, w, e: op(x, w, earlier=e), plain, [x, weight, earlier])
 
 
 def test_texts_longer_than_a_program_takes(where: Where) -> None:
@@ -47,16 +50,18 @@ def test_texts_longer_than_a_program_takes(where: Where) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 5, 0, 2, MAX_SPAN - 8, 3, 1, 30], [MAX_SPAN, 2]])
-def test_packed_documents(where: Where, lengths: list[int]) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_packed_documents(where: Where, lengths: list[int], activation: str | None) -> None:
     """Of one or two tokens, of none, and at the bounds of what a program takes."""
     x = torch.randn(1, sum(lengths), 11, device=where.device).to(where.dtype)
     weight = torch.randn(11, 4, device=where.device).to(where.dtype)
     bounds = torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
 
     def apart(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.cat([plain_conv(part, weight) for part in x.split(lengths, 1) if part.shape[1]], dim=1)
+        parts = [part for part in x.split(lengths, 1) if part.shape[1]]
+        return torch.cat([plain_conv(part, weight, activation=activation) for part in parts], dim=1)
 
-    check(lambda x, w: ops.causal_conv(x, w, cu_seqlens=bounds), apart, [x, weight])
+    check(lambda x, w: ops.causal_conv(x, w, cu_seqlens=bounds, activation=activation), apart, [x, weight])
 
 
 def plain_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
@@ -96,8 +101,8 @@ def test_registration(kernels_device: torch.device) -> None:
     x, weight = torch.randn(2, 5, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
     heads, scale = torch.randn(2, 5, 3, 3, device=kernels_device), torch.randn(3, device=kernels_device)
     for name, arguments in {
-        "causal_conv_forward": (x, weight, None, None),
-        "causal_conv_backward": (x, x, weight, None, None, True, True),
+        "causal_conv_forward": (x, weight, None, None, True),
+        "causal_conv_backward": (x, x, weight, None, None, True, True, True),
         "gated_rms_norm_forward": (heads, heads, scale, 1e-6),
         "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6),
     }.items():
@@ -116,6 +121,8 @@ def test_bad_input() -> None:
         ops.causal_conv(x, weight, tree=(parent, parent[1:]))
     with pytest.raises(InputError, match="without earlier inputs or a tree"):
         ops.causal_conv(x, weight, tree=(parent, parent), cu_seqlens=parent.int())
+    with pytest.raises(InputError, match="causal_conv: activation: 'gelu' is not implemented; give 'silu' or None"):
+        ops.causal_conv(x, weight, activation="gelu")
     with pytest.raises(InputError, match="gated_rms_norm: z must be"):
         ops.gated_rms_norm(x, x[:, :2], torch.zeros(5), 1e-6)
     with pytest.raises(InputError, match="causal_conv_step: inputs must be contiguous"):

@@ -1,5 +1,6 @@
 """Decoding by Gated DeltaNet: a token or a tree of tokens of each sequence, and the states that they change."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,8 +103,8 @@ def test_steps(where: Where, shape: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("nodes", [2, 19])
-def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int) -> None:
+@pytest.mark.parametrize(("nodes", "activation"), [(2, "silu"), (19, "silu"), (6, None)])
+def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int, activation: str | None) -> None:
     """Also after it is committed, and for the convolution and its inputs."""
     shape = (2, nodes, 2, 4, 16, 12)
     given, state = operands(where, shape), a_state(where, shape)
@@ -113,7 +114,7 @@ def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int) -> N
     weight = torch.randn(37, 4, device=where.device).to(where.dtype)
     earlier = torch.randn(2, 3, 37, device=where.device).to(where.dtype)
     o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
-    y = ops.causal_conv(x, weight, earlier=earlier, tree=(parent, depth))
+    y = ops.causal_conv(x, weight, earlier=earlier, tree=(parent, depth), activation=activation)
     close: Any = {"rtol": 1e-5 if where.dtype == torch.float32 else 1e-2, "atol": 2e-5}
     if where.dtype != torch.float32:
         close["atol"] = 4e-3
@@ -122,7 +123,7 @@ def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int) -> N
         stepped, inputs = state.clone(), earlier.clone()
         for at in path:
             alone = ops.gated_delta_rule_step(**{n: t[:, at : at + 1] for n, t in given.items()}, state=stepped)
-            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs)
+            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs, activation)
         torch.testing.assert_close(o[:, node], alone[:, 0], **close)
         torch.testing.assert_close(y[:, node], convolved[:, 0], **close)
         after, kept = state.clone(), earlier.clone()
@@ -168,13 +169,15 @@ def test_what_the_kernels_do_not_hold_goes_to_the_reference(where: Where, nodes:
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [1, 2, 4, 6])
-def test_steps_of_the_convolution(where: Where, width: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_steps_of_the_convolution(where: Where, width: int, activation: str | None) -> None:
+    reference = partial(ops.causal_conv_reference, activation=activation)
     weight = torch.randn(300, width, device=where.device).to(where.dtype)
     texts = torch.randn(2, 5 + width - 1, 300, device=where.device).to(where.dtype)
     inputs, rest = texts[:, : width - 1].contiguous(), texts[:, width - 1 :]
-    found = torch.cat([ops.causal_conv_step(rest[:, t : t + 1], weight, inputs) for t in range(5)], dim=1)
-    wanted = ops.causal_conv_reference(rest, weight, earlier=texts[:, : width - 1])
-    exact = ops.causal_conv_reference(rest.double(), weight.double(), earlier=texts[:, : width - 1].double())
+    steps = [ops.causal_conv_step(rest[:, t : t + 1], weight, inputs, activation) for t in range(5)]
+    found, wanted = torch.cat(steps, dim=1), reference(rest, weight, earlier=texts[:, : width - 1])
+    exact = reference(rest.double(), weight.double(), earlier=texts[:, : width - 1].double())
     assert_as_good("y", found, wanted, exact)
     assert torch.equal(inputs, texts[:, 5:])
 
@@ -214,8 +217,8 @@ def test_registration(kernels_device: torch.device) -> None:
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
-        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier),
-        "causal_conv_tree": (x, weight, earlier, parent, depth),
+        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier, True),
+        "causal_conv_tree": (x, weight, earlier, parent, depth, True),
         "commit_conv_inputs": (earlier, x, node, parent, depth),
         "delta_gates": (given["g"], given["beta"], torch.zeros(2).to(node.device), torch.zeros(2).to(node.device)),
     }.items():

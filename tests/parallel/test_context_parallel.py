@@ -21,9 +21,9 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
-FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3", "lfm2-biases")
 """Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
-mixture with a load-balancing loss; latent attention."""
+mixture with a load-balancing loss; latent attention; short convolutions."""
 RECURRENT = ("qwen3_5_text", "qwen3_next")
 """Gated DeltaNet, alone and with a mixture."""
 SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")

@@ -27,8 +27,9 @@ from ligermodels.parallel import DataRanks
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.training import FusedAdamW, StepMetrics, train
 
-FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe", "qwen3_5_text")
-"""Untied; tied; tied with post-norms; with norms of queries and keys; a mixture of experts; a recurrent mixer."""
+FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe", "qwen3_5_text", "lfm2_moe")
+"""Untied; tied; tied with post-norms; with norms of queries and keys; a mixture of experts; a recurrent
+mixer; short convolutions with experts."""
 
 
 def build(name: str, dtype: torch.dtype | None = torch.float32) -> lm.CausalLM:

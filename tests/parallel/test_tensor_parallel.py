@@ -64,11 +64,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": even(GEMMA4["gemma4_text-per-layer-inputs"]) | {"num_key_value_heads": 2},
     "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
+    "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
 values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights."""
+without weights; short convolutions with biases."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -151,7 +152,7 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) 
         heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 2}
         check_loss(mesh, "experts", GEMMA4["gemma4_text-experts"] | heads)
     if "qwen3_5" in names:
-        for name in ("qwen3_next", "qwen3_5_moe_text"):
+        for name in ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe"):
             check_loss(mesh, name, zoo.CONFIGS[name])
     for name in {"qwen3_5", "qwen3_moe"} & {*names}:
         check_lora_with_checkpointing(mesh, name)
@@ -337,7 +338,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("gemma2", "qwen3", "olmo2"),
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
-        ("qwen3_5", "muse_glimmer"),
+        ("qwen3_5", "muse_glimmer", "lfm2"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -365,6 +366,7 @@ def test_fsdp2_on_top(tmp_path: Path) -> None:
             2,
             r"num_key_heads \(linear_num_key_heads\): 3 cannot be split evenly over 2",
         ),
+        (zoo.CONFIGS["lfm2"], 8, r"blocks\[0\].mixer.channels \(hidden_size\): 60 cannot be split evenly over 8"),
         (CONFIGS["llama"] | {"num_key_value_heads": 6, "vocab_size": 4}, 3, "vocab_size: 4 is too small"),
     ],
 )

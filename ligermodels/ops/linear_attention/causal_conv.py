@@ -1,6 +1,8 @@
-"""The short causal convolution before the gated delta rule: depthwise (each channel by itself), then SiLU."""
+"""The short causal convolution of Gated DeltaNet and LFM2: depthwise (each channel by itself), then SiLU or nothing."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ def causal_conv(
     earlier: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     tree: tuple[Tensor, Tensor] | None = None,
+    activation: str | None = "silu",
 ) -> Tensor:
     """silu(sum over s < W of weight[:, W - 1 - s] * x[:, t - s]), for each token t and channel.
 
@@ -35,30 +38,36 @@ def causal_conv(
         tree: for tokens that form a tree, two long (T,), or (B, T) where each sequence has its own: each token's parent
             (the root is its own parent) and its distance from the root; see `conv_sources`. `earlier` precedes the
             root.
+        activation: "silu", or None for the sum itself.
 
     Returns:
         Contiguous (B, T, C) of x's dtype.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, or cu_seqlens is given with another layout, or, on the CPU,
-            does not rise from 0 to T.
+            does not rise from 0 to T; or the activation is unknown.
     """
     _check(x, weight, earlier, cu_seqlens, tree)
+    silu = is_silu("causal_conv", activation)
+    reference = partial(
+        causal_conv_reference, x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=activation
+    )
     if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
-        return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+        return reference()
     if tree is None and (earlier is None or not earlier.requires_grad):
-        return CausalConv.apply(x, weight, earlier, None if cu_seqlens is None else first_tokens(x, cu_seqlens))
+        first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
+        return CausalConv.apply(x, weight, earlier, first, silu)
     if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight))):
-        return causal_conv_reference(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
-    return tree_conv(x, weight, earlier, *tree)
+        return reference()
+    return tree_conv(x, weight, earlier, *tree, silu)
 
 
 def causal_conv_reference(
     x: Tensor, weight: Tensor, *, earlier: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    tree: tuple[Tensor, Tensor] | None = None,
+    tree: tuple[Tensor, Tensor] | None = None, activation: str | None = "silu",
 ) -> Tensor:  # fmt: skip
-    """The specification of `causal_conv`, in plain torch, with the same arguments x, weight, earlier, cu_seqlens and
-    tree."""
+    """The specification of `causal_conv`, in plain torch, with the same arguments x, weight, earlier, cu_seqlens, tree
+    and activation."""
     tokens, width = x.shape[1], weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
@@ -73,7 +82,7 @@ def causal_conv_reference(
         if first is not None:
             seen = seen.masked_fill((token - back < first)[:, None], 0)
         total = total + seen * taps[:, start]
-    return F.silu(total).to(x.dtype)
+    return (F.silu(total) if activation == "silu" else total).to(x.dtype)
 
 
 def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
@@ -94,6 +103,13 @@ def conv_sources(parent: Tensor, depth: Tensor, width: int) -> Tensor:
         columns.append(torch.where(depth >= back, node, depth - back) + width - 1)
         node = parent.gather(-1, node)
     return torch.stack(columns, dim=-1)
+
+
+def is_silu(op: str, activation: str | None) -> bool:
+    """Whether the activation after the convolution is SiLU; InputError, naming `op`, if it is neither SiLU nor None."""
+    if activation not in (None, "silu"):
+        raise InputError(f"{op}: activation: {activation!r} is not implemented; give 'silu' or None")
+    return activation == "silu"
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED: tl.constexpr):
 @kernel
 def _conv_forward_kernel(
     x, x_batch, x_token, weight, earlier, first, out, T, C, span, spans, blocks,
-    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes `span` tokens of BLOCK channels, and loads the next token's inputs before it needs them."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
@@ -74,7 +74,8 @@ def _conv_forward_kernel(
         x0 = following.to(tl.float32)
         following = tl.load(x + (t + 1) * x_token + channel, mask=inside & (t + 1 < T), other=0.0)
         y, _, _, _ = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED)
-        y = y / (1.0 + tl.exp(-y))
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
         tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside)
         x3 = x2
         x2 = x1
@@ -85,7 +86,7 @@ def _conv_forward_kernel(
 def _conv_backward_kernel(
     dy, dy_batch, dy_token, x, x_batch, x_token, weight, earlier, first, dx, partial, T, C, span, spans, blocks,
     HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete three tokens
     later, so a program continues for three tokens after its own. It writes its own part of the weight's gradient: no
@@ -115,10 +116,11 @@ def _conv_backward_kernel(
         following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
         # Beyond the last token d is zero, so any document will do.
         y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, tl.minimum(t, T - 1), first, PACKED)
-        e = tl.exp(-tl.abs(y))  # no overflow
-        r = 1.0 / (1.0 + e)
-        part = tl.where(y < 0, e * r, r)
-        d = d * (part + y * e * r * r)
+        if SILU:
+            e = tl.exp(-tl.abs(y))  # no overflow
+            r = 1.0 / (1.0 + e)
+            part = tl.where(y < 0, e * r, r)
+            d = d * (part + y * e * r * r)
         if NEED_WEIGHT:
             own = tl.where(t < end, d, 0.0)
             dw0 += own * x0
@@ -155,7 +157,7 @@ def _conv_backward_kernel(
 @kernel
 def _tree_conv_kernel(
     x, x_batch, x_token, weight, earlier, parent, depth, tree_batch, out, N, C, blocks,
-    HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_EARLIER: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a node, and goes up from it; above the root are the earlier inputs."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -174,7 +176,8 @@ def _tree_conv_kernel(
         seen = _input(x, x_token, earlier, place, channel, inside, C, HAS_EARLIER, WIDTH)
         total += seen * _taps(weight, channel, inside, back, WIDTH)
         at = tl.load(parent + at)
-    total = total / (1.0 + tl.exp(-total))
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
     tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -191,7 +194,7 @@ def _spans(tokens: int, channels: int) -> tuple[int, int, int]:
 
 
 @custom_op()
-def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None) -> Tensor:
+def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None, silu: bool) -> Tensor:
     out = empty_like(x)
     if is_fake(out):
         return out
@@ -199,14 +202,22 @@ def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, firs
     span, spans, blocks = _spans(tokens, channels)
     _conv_forward_kernel[(batch * spans * blocks,)](
         *_channels_last(x), weight.contiguous(), contiguous(earlier), first, out, tokens, channels, span, spans, blocks,
-        HAS_EARLIER=earlier is not None, PACKED=first is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        HAS_EARLIER=earlier is not None, PACKED=first is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @custom_op()
 def _causal_conv_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None, need_x: bool, need_weight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    earlier: Tensor | None,
+    first: Tensor | None,
+    silu: bool,
+    need_x: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight; a gradient that is not needed is empty."""
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, weight)
@@ -219,7 +230,7 @@ def _causal_conv_backward(
         *_channels_last(dy), *_channels_last(x), weight.contiguous(), contiguous(earlier), first, dx, partial,
         tokens, channels, span, spans, blocks,
         HAS_EARLIER=earlier is not None, PACKED=first is not None, NEED_X=need_x, NEED_WEIGHT=need_weight,
-        WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if need_weight:
         dw.copy_(partial.sum(0))
@@ -227,7 +238,9 @@ def _causal_conv_backward(
 
 
 @custom_op()
-def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
+def _causal_conv_tree(
+    x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool
+) -> Tensor:
     out = empty_like(x)
     if is_fake(out):
         return out
@@ -236,12 +249,12 @@ def _causal_conv_tree(x: Tensor, weight: Tensor, earlier: Tensor | None, parent:
     _tree_conv_kernel[(batch * nodes * blocks,)](
         *_channels_last(x), weight.contiguous(), contiguous(earlier), parent.contiguous(), depth.contiguous(),
         nodes if parent.dim() == 2 else 0, out, nodes, channels, blocks,
-        HAS_EARLIER=earlier is not None, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        HAS_EARLIER=earlier is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
-def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor) -> Tensor:
+def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool) -> Tensor:
     """`causal_conv` of a tree, by the kernel; no gradient.
 
     Args:
@@ -249,23 +262,25 @@ def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor,
         weight: (C, W), W up to 4.
         earlier: (B, W - 1, C), the inputs before the root; zeros when None.
         parent, depth: long (N,) or (B, N), each node's parent and its distance from the root.
+        silu: whether SiLU follows.
 
     Returns:
         Contiguous (B, N, C) of x's dtype.
     """
-    return _causal_conv_tree(x, weight, earlier, parent, depth)
+    return _causal_conv_tree(x, weight, earlier, parent, depth, silu)
 
 
 class CausalConv(torch.autograd.Function):
     """`causal_conv` of sequences, by the kernels; `first` (T,): first token of each token's packed document, or
-    None."""
+    None; `silu`: whether SiLU follows."""
 
     @staticmethod
-    def forward(ctx, x, weight, earlier, first):
+    def forward(ctx, x, weight, earlier, first, silu):
         ctx.save_for_backward(x, weight, earlier, first)
-        return _causal_conv_forward(x, weight, earlier, first)
+        ctx.silu = silu
+        return _causal_conv_forward(x, weight, earlier, first, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _causal_conv_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        return _causal_conv_backward(dy, *ctx.saved_tensors, ctx.silu, *ctx.needs_input_grad[:2])

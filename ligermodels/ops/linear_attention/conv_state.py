@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources
+from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources, is_silu
 from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -17,7 +17,7 @@ _STEP = Signature(x="B 1 C", weight="C W")
 _COMMIT = Signature(x="B N C", node="B int64")
 
 
-def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, activation: str | None = "silu") -> Tensor:
     """`causal_conv` of one token per sequence. A CUDA graph can capture the call. No gradient.
 
     Args:
@@ -25,24 +25,27 @@ def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         weight: (C, W), any floating dtype.
         inputs: contiguous (B, W - 1, C) of x's dtype, the inputs before the token; updated in place to the inputs
             before the next token.
+        activation: "silu", or None for the sum itself.
 
     Returns:
         Contiguous (B, 1, C) of x's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
+        InputError: shapes, dtypes or devices do not fit, the activation is unknown, or autograd would need a gradient.
     """
     op = "causal_conv_step"
     _STEP.check(op, x, weight)
     _check_inputs(op, x, weight, inputs, weight.shape[1])
+    silu = is_silu(op, activation)
     if not use_kernels(x, weight, inputs):
-        return causal_conv_step_reference(x, weight, inputs)
-    return _causal_conv_step(x, weight, inputs)
+        return causal_conv_step_reference(x, weight, inputs, activation)
+    return _causal_conv_step(x, weight, inputs, silu)
 
 
-def causal_conv_step_reference(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-    """The specification of `causal_conv_step`, in plain torch, with the same arguments x, weight and inputs."""
-    y = causal_conv_reference(x, weight, earlier=inputs)
+def causal_conv_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, activation: str | None = "silu") -> Tensor:
+    """The specification of `causal_conv_step`, in plain torch, with the same arguments x, weight, inputs and
+    activation."""
+    y = causal_conv_reference(x, weight, earlier=inputs, activation=activation)
     inputs.copy_(torch.cat([inputs, x], dim=1)[:, 1:])
     return y
 
@@ -92,7 +95,8 @@ def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, wid
 
 @kernel
 def _conv_step_kernel(
-    x, x_batch, weight, inputs, out, C, blocks, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr
+    x, x_batch, weight, inputs, out, C, blocks,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a sequence. It reads all values that it changes before any of its threads
     writes. BEFORE: a power of two, at least WIDTH - 1."""
@@ -110,7 +114,9 @@ def _conv_step_kernel(
     tl.store(stored - C, before, mask=inside & (place > 0))
     if WIDTH > 1:
         tl.store(inputs + (batch * (WIDTH - 1) + WIDTH - 2) * C + channel, new, mask=channel < C)
-    tl.store(out + batch * C + channel, (y / (1.0 + tl.exp(-y))).to(out.dtype.element_ty), mask=channel < C)
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(out + batch * C + channel, y.to(out.dtype.element_ty), mask=channel < C)
 
 
 @kernel
@@ -139,7 +145,7 @@ def _commit_conv_kernel(
 
 
 @custom_op(mutates_args=("inputs",))
-def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
+def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, silu: bool) -> Tensor:
     out = x.new_empty(x.shape)
     if is_fake(out):
         return out
@@ -149,7 +155,7 @@ def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
     if batch and channels:
         _conv_step_kernel[(batch * blocks,)](
             x, x.stride(0), weight.contiguous(), inputs, out, channels, blocks,
-            WIDTH=width, BEFORE=power_of_2_above(width - 1), BLOCK=BLOCK, num_warps=WARPS,
+            SILU=silu, WIDTH=width, BEFORE=power_of_2_above(width - 1), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return out
 

@@ -1,0 +1,27 @@
+"""Gated short convolutions on the projections and the convolution of a transformers layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ligermodels.integrations.gated_delta_net import HFCausalConv
+from ligermodels.integrations.modules import OnModules, part, part_named
+from ligermodels.layers.short_conv import ShortConv, ShortConvConfig
+
+
+class HFShortCausalConv(HFCausalConv):
+    """`HFCausalConv` without an activation."""
+
+    activation = None
+
+
+class HFShortConv(OnModules, ShortConv):
+    """`ShortConv` on a transformers layer."""
+
+    config: ShortConvConfig
+    in_proj, conv, out = part_named("short_conv.in"), part_named("short_conv.conv"), part_named("short_conv.out")
+
+    @property
+    def conv_bias(self) -> Any:  # type: ignore[override]
+        """(channels,), or None."""
+        return part(self.source, "short_conv.conv").bias
