@@ -63,7 +63,7 @@ class Decoder(RefusesDropout):
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
     expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
     """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
-    has_routers = False  # whether a feed-forward layer returns the output of a router
+    has_routers = False  # whether a feed-forward layer returns the output of a router, or takes given experts
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Decoder(RefusesDropout):
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
-        self.has_routers = any(block.mlp.has_extra_output for block in config.blocks)
+        self.has_routers = bool(self.expert_routers) or any(block.mlp.has_extra_output for block in config.blocks)
         if config.dropout:
             self.eval()
 

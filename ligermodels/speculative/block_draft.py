@@ -269,7 +269,7 @@ class BlockDraftModel(DraftHeadModel):
         items = self._items(num_items_in_batch, reduction, self.num_heads)
         options, drafted = self.training_options, self._drafted(row, blocks)
         mask, wide = blocks.targets != IGNORE_INDEX, torch.promote_types(row.last.dtype, torch.float32)
-        factors = mask.to(wide) if token_weights is None else mask * token_weights.to(wide)
+        factors = mask.to(wide) if token_weights is None else torch.where(mask, token_weights.to(wide), 0.0)
         slots = options.slot_weights_on(mask.device, wide, self.num_heads)
         weights = factors * slots
         code_weight = None if self.head.markov is None else self.head.markov.w2.weight

@@ -1,6 +1,7 @@
 """Routing replay: the experts of each token, returned by a pass and given to another."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.layers import DenseMoEConfig, ForwardContext, Layer, MoE, Router
+from ligermodels.layers import DenseMoEConfig, ForwardContext, Layer, MoE, MoEConfig, Router, RouterConfig
+from ligermodels.layers.config import LayerConfig
 
 FAMILIES = [
     "mixtral",
@@ -414,3 +416,41 @@ def test_given_experts_reach_a_layer_or_are_refused() -> None:
     with pytest.raises(InputError, match=rf"routing: blocks\[{number}\].mlp \(WithoutContext\) would ignore"):
         model(ids, routing=given)
     assert model(ids, labels=ids, return_routing=True).routing.shape == given.shape  # its own choice
+
+
+class HidesItsRouter(Layer):
+    """A mixture that uses given experts, and returns hidden states alone."""
+
+    token_wise = reads_experts = True
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, context: Any = None) -> Tensor:
+        hidden: Tensor = self.inner(x, context)[0]
+        return hidden
+
+
+@dataclass(frozen=True)
+class HidesItsRouterConfig(LayerConfig):
+    inner: MoEConfig
+
+    @property
+    def expert_router(self) -> RouterConfig:
+        return self.inner.expert_router
+
+    def build(self, hidden_size: int) -> nn.Module:
+        return HidesItsRouter(self.inner.build(hidden_size))
+
+
+def test_a_layer_without_extra_output_takes_given_experts() -> None:
+    usual = build("mixtral")
+    blocks = (replace(block, mlp=HidesItsRouterConfig(block.mlp)) for block in usual.config.blocks)
+    model = lm.CausalLM(replace(usual.config, blocks=tuple(blocks)))
+    model.load_state_dict({name.replace(".mlp.", ".mlp.inner."): x for name, x in usual.state_dict().items()})
+    ids = ids_of(model)
+    given = random_routing(model, ids)
+    assert torch.equal(model(ids, routing=given).logits, usual(ids, routing=given).logits)
+    with pytest.raises(InputError, match="return_routing: 3 layers have experts by the model's config, and 0 returned"):
+        model(ids, return_routing=True)

@@ -424,6 +424,11 @@ def test_padding_masked_labels_and_normalisers(kind: str) -> None:
     assert not torch.equal(weighted.head_losses, scored.head_losses)
     same = model(long, labels=labels_long, token_weights=torch.full_like(token_weights, 3.0))
     torch.testing.assert_close(same.loss, model(long, labels=labels_long).loss)
+    holes = long.clone()
+    holes[:, 5:8] = -100
+    of_holes = [token_weights.masked_fill(holes == -100, value) for value in (1.0, math.nan)]
+    one, nan = (model(long, labels=holes, token_weights=each) for each in of_holes)
+    assert torch.equal(one.loss, nan.loss) and torch.equal(one.head_losses, nan.head_losses)
     for options, message in (
         ({"reduction": "none"}, "reduction"), ({"label_smoothing": 0.1}, "label_smoothing: is no option"),
         ({"num_items_in_batch": torch.ones(2)}, "must be 1 or 4 numbers"),

@@ -95,10 +95,10 @@ def linear_distillation(
         memory_budget: bytes for the logits of a chunk, of both sides, and everything computed from them; a chunk has at
             least one row. Gradients, and the float32 sum of the weight's gradient as in `linear_cross_entropy`, may
             come in addition. Default: 1 GiB.
-        num_tokens: the number of tokens in the mask, or of the teacher's states that any token in the mask is compared
-            with, if the host knows it: the GEMMs then skip the other rows, and a
-            copy of the hidden states of the mask is kept. On the CPU it is counted. On CUDA counting would wait for the
-            device, so that without it no row is skipped.
+        num_tokens: the number of tokens in the mask, if the host knows it; for S states of the student per state of
+            the teacher, the number of the teacher's states with at least one of their S tokens in the mask. The GEMMs
+            then skip the other rows, and a copy of the remaining hidden states is kept. On the CPU it is counted. On
+            CUDA counting would wait for the device, so that without it no row is skipped.
 
     Returns:
         The divergence, float32 (float64 for float64 `hidden`); or a tuple of the divergence and the requested extras,
@@ -225,14 +225,17 @@ def _check_tensors(
     teacher_bias: Tensor | None, mask: Tensor | None, token_weights: Tensor | None, teacher_lse: Tensor | None,
 ) -> bool:  # fmt: skip
     """Whether several states of the student are compared with each of the teacher's; InputError for bad tensors."""
-    shared = teacher_hidden.dim() == hidden.dim() - 1 and hidden.dim() > 2
+    both = isinstance(hidden, Tensor) and isinstance(teacher_hidden, Tensor)
+    shared = both and 2 < hidden.dim() == teacher_hidden.dim() + 1
     first, tokens = hidden, [mask, token_weights]
     if shared:  # the first of them has the leading sizes of the teacher's
         first = hidden.select(-2, 0) if hidden.shape[-2] else hidden
-        for name, x in (("mask", mask), ("token_weights", token_weights)):
-            if x is not None and x.shape != hidden.shape[:-1]:
+        for i, (name, x) in enumerate((("mask", mask), ("token_weights", token_weights))):
+            if not isinstance(x, Tensor):
+                continue
+            if x.shape != hidden.shape[:-1]:
                 raise InputError(f"{OP}: {name} must be {tuple(hidden.shape[:-1])}, got {tuple(x.shape)}")
-        tokens = [None if x is None else x.select(-1, 0) for x in tokens]
+            tokens[i] = x.select(-1, 0)
     _TENSORS.check(OP, first, weight, bias, teacher_hidden, teacher_weight, teacher_bias, *tokens, teacher_lse)
     return shared
 
