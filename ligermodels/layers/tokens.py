@@ -25,7 +25,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import document_bounds, packed_positions
 from ligermodels.ops.loss.linear_head import take_rows
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_not_complex
 from ligermodels.ops.runtime.collectives import Ranks
 
 
@@ -387,12 +387,6 @@ def layout_without_padding(shape: tuple[int, int], cu_seqlens: Tensor | None, me
     packing = Tokens() if cu_seqlens is None else PackedRows(*shape)
     sizes = shape if cu_seqlens is None else (1, shape[0] * shape[1])
     return TokenLayout(shape, packing, None if mesh is None else ContextShard(mesh, *sizes), cu_seqlens)
-
-
-def check_not_complex(attention_mask: Tensor) -> None:
-    """InputError for an attention mask of complex numbers."""
-    if attention_mask.is_complex():
-        raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 from ligermodels.arguments import check_count, is_sequence
 from ligermodels.errors import InputError, short
 from ligermodels.generation import DecodingState
-from ligermodels.layers.tokens import check_not_complex
-from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
+from ligermodels.ops.runtime.checks import assert_async, check_not_complex, check_plain, check_same_tokens
 
 if TYPE_CHECKING:
     from ligermodels.models.passes import InputModel, ModelInputs

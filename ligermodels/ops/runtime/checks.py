@@ -145,3 +145,9 @@ def check_same_tokens(inputs: Tensor, **others: Tensor | None) -> None:
         if actual != tuple(shape):
             raise InputError(f"{name}: must have the inputs' shape {tuple(shape)}, got {actual}")
         raise InputError(f"{name}: must be on {inputs.device}, as the inputs are, got {other.device}")
+
+
+def check_not_complex(attention_mask: Tensor) -> None:
+    """InputError for an attention mask of complex numbers."""
+    if attention_mask.is_complex():
+        raise InputError(f"attention_mask: must be whole numbers or bool, got {attention_mask.dtype}")
