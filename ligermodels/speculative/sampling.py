@@ -63,32 +63,43 @@ class Sampling:
         return warp(logits, **self._shaping).softmax(dim=-1)
 
     def __call__(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> Accepted:
-        """Sample a token after each node of the accepted path, from the root down. See `acceptance.Accept`."""
+        """Sample a token after each node of the accepted path. See `acceptance.Accept`."""
+        if self.drafts is None:
+            return Accepted(self._along_tree(logits, tokens, parent))
+        return Accepted(self._along_chain(logits, tokens, self.drafts))
+
+    def _along_chain(self, logits: Tensor, tokens: Tensor, drafts: SampledDrafts) -> Tensor:
+        """The token after each node of a chain, long (B, N), as if the draft before it were accepted."""
+        p = self._checked(logits)
+        depths, draft = range(tokens.shape[1] - 1), tokens[:, 1:, None]
+        before_last = p[:, :-1]
+        q = torch.stack([drafts.probabilities(depth, p.shape[2]) for depth in depths], dim=1) if depths else before_last
+        accepted = self._accepting[:, : len(depths), None] * q.gather(2, draft) < before_last.gather(2, draft)
+        rest = (before_last - q).clamp(min=0)
+        rest = torch.where(rest.any(dim=2, keepdim=True), rest, before_last)  # p = q but for a rounding
+        others = draw(torch.cat([rest, p[:, -1:]], dim=1), self._choosing[:, : tokens.shape[1]])
+        return torch.cat([torch.where(accepted, draft, others[:, :-1, None])[..., 0], others[:, -1:]], dim=1)
+
+    def _along_tree(self, logits: Tensor, tokens: Tensor, parent: Tensor) -> Tensor:
+        """The tokens after the nodes of the accepted path, from the root down: long (B, N), -1 at other nodes."""
         batch, nodes, _ = logits.shape
         row, node = torch.arange(batch, device=tokens.device), tokens.new_zeros(batch)
         going = torch.ones_like(node, dtype=torch.bool)
         below_root = torch.arange(nodes, device=tokens.device) > 0
-        choices = torch.full_like(tokens, -1)  # no token: nodes that are not on the path
+        choices = torch.full_like(tokens, -1)
         for level in range(self._levels):
-            p = self._distribution(logits[row, node])
-            assert_async(~p.isnan(), "sampling: probabilities are NaN, as the model's logits are NaN or infinite")
-            choice = self._choice(p, tokens, level)
+            choice = draw(self._checked(logits[row, node]), self._choosing[:, level])
             choices[row, node] = torch.where(going, choice, choices[row, node])
             child = (parent == node[:, None]) & (tokens == choice[:, None]) & below_root
             going = going & child.any(dim=1)
             node = torch.where(going, child.int().argmax(dim=1), node)
-        return Accepted(choices)
+        return choices
 
-    def _choice(self, p: Tensor, tokens: Tensor, level: int) -> Tensor:
-        """The token, long (B,), after a node at this level, where p (B, V) is the model's distribution."""
-        q = None if self.drafts is None else self.drafts.probabilities(level, p.shape[1])
-        draft = tokens[:, level + 1 : level + 2]  # of a chain
-        if q is None or not draft.numel():  # no draft at this level
-            return draw(p, self._choosing[:, level])
-        accepted = self._accepting[:, level, None] * q.gather(1, draft) < p.gather(1, draft)
-        rest = (p - q).clamp(min=0)
-        rest = torch.where(rest.any(dim=1, keepdim=True), rest, p)  # p = q but for a rounding
-        return torch.where(accepted[:, 0], draft[:, 0], draw(rest, self._choosing[:, level]))
+    def _checked(self, logits: Tensor) -> Tensor:
+        """The model's probabilities (..., V)."""
+        p = self._distribution(logits)
+        assert_async(~p.isnan(), "sampling: probabilities are NaN, as the model's logits are NaN or infinite")
+        return p
 
 
 class SampledDrafts:
@@ -111,10 +122,8 @@ class SampledDrafts:
             self._sampled[depth + index] = q[:, index], ids
         return ids[draw(q, self._uniforms[:, depth : depth + logits.shape[1]])][..., None]
 
-    def probabilities(self, depth: int, vocab_size: int) -> Tensor | None:
-        """(B, V), the distribution that the token of this depth was sampled from; None without a draft there."""
-        if depth not in self._sampled:
-            return None
+    def probabilities(self, depth: int, vocab_size: int) -> Tensor:
+        """(B, V), the distribution that the token of this depth was sampled from."""
         q, ids = self._sampled[depth]
         return q.new_zeros(len(q), vocab_size).index_copy_(1, ids, q)
 
