@@ -235,8 +235,7 @@ class Decoder(RefusesDropout):
         kernel counts there. In training both summands would be kept for the backward pass."""
         pending: Tensor | None = None
         for i in blocks:
-            # A module that replaced a block may take no such arguments.
-            defer = i + 1 < blocks.stop and all(isinstance(self.blocks[each], Block) for each in (i, i + 1))
+            defer = i + 1 < blocks.stop and all(_takes_additions(self.blocks[each]) for each in (i, i + 1))
             more = (pending, defer) if defer or pending is not None else ()
             output = self._block(i, x, context, state, router_outputs, *more)
             x, pending = output.hidden, output.pending
@@ -355,6 +354,11 @@ def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTo
         return SelectedTokens(token_indices.long(), x.shape[0], x.shape[1], distinct=False)
     selected = token_indices.selected
     return None if selected is None else SelectedTokens(selected.indices, x.shape[0], x.shape[1])
+
+
+def _takes_additions(block: nn.Module) -> bool:
+    """Whether a block has the arguments `pending` and `defer`, and is not compiled: it would be anew for each form."""
+    return isinstance(block, Block) and block._compiled_call_impl is None
 
 
 def first_token_wise(blocks: Any) -> int:
