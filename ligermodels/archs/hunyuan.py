@@ -94,6 +94,28 @@ HUNYUAN_MOE_NAMES = {
     "experts.router": "mlp.gate.wg.weight",
     "experts.shared": "mlp.shared_mlp.{part}_proj",
 }
+HUNYUAN_FIXED: dict[str, tuple[Any, ...]] = {
+    "use_qk_norm": (True,),
+    "use_cla": (False,),
+    "use_mla": (False,),
+    "mlp_bias": (False,),
+    "norm_topk_prob": (True,),
+    "group_limited_greedy": (False,),
+    "routed_scaling_factor": (1.0, False),
+    "moe_layer_num_skipped": (0,),
+    "use_rotary_pos_emb": (True,),
+    "position_embedding_xdrope": (False,),
+}
+"""Field of published configs -> its only implemented values, as in transformers."""
+HUNYUAN_UNUSED = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "cla_share_factor",
+)
+"""Fields of published configs that count with `use_mla` or `use_cla` only."""
 OTHER_NAMES = {"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"}
 
 
@@ -108,6 +130,7 @@ def hunyuan_v1_moe(config: Config) -> DecoderConfig:
     fields, attention = _hunyuan(Fields(config, HUNYUAN_MOE))
     fields.ignore("output_router_logits", *OTHER_NAMES.values())  # no loss uses router logits
     per_token, experts = (name_of(config, name, other) for name, other in OTHER_NAMES.items())
+    fields.choices("use_mixed_mlp_moe", True, default=True)
     for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", fields.size("intermediate_size"))):
         if fields.same(name, only) != only:
             raise ConfigError(f"{fields.where}: {name} must be {only}; transformers does not read it")
@@ -123,9 +146,9 @@ def hunyuan_v1_moe(config: Config) -> DecoderConfig:
 def _hunyuan(fields: Fields) -> tuple[Fields, dict[str, Any]]:
     """`fields` without the rotary setting "alpha", and the fields of all AttentionConfigs."""
     fields.ignore("eod_token_id", "sep_token_id")
-    fields.choices("use_qk_norm", True, default=True)
-    fields.choices("use_cla", False, default=False)
-    fields.choices("mlp_bias", False, default=False)
+    fields.ignore(*HUNYUAN_UNUSED)
+    for name, implemented in HUNYUAN_FIXED.items():
+        fields.choices(name, *implemented, default=implemented[0])
     head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     if (stated := fields.size("attention_head_dim", head_dim)) != head_dim:
         raise ConfigError(f"{fields.where}: attention_head_dim {stated} contradicts head_dim {head_dim}")

@@ -31,7 +31,7 @@ HARMLESS = frozenset(
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty generation_config tf_legacy_loss neftune_noise_alpha
-    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm
+    unsloth_fixed unsloth_version mlx_version init_std load_balance_coeff use_grouped_mm cla_share_factor
     layer_switch use_embedding_sharing use_parallel_embedding ep_size seq_aux aux_loss_alpha
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
@@ -63,7 +63,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
-        use_cla num_shared_expert attention_head_dim
+        use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
+        moe_layer_num_skipped position_embedding_xdrope
         num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
         moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length
@@ -89,7 +90,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
-        use_pos_enc block_use_swiglu
+        use_pos_enc use_rotary_pos_emb block_use_swiglu
         """),
         (1,),
     ),

@@ -99,6 +99,8 @@ class BlockConfig:
     def __post_init__(self) -> None:
         if self.output_norm is not None and (not self.post_norm or self.output_norm.bias != self.norm.bias):
             raise ConfigError("output_norm: needs post_norm, and a bias exactly if norm has one")
+        if self.parallel and self.mlp.normalizes:
+            raise ConfigError("parallel: the feed-forward layer normalises the residual stream itself; set it to False")
 
     def _norm_before(self, part: str) -> bool:
         return self.pre_norm and not (part == "mlp" and (self.mlp.normalizes or self.parallel))

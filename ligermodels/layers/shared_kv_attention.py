@@ -45,8 +45,12 @@ class SharedKVAttentionConfig(AttentionConfig):
         for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate"):
             if vars(self)[name]:
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
-        if self.qk_norm is not None and self.qk_norm.over != "head":
-            raise ConfigError("qk_norm: over the whole projection is not implemented for shared keys and values")
+        norm = self.qk_norm
+        if norm is not None and (norm.over != "head" or norm.after_rope or not norm.has_weight):
+            raise ConfigError(
+                "qk_norm: for shared keys and values only norms of heads, before the rotation and with a weight, are "
+                "implemented"
+            )
 
     def build(self, hidden_size: int) -> nn.Module:
         return SharedKVAttention(hidden_size, self)

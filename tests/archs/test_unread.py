@@ -167,6 +167,27 @@ def test_fields_that_change_the_computation_are_errors(name: str, value: Any, tm
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("norm_topk_prob", False),
+        ("group_limited_greedy", True),
+        ("routed_scaling_factor", 2.0),
+        ("use_mixed_mlp_moe", False),
+        ("moe_layer_num_skipped", 1),
+        ("use_rotary_pos_emb", False),
+        ("position_embedding_xdrope", True),
+        ("use_mla", True),
+        ("use_cla", True),
+    ],
+)
+def test_fields_of_hunyuan_that_transformers_does_not_read(name: str, value: Any) -> None:
+    config = CONFIGS["hunyuan_v1_moe"]
+    compose({**config, "routed_scaling_factor": False, "n_group": False, "kv_lora_rank": 512, "use_mla": False})
+    with pytest.raises(ConfigError, match=rf"{name} = {value} is not implemented; implemented: "):
+        compose({**config, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
         ("embedding_multiplier", 1.0),
         ("qk_norm", False),
         ("num_local_experts", 0),

@@ -130,9 +130,13 @@ NEWER: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0},
         "tie_word_embeddings": True,
     },
-    "hunyuan_v1_moe": {
+    "hunyuan_v1_moe": {  # With the fields of published checkpoints.
         **BASE,
         "model_type": "hunyuan_v1_moe",
+        "norm_topk_prob": True,
+        "use_mixed_mlp_moe": True,
+        "use_cla": False,
+        "cla_share_factor": 2,
         "head_dim": 10,
         "num_experts": 5,
         "moe_topk": [2, 2, 2],

@@ -7,6 +7,8 @@ import pytest
 from ligermodels.errors import ConfigError
 from ligermodels.layers import (
     AttentionConfig,
+    BlockConfig,
+    DenseMoEConfig,
     DynamicScaling,
     GatedDeltaNetConfig,
     HeadConfig,
@@ -43,6 +45,8 @@ LATENT: dict[str, Any] = {
     "q_rank": None,
     "rope": ROPE,
 }
+EXPERTS = MoEConfig(ROUTER, 8, aux_loss=False)
+BLOCK: dict[str, Any] = {"mixer": AttentionConfig(**ATTENTION), "mlp": MLPConfig(8), "norm": NORM}
 DELTA = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
 YARN = {"factor": 8.0, "original_context": 64}
@@ -52,6 +56,8 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (NormConfig, {"eps": 1e-6}, {"kind": "rsm", "casting_mode": "lama", "bias": True, "eps": -1e-6}),
     (NormConfig, {"eps": 1e-6, "kind": "layer"}, {"casting_mode": "gemma"}),
     (QKNormConfig, {"norm": NORM}, {"over": "projektion", "norm": NormConfig(1e-6, kind="layer")}),
+    (QKNormConfig, {"norm": NORM, "over": "projection"}, {"has_weight": False, "after_rope": True}),
+    (QKNormConfig, {"norm": NormConfig(1e-6, offset=1.0)}, {"has_weight": False}),
     (ValueConfig, {}, {"norm_eps": -1.0}),
     (AttentionConfig, ATTENTION, {"num_heads": 5, "num_kv_heads": 0, "head_dim": -8, "window": 0, "softcap": -1.0}),
     (AttentionConfig, ATTENTION, {"rope": RopeConfig(10)}),
@@ -71,14 +77,20 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
             "num_heads": 5,
         },
     ),
+    (SharedKVAttentionConfig, {**ATTENTION, "kv_from": 0}, {"qk_norm": QKNormConfig(NORM, has_weight=False)}),
+    (SharedKVAttentionConfig, {**ATTENTION, "kv_from": 0}, {"qk_norm": QKNormConfig(NORM, after_rope=True)}),
+    (BlockConfig, BLOCK, {"output_norm": NORM}),
+    (BlockConfig, {**BLOCK, "post_norm": True}, {"output_norm": NormConfig(1e-6, kind="layer", bias=True)}),
+    (BlockConfig, {**BLOCK, "mlp": DenseMoEConfig(MLPConfig(8), EXPERTS, NORM)}, {"parallel": True}),
     (LatentAttentionConfig, LATENT, {"num_heads": 0, "plain_dim": -1, "value_dim": 0, "kv_rank": 0, "q_rank": 0}),
     (LatentAttentionConfig, LATENT, {"rotated_dim": 4}),
     (ShortConvConfig, {"channels": 8}, {"channels": 0, "width": -1}),
     (GatedDeltaNetConfig, DELTA, {"num_key_heads": 0, "num_value_heads": 3, "conv_width": 0, "norm_eps": -1.0}),
     (MLPConfig, {"size": 8}, {"size": 0, "activation": "gelu_new"}),
-    (UngatedMLPConfig, {"size": 8}, {"size": 8.5}),
+    (UngatedMLPConfig, {"size": 8}, {"size": 8.5, "activation": "gelu"}),
     (MoEConfig, {"router": ROUTER, "size": 8}, {"size": 0, "activation": "relu", "alpha": 0.0, "limit": -7.0}),
     (RouterConfig, {"num_experts": 4, "top_k": 2}, {"scores": "softmaxx", "top_k": 5, "num_groups": 3, "eps": -1.0}),
+    (RouterConfig, {"num_experts": 4, "top_k": 2}, {"min_sum": -1.0, "scores_per_group": 0}),
     (PerLayerInputsConfig, PER_LAYER, {"vocab_size": 0, "num_layers": 0, "size": -4}),
     (PerLayerInputConfig, {"layer": 0, "size": 4, "norm": NORM}, {"layer": -1, "size": 0, "activation": "tanh"}),
     (QueryScaling, {"beta": 0.1, "original_context": 64}, {"original_context": 0}),
