@@ -11,7 +11,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
-from ligermodels.ops.linear_attention.gated_delta_rule import TreeUpdates, gated_delta_rule_tree_reference, tree_state
+from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_tree_reference
+from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
