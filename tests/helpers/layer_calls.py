@@ -19,20 +19,27 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # -- linear attention --------------------------------------------------------------------------------------------------
 
 
-@calls("causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), grads=GRADS)
-def causal_conv(dtype: torch.dtype, width: int, tokens: int, kind: str, grads: tuple[bool, bool]) -> None:
+@calls(
+    "causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), bias=BOTH,
+    grads=GRADS,
+)  # fmt: skip
+def causal_conv(dtype: torch.dtype, width: int, tokens: int, kind: str, bias: bool, grads: tuple[bool, bool]) -> None:
     x, weight = leaf(1, tokens, 512, dtype=dtype, grad=grads[0]), leaf(512, width, dtype=dtype, grad=grads[1])
     earlier = leaf(1, width - 1, 512, dtype=dtype, grad=False) if kind == "earlier" else None
     bounds = torch.tensor([0, tokens], dtype=torch.int32) if kind == "packed" else None
-    backward(ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=bounds))
+    more = leaf(512, dtype=dtype, grad=grads[1]) if bias else None
+    backward(ops.causal_conv(x, weight, more, earlier=earlier, cu_seqlens=bounds))
 
 
-@calls("causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH)
-def conv_decoding(dtype: torch.dtype, width: int, earlier: bool) -> None:
+@calls(
+    "causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH, bias=BOTH
+)
+def conv_decoding(dtype: torch.dtype, width: int, earlier: bool, bias: bool) -> None:
     tree, weight = (TREES[1].parent, TREES[1].depth), leaf(512, width, dtype=dtype, grad=False)
     x, inputs = (leaf(2, n, 512, dtype=dtype, grad=False) for n in (len(TREES[1]), width - 1))
-    ops.causal_conv(x, weight, earlier=inputs if earlier else None, tree=tree)
-    ops.causal_conv_step(x[:, :1], weight, inputs)
+    more = leaf(512, dtype=dtype, grad=False) if bias else None
+    ops.causal_conv(x, weight, more, earlier=inputs if earlier else None, tree=tree)
+    ops.causal_conv_step(x[:, :1], weight, inputs, more)
     ops.commit_conv_inputs(inputs, x, torch.tensor([1, 2]), tree)
 
 

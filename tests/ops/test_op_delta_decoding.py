@@ -214,8 +214,8 @@ def test_registration(kernels_device: torch.device) -> None:
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
-        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier),
-        "causal_conv_tree": (x, weight, earlier, parent, depth),
+        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier, weight[:, 0].contiguous()),
+        "causal_conv_tree": (x, weight, weight[:, 0].contiguous(), earlier, parent, depth),
         "commit_conv_inputs": (earlier, x, node, parent, depth),
         "delta_gates": (given["g"], given["beta"], torch.zeros(2).to(node.device), torch.zeros(2).to(node.device)),
     }.items():

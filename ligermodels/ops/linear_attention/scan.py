@@ -72,7 +72,9 @@ def scan_sequence(
     before = torch.cat([document[:1, :1], document[:-1, -1:]])  # the document of the token before each chunk
     with without_autocast(q):
         chunked = partial(_chunked, dtype=q.dtype, count=count, size=size)
-        chunks = _Chunks(*map(chunked, (q, k, v, g, weight)), ancestors, document == before, delta)
+        chunks = _Chunks(
+            chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), ancestors, document == before, delta
+        )
         outputs = []
         for i in range(count):
             o, state = chunks.run(i, state)
@@ -85,8 +87,8 @@ def scan_tree(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Tensor, initial_state: Tensor, ancestors: Tensor, *,
     delta: bool,
 ) -> tuple[Tensor, TreeUpdates]:  # fmt: skip
-    """The recurrence over trees: the arguments of `scan_sequence`, with N nodes in place of T tokens, and ancestors, bool
-    (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
+    """The recurrence over trees: the arguments of `scan_sequence`, with N nodes in place of T tokens, and ancestors,
+    bool (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
 
     Returns:
         o (B, N, R, V) of q's dtype, and the updates of the state before the root.
@@ -95,7 +97,8 @@ def scan_tree(
     with without_autocast(q):
         chunked = partial(_chunked, dtype=q.dtype, count=1, size=nodes)
         above = ancestors.reshape(-1, 1, 1, 1, nodes, nodes)
-        chunk = _Chunks(*map(chunked, (q, k, v, g, weight)), above, ancestors.new_ones(1, nodes), delta)
+        follows = ancestors.new_ones(1, nodes)
+        chunk = _Chunks(chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), above, follows, delta)
         o, u = chunk.outputs(0, _initial_state(q, v, initial_state))
     decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))
     return o.flatten(1, 2).transpose(1, 2), TreeUpdates(decay, k.to(q.dtype), values)
