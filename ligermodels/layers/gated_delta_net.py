@@ -111,7 +111,7 @@ class GatedDeltaNetConfig(LayerConfig):
         return [
             rows(f"{native}.in_proj.weight", pieces),
             WeightMapping(
-                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", _with_input_channel),)
+                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", with_input_channel),)
             ),
             rename(f"{native}.decay.log_rate", sources["delta.A_log"]),
             rename(f"{native}.decay.bias", sources["delta.dt_bias"]),
@@ -228,16 +228,19 @@ class GatedDeltaNet(Layer):
 class CausalConv(nn.Module):
     """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly."""
 
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, parts: Sequence[int], width: int) -> None:
+    def __init__(self, parts: Sequence[int], width: int, bias: bool = False) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
+        self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
     def init_weights(self, std: float) -> None:
-        """Normal."""
+        """Weight normal, bias zero."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -259,11 +262,15 @@ class CausalConv(nn.Module):
         Returns:
             (B, T, channels).
         """
-        weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
-        weight = own_part_of_each(self, weight, self.parts, dim=0)
+        weight = own_part_of_each(self, self._whole(local(self, self.weight).t()), self.parts).t()
+        bias = None if self.bias is None else own_part_of_each(self, self._whole(local(self, self.bias)), self.parts)
         if step and earlier is not None:
-            return ops.causal_conv_step(x, weight, earlier)
-        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+            return ops.causal_conv_step(x, weight, earlier, bias)
+        return ops.causal_conv(x, weight, bias, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree)
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """This rank's shard of a parameter (..., channels), with the channels of the other ranks."""
+        return gather_last(self, parameter, sum(self.parts), partial=True)
 
 
 class Decay(FullPrecision):
@@ -306,6 +313,6 @@ class GatedNorm(FullPrecision):
         return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
 
 
-def _with_input_channel(weight: Tensor) -> Tensor:
+def with_input_channel(weight: Tensor) -> Tensor:
     """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
     return weight.unsqueeze(1)

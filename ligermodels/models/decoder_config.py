@@ -66,7 +66,8 @@ class DecoderConfig:
         Args:
             prefix: prefix of the names `layers`, `embed_tokens` and `norm`.
             head: name of the language-model head.
-            names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs.
+            names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs, and of
+                the final norm as "decoder.norm".
             ignored: patterns of tensors of the checkpoint to skip.
         """
         embedding = f"{prefix}.embed_tokens.weight"
@@ -79,7 +80,8 @@ class DecoderConfig:
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
             unused += block.mixer.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
-            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.norm.{kind}"))
+            norm = (names or {}).get("decoder.norm", "norm")
+            entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.{norm}.{kind}"))
         if not self.head.tied:
             entries.append(rename("head.weight", head))
         if self.head.bias:

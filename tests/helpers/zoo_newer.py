@@ -2,9 +2,26 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING
+from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING, MAMBA
 
 NEWER: dict[str, dict[str, Any]] = {
+    "bamba": {**BASE, **MAMBA, "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "bamba-other-sizes": {  # With the fields of published checkpoints.
+        **BASE,
+        **MAMBA,
+        "model_type": "bamba",
+        "attn_layer_indices": [0],
+        "mamba_n_groups": 1,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "partial_rotary_factor": 0.5,
+        "num_logits_to_keep": 1,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
     "muse_glimmer_text": {
         **BASE,
         "model_type": "muse_glimmer_text",
