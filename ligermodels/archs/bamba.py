@@ -94,7 +94,8 @@ def time_step_limit(fields: Fields) -> tuple[float, float]:
 
 def bamba(config: Config) -> DecoderConfig:
     """The composed config of a `BambaConfig` dict."""
-    fields = Fields({**config, "partial_rotary_factor": 0.5}, BAMBA)  # whatever the config says, as in transformers
+    fields = Fields({**config, "partial_rotary_factor": 0.5}, BAMBA)
+    Fields(config).choices("partial_rotary_factor", 0.5, default=0.5)  # transformers has no other
     fields.ignore("num_logits_to_keep")
     fields.choices("z_loss_coefficient", 0, default=0)
     full = fields.layers("attn_layer_indices")

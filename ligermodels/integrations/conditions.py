@@ -76,7 +76,7 @@ def layers_run_natively(backbone: Any, padding: Padding) -> bool:
     layers = backbone.layers
     return (
         all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in layers)
-        and not has_hooks(module for root in (layers, backbone.norm) for module in root.modules())
+        and not has_hooks(module for root in (layers, part(backbone, "decoder.norm")) for module in root.modules())
         and not (padding.exists and backbone.native.rope_by_length)
     )
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, attribute_named, native_of
+from ligermodels.integrations.modules import OnModules, attribute_named, native_of, part_named
 from ligermodels.layers import BlockOutput, ForwardContext, PerLayerInputs, PerLayerInputsConfig, RotaryEmbedding
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.decoder import Decoder, DecoderConfig
@@ -85,7 +85,7 @@ class HFDecoder(OnModules, Decoder):
         ropes: the native rotary embeddings.
     """
 
-    norm = attribute_named("norm")
+    norm = part_named("decoder.norm")
 
     def __init__(self, backbone: nn.Module, config: DecoderConfig, ropes: nn.ModuleList) -> None:
         super().__init__(backbone, config)

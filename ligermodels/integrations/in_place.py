@@ -61,10 +61,11 @@ def nativize(model: Model) -> Model:
         raise InputError(f"nativize: the model has {len(backbone.layers)} layers, its config {len(config.blocks)}")
     for layer, block in zip(backbone.layers, config.blocks, strict=True):
         nativize_layer(layer, block, config.hidden_size, names)
-    set_norm(backbone.norm, config.norm)
+    norm = names.get("decoder.norm", "norm")
+    set_norm(backbone.get_submodule(norm), config.norm)
     if (inputs := config.per_layer_inputs) is not None:
         set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    set_forward(backbone, backbone_forward, _native_backbone(backbone, config))
+    set_forward(backbone, backbone_forward, _native_backbone(backbone, config, norm))
     set_forward(hf.lm_head, head_forward, Native(config.head))
     further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
     if inner is not backbone:
@@ -90,8 +91,8 @@ def restore(model: Model) -> Model:
     return model
 
 
-def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
-    """The native counterpart of a backbone."""
+def _native_backbone(backbone: Any, config: DecoderConfig, norm: str) -> Native:
+    """The native counterpart of a backbone whose final norm is its submodule `norm`."""
     ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
     with torch.device("cpu"):
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
@@ -102,7 +103,8 @@ def _native_backbone(backbone: Any, config: DecoderConfig) -> Native:
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
         config = replace(config, embed_scale=None)
     decoder = HFDecoder(backbone, config, rotary)
-    return Native(config, layer=decoder, rope_by_length=by_length, output=_output_of(backbone))
+    names = {"decoder.norm": norm}
+    return Native(config, names, decoder, rope_by_length=by_length, output=_output_of(backbone))
 
 
 def _output_of(module: nn.Module) -> type | None:

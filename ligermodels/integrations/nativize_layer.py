@@ -12,6 +12,7 @@ from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
 from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
+from ligermodels.integrations.mamba2 import HFGatedGroupNorm, HFMamba2
 from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
 from ligermodels.integrations.modules import (
     Native,
@@ -27,6 +28,7 @@ from ligermodels.layers import (
     BlockConfig,
     DenseMoEConfig,
     GatedDeltaNetConfig,
+    Mamba2Config,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -65,6 +67,13 @@ def _nativize_delta(module: nn.Module, config: GatedDeltaNetConfig, names: Names
     set_forward(module, mixer_forward, Native(config, names, HFGatedDeltaNet(module, config)))
 
 
+def _nativize_mamba2(module: nn.Module, config: Mamba2Config, names: Names) -> None:
+    conv, norm = (module.get_submodule(names[name]) for name in ("mamba.conv", "mamba.norm"))
+    set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
+    set_forward(norm, native_forward, Native(config, layer=HFGatedGroupNorm(norm, config)))
+    set_forward(module, mixer_forward, Native(config, names, HFMamba2(module, config)))
+
+
 class _Mixer(NamedTuple):
     """A kind of token mixer.
 
@@ -82,6 +91,7 @@ _MIXERS: Mapping[type, _Mixer] = {
         "attention.o", partial(_nativize_attention, layer=HFSharedKVAttention, norms=("q_norm",))
     ),
     GatedDeltaNetConfig: _Mixer("delta.out", _nativize_delta),
+    Mamba2Config: _Mixer("mamba.out", _nativize_mamba2),
 }
 
 

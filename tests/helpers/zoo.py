@@ -247,6 +247,8 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
+MAMBAS = {name for name, config in CONFIGS.items() if "mamba_n_heads" in config}
+"""Configs with layers of Mamba2."""
 NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
 ONLY_NATIVE = {*LATENT, "cohere2"}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""

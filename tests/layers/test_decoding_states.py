@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import BASE, CONFIGS, HYBRIDS, LATENT, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, HYBRIDS, LATENT, MAMBAS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.layers import TreeTokens
@@ -14,7 +14,7 @@ from ligermodels.layers import TreeTokens
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=sorted({*HYBRIDS, *LATENT}))
+@pytest.fixture(scope="module", params=sorted({*HYBRIDS, *MAMBAS, *LATENT}))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, {**CONFIGS[request.param], "max_position_embeddings": 512})
