@@ -102,19 +102,25 @@ def _nativize_mlp(layer: nn.Module, config: MLPConfig, names: Names) -> Names:
     return {}
 
 
-def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names, experts: Names = STACKED_EXPERTS) -> Names:
-    """Nativize the experts, their parameters at the paths in `experts`, and the shared expert."""
+def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names) -> Names:
+    """Nativize the experts and the shared expert."""
+    experts, found = {**STACKED_EXPERTS, **names}, {}
     attributes = {name: experts[name].rpartition(".")[2] for name in ("experts.gate_up", "experts.down")}
     if "experts.gate_up_pairs" in names:
         attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
-    path = _parent(experts["experts.down"])
+    found["experts"] = path = _parent(experts["experts.down"])
     set_forward(layer.get_submodule(path), experts_forward, Native(config, attributes))
     keep_implementation(layer.get_submodule(path))
     if config.shared is not None:
         shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
         projections = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}
+        if "experts.shared_gate_up" in names:
+            projections["mlp.gate_up"] = names["experts.shared_gate_up"].removeprefix(f"{shared}.")
+        mixture = _parent(path)
+        if not shared.startswith(f"{mixture}."):
+            found |= {"mlp": mixture, "mlp.shared": shared}
         set_forward(layer.get_submodule(shared), mlp_forward, Native(config.shared, projections))
-    return {"experts": path}
+    return found
 
 
 def _nativize_dense_moe(layer: nn.Module, config: DenseMoEConfig, names: Names) -> Names:
@@ -122,7 +128,7 @@ def _nativize_dense_moe(layer: nn.Module, config: DenseMoEConfig, names: Names) 
     for path in config.NAMES.values():
         set_norm(layer.get_submodule(path), config.norm)
     router = names["experts.router"].partition(".")[0]
-    return {**_nativize_moe(layer, config.experts, names, names), **config.NAMES, "experts.router": router}
+    return {**_nativize_moe(layer, config.experts, names), **config.NAMES, "experts.router": router}
 
 
 _MLPS: Mapping[type, Callable[[nn.Module, Any, Names], Names]] = {
