@@ -39,14 +39,8 @@ from ligermodels.ops.linear_attention.gated_delta_rule import (
     gated_delta_rule_tree_reference,
 )
 from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
-from ligermodels.ops.linear_attention.ssd import (
-    ssd,
-    ssd_reference,
-    ssd_step,
-    ssd_step_reference,
-    ssd_tree,
-    ssd_tree_reference,
-)
+from ligermodels.ops.linear_attention.ssd import ssd, ssd_reference
+from ligermodels.ops.linear_attention.ssd_decoding import ssd_step, ssd_step_reference, ssd_tree, ssd_tree_reference
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference

@@ -81,6 +81,24 @@ def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int)
     ops.commit_tree(state, updates, torch.tensor([1]), ancestors)
 
 
+def ssd_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], skip: bool) -> list[Tensor | None]:
+    x, dt = leaf(1, tokens, 4, dims[1], dtype=dtype, grad=False), leaf(1, tokens, 4, dtype=F32, grad=False)
+    b, c = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=False) for _ in range(2))
+    rates, weights = (leaf(4, dtype=F32, grad=False) for _ in range(2))
+    return [x, dt, rates, b, c, weights if skip else None]
+
+
+@calls("ssd_step", dtype=FLOATS, dims=((128, 64), (256, 512), (48, 40)), skip=BOTH)
+def ssd_step(dtype: torch.dtype, dims: tuple[int, int], skip: bool) -> None:
+    ops.ssd_step(*ssd_operands(dtype, 1, dims, skip), leaf(1, 4, *dims, dtype=F32, grad=False))
+
+
+@calls("ssd_tree", dtype=FLOATS, dims=((128, 64), (256, 512)), nodes=(3, 64), skip=BOTH)
+def ssd_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int, skip: bool) -> None:
+    state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    ops.ssd_tree(*ssd_operands(dtype, nodes, dims, skip), state, ancestors)
+
+
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 

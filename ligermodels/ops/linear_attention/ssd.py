@@ -1,5 +1,4 @@
-"""State-space duality, the recurrence of Mamba2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060), over sequences,
-single tokens and trees of tokens.
+"""State-space duality, the recurrence of Mamba2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060), over sequences.
 
 It is the recurrence of `scan` without the delta rule: C are the queries, B the keys, x the values, dt the weights of
 the updates, and dt A the logarithms of the decays.
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
+from ligermodels.ops.linear_attention.scan import scan_sequence
 from ligermodels.ops.runtime.checks import check_rising
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
@@ -60,7 +59,7 @@ def ssd(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or, on the CPU, cu_seqlens do not rise from 0 to T.
     """
-    _check("ssd", x, dt, A, B, C, D, initial_state)
+    check_ssd("ssd", x, dt, A, B, C, D, initial_state)
     check_tensor("ssd", "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and x.shape[0] != 1:
         raise InputError(f"ssd: documents are packed into one row, but x has {x.shape[0]}; give x (1, T, R, P)")
@@ -75,94 +74,24 @@ def ssd_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The specification of `ssd`, in plain torch, with the same arguments x, dt, A, B, C, D, initial_state and
     cu_seqlens."""
-    o, state = scan_sequence(*_operands(x, dt, A, B, C), initial_state, cu_seqlens, delta=False)
-    return _with_skip(o, x, D), state
+    o, state = scan_sequence(*scan_operands(x, dt, A, B, C), initial_state, cu_seqlens, delta=False)
+    return with_skip(o, x, D), state
 
 
-def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor) -> Tensor:
-    """`ssd` of one token per sequence. Equal bits in every run. No gradient.
-
-    Args:
-        x: (b, 1, R, P), any floating dtype.
-        dt: (b, 1, R), floating, step size, finite and at least 0.
-        A: (R,), floating, rate of each head, at most 0.
-        B: (b, 1, G, N), of x's dtype, R a multiple of G.
-        C: (b, 1, G, N), of x's dtype.
-        D: (R,), floating, factor of x in the output, or None.
-        state: contiguous (b, R, N, P), fp32 (fp64 for fp64), the state before the token; updated in place to the state
-            after the token.
-
-    Returns:
-        Contiguous (b, 1, R, P) of x's dtype.
-
-    Raises:
-        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
-    """
-    check_tensor("ssd_step", "x", x, (x.shape[0], 1, *x.shape[2:]), x.device)
-    _check_decoding("ssd_step", x, dt, A, B, C, D, state)
-    return ssd_step_reference(x, dt, A, B, C, D, state)
-
-
-def ssd_step_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor
-) -> Tensor:
-    """The specification of `ssd_step`, in plain torch, with the same arguments x, dt, A, B, C, D and state."""
-    y, last = ssd_reference(x, dt, A, B, C, D, initial_state=state)
-    state.copy_(last)
-    return y.contiguous()
-
-
-def ssd_tree(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor, ancestors: Tensor
-) -> tuple[Tensor, TreeUpdates]:
-    """`ssd` over trees of tokens: each node follows its ancestors, and no other node. Equal bits in every run. No
-    gradient.
-
-    Args:
-        x: (b, n, R, P) for n nodes, any floating dtype.
-        dt: (b, n, R), floating, step size of each node, finite and at least 0.
-        A: (R,), floating, rate of each head, at most 0.
-        B: (b, n, G, N), of x's dtype, R a multiple of G.
-        C: (b, n, G, N), of x's dtype.
-        D: (R,), floating, factor of x in the output, or None.
-        state: contiguous (b, R, N, P), fp32 (fp64 for fp64), the state before the root; it is not changed.
-        ancestors: bool (n, n), or (b, n, n) where each sequence has a tree of its own: True at [i, j] if node j is
-            node i or one of its ancestors; j <= i.
-
-    Returns:
-        y (b, n, R, P) of x's dtype, and the updates for `commit_tree`.
-
-    Raises:
-        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
-    """
-    _check_decoding("ssd_tree", x, dt, A, B, C, D, state)
-    batch, nodes = x.shape[:2]
-    shape = (nodes, nodes) if ancestors.dim() == 2 else (batch, nodes, nodes)
-    check_tensor("ssd_tree", "ancestors", ancestors, shape, x.device, torch.bool)
-    return ssd_tree_reference(x, dt, A, B, C, D, state, ancestors)
-
-
-def ssd_tree_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor, ancestors: Tensor
-) -> tuple[Tensor, TreeUpdates]:
-    """The specification of `ssd_tree`, in plain torch, with the same arguments x, dt, A, B, C, D and ancestors;
-    initial_state is the state before the root."""
-    o, updates = scan_tree(*_operands(x, dt, A, B, C), initial_state, ancestors, delta=False)
-    return _with_skip(o, x, D), updates
-
-
-def _operands(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def scan_operands(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The operands q, k, v, g and weight of `scan`, at least fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return C.to(wide), B.to(wide), x.to(wide), dt.to(wide) * A.to(wide), dt.to(wide)
 
 
-def _with_skip(o: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+def with_skip(o: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
     """o + D x, of x's dtype."""
     return (o if D is None else o + D.to(o.dtype)[:, None] * x).to(x.dtype)
 
 
-def _check(
+def check_ssd(
     op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None,
     *dtypes: torch.dtype,
 ) -> None:  # fmt: skip
@@ -178,15 +107,3 @@ def _check(
         )
     name = "state" if dtypes else "initial_state"
     check_tensor(op, name, state, (batch, heads, size, width), x.device, *dtypes, optional=True)
-
-
-def _check_decoding(
-    op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor
-) -> None:
-    """`_check`, and raises InputError unless `state` is contiguous and autograd needs no gradient."""
-    _check(op, x, dt, A, B, C, D, state, torch.promote_types(x.dtype, torch.float32))
-    if not state.is_contiguous():
-        raise InputError(f"{op}: state must be contiguous, it is changed in place: call .contiguous()")
-    operands = (x, dt, A, B, C, D, state)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        raise InputError(f"{op} has no gradient: call it under torch.no_grad(), or use ops.ssd")
