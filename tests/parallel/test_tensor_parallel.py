@@ -64,11 +64,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": even(GEMMA4["gemma4_text-per-layer-inputs"]) | {"num_key_value_heads": 2},
     "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
+    "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
 values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights."""
+without weights; Mamba2, with biases of its convolution and two groups."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -337,7 +338,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("gemma2", "qwen3", "olmo2"),
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
-        ("qwen3_5", "muse_glimmer"),
+        ("qwen3_5", "muse_glimmer", "bamba"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -364,6 +365,11 @@ def test_fsdp2_on_top(tmp_path: Path) -> None:
             CONFIGS["qwen3_5"] | {"linear_num_key_heads": 3},
             2,
             r"num_key_heads \(linear_num_key_heads\): 3 cannot be split evenly over 2",
+        ),
+        (
+            CONFIGS["bamba"] | {"mamba_n_groups": 3},
+            2,
+            r"num_groups \(mamba_n_groups\): 3 cannot be split evenly over 2",
         ),
         (CONFIGS["llama"] | {"num_key_value_heads": 6, "vocab_size": 4}, 3, "vocab_size: 4 is too small"),
     ],
