@@ -6,6 +6,7 @@ from ligermodels.archs import (
     afmoe,
     apertus,
     arcee,
+    bamba,
     cohere,
     deepseek,
     ernie,
@@ -43,7 +44,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2,
+    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba,
 )  # fmt: skip
 
 for _module in MODULES:

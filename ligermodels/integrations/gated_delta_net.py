@@ -10,10 +10,11 @@ from ligermodels.layers.gated_delta_net import CausalConv, Decay, GatedDeltaNet,
 
 
 class HFCausalConv(OnModules, CausalConv):
-    """`CausalConv` with the weight of an nn.Conv1d of one input channel per group."""
+    """`CausalConv` with the weight and bias of an nn.Conv1d of one input channel per group."""
 
     parts = ()
     activation: str | None = "silu"
+    bias = attribute_named("bias")
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -144,7 +144,7 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     if not layouts or not hasattr(hf, "lm_head"):
         raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM, or a multimodal model around one")
     # Modules of transformers 5 have the names of the first layout with one tensor for all experts, if there is one.
-    layout = next((each for each in layouts if "experts.gate_up" in each.get("names", {})), layouts[0])
+    layout = next((each for each in layouts if each in family.stacked_layouts), layouts[0])
     prefix = layout.get("prefix", "model")
     if family.text is not None and "." not in prefix:
         raise InputError(f"nativize: of {type(hf).__name__} the language model cannot compute natively by itself")

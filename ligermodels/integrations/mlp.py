@@ -88,7 +88,7 @@ def keep_implementation(experts: Any) -> None:
 
 class MLPCall(Layer):
     """Calls the feed-forward layer of a transformers layer in the place of a native one. A mixture of experts has the
-    router of transformers, and may return its logits too.
+    router of transformers, and may return its logits too. A shared expert may be a module beside it (Granite 4).
 
     Args:
         layer: the transformers layer.
@@ -104,7 +104,9 @@ class MLPCall(Layer):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H); `context` is not used."""
-        return first_of(part(self.__dict__["layer"], "mlp")(x))
+        layer = self.__dict__["layer"]
+        y = first_of(part(layer, "mlp")(x))
+        return y if "mlp.shared" not in native_of(layer).names else y + part(layer, "mlp.shared")(x)
 
 
 class HFDenseMoE(OnModules, DenseMoE):

@@ -12,6 +12,7 @@ from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
 from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
+from ligermodels.integrations.mamba2 import HFGatedGroupNorm, HFMamba2
 from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
 from ligermodels.integrations.modules import (
     Native,
@@ -28,6 +29,7 @@ from ligermodels.layers import (
     BlockConfig,
     DenseMoEConfig,
     GatedDeltaNetConfig,
+    Mamba2Config,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -73,6 +75,13 @@ def _nativize_short_conv(module: nn.Module, config: ShortConvConfig, names: Name
     set_forward(module, mixer_forward, Native(config, names, HFShortConv(module, config)))
 
 
+def _nativize_mamba2(module: nn.Module, config: Mamba2Config, names: Names) -> None:
+    conv, norm = (module.get_submodule(names[name]) for name in ("mamba.conv", "mamba.norm"))
+    set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
+    set_forward(norm, native_forward, Native(config, layer=HFGatedGroupNorm(norm, config)))
+    set_forward(module, mixer_forward, Native(config, names, HFMamba2(module, config)))
+
+
 class _Mixer(NamedTuple):
     """A kind of token mixer.
 
@@ -91,6 +100,7 @@ _MIXERS: Mapping[type, _Mixer] = {
     ),
     GatedDeltaNetConfig: _Mixer("delta.out", _nativize_delta),
     ShortConvConfig: _Mixer("short_conv.out", _nativize_short_conv),
+    Mamba2Config: _Mixer("mamba.out", _nativize_mamba2),
 }
 
 
@@ -103,18 +113,23 @@ def _nativize_mlp(layer: nn.Module, config: MLPConfig, names: Names) -> Names:
 
 def _nativize_moe(layer: nn.Module, config: MoEConfig, names: Names) -> Names:
     """Nativize the experts and the shared expert."""
-    experts = names if "experts.gate_up" in names else STACKED_EXPERTS
+    experts, found = {**STACKED_EXPERTS, **names}, dict[str, str]()
     attributes = {name: experts[name].rpartition(".")[2] for name in ("experts.gate_up", "experts.down")}
     if "experts.gate_up_pairs" in names:
         attributes["experts.gate_up_pairs"] = attributes["experts.gate_up"]
-    path = _parent(experts["experts.down"])
+    found["experts"] = path = _parent(experts["experts.down"])
     set_forward(layer.get_submodule(path), experts_forward, Native(config, attributes))
     keep_implementation(layer.get_submodule(path))
     if config.shared is not None:
         shared, _, template = {**MoEConfig.NAMES, **names}["experts.shared"].rpartition(".")
         projections = {f"mlp.{part}": template.format(part=part) for part in ("gate", "up", "down")}
+        if "experts.shared_gate_up" in names:
+            projections["mlp.gate_up"] = names["experts.shared_gate_up"].removeprefix(f"{shared}.")
+        mixture = _parent(path)
+        if not shared.startswith(f"{mixture}."):
+            found |= {"mlp": mixture, "mlp.shared": shared}
         set_forward(layer.get_submodule(shared), mlp_forward, Native(config.shared, projections))
-    return {"experts": path}
+    return found
 
 
 def _nativize_dense_moe(layer: nn.Module, config: DenseMoEConfig, names: Names) -> Names:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ligermodels.integrations.gated_delta_net import HFCausalConv
-from ligermodels.integrations.modules import OnModules, part, part_named
+from ligermodels.integrations.modules import OnModules, part_named
 from ligermodels.layers.short_conv import ShortConv, ShortConvConfig
 
 
@@ -20,8 +18,3 @@ class HFShortConv(OnModules, ShortConv):
 
     config: ShortConvConfig
     in_proj, conv, out = part_named("short_conv.in"), part_named("short_conv.conv"), part_named("short_conv.out")
-
-    @property
-    def conv_bias(self) -> Any:  # type: ignore[override]
-        """(channels,), or None."""
-        return part(self.source, "short_conv.conv").bias

@@ -17,6 +17,7 @@ from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.linear_parts import Compute, Update
 from ligermodels.layers.lm_head import HeadConfig, HeadLoss, LMHead
+from ligermodels.layers.mamba2 import Mamba2, Mamba2Config
 from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
@@ -78,6 +79,8 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MLPConfig",
+    "Mamba2",
+    "Mamba2Config",
     "MoE",
     "MoEConfig",
     "NormConfig",

@@ -1,4 +1,4 @@
-"""Decoding state of Gated DeltaNet: state matrices, and the last inputs of the convolution."""
+"""Decoding state of Gated DeltaNet and Mamba2: state matrices, and the last inputs of the convolution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DeltaState:
         num_layers: number of layers.
         batch_size: number of sequences.
         conv_inputs: (width - 1, channels) of the convolution.
-        matrix: (R, K, V): value heads, key channels, value channels.
+        matrix: (R, K, V): value heads, key channels, value channels; of Mamba2 heads, state size, head channels.
         dtype: dtype of the inputs of the convolution; matrices are at least fp32.
         device: device of the state.
     """
@@ -58,7 +58,8 @@ class DeltaState:
 class LayerDelta:
     """State of one layer: `inputs` of the last tokens, (B, width - 1, channels), and `matrix`, (B, R, K, V).
 
-    A decode step of one token changes both in place, by `ops.causal_conv_step` and `ops.gated_delta_rule_step`.
+    A decode step of one token changes both in place, by `ops.causal_conv_step` and
+    `ops.gated_delta_rule_step` or `ops.ssd_step`.
     """
 
     def __init__(self, inputs: Tensor, matrix: Tensor) -> None:

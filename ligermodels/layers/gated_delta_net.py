@@ -246,16 +246,19 @@ class GatedDeltaNet(Layer):
 class CausalConv(nn.Module):
     """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly."""
 
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, parts: Sequence[int], width: int, activation: str | None = "silu") -> None:
+    def __init__(self, parts: Sequence[int], width: int, bias: bool = False, activation: str | None = "silu") -> None:
         super().__init__()
         self.parts, self.activation = tuple(parts), activation
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
+        self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
     def init_weights(self, std: float) -> None:
-        """Normal."""
+        """Weight normal, bias zero."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -279,14 +282,25 @@ class CausalConv(nn.Module):
         Returns:
             (B, T, channels).
         """
-        weight = gather_last(self, local(self, self.weight).t(), sum(self.parts), partial=True).t()
-        weight = own_part_of_each(self, weight, self.parts, dim=0)
+        weight = own_part_of_each(self, self._whole(local(self, self.weight).t()), self.parts).t()
+        bias = None if self.bias is None else own_part_of_each(self, self._whole(local(self, self.bias)), self.parts)
         if shard is not None:
-            parts = [part * len(weight) // sum(self.parts) for part in self.parts]  # fewer under tensor parallelism
-            weight = _shares(weight.t(), parts, shard.mesh.size())[:, shard.mesh.get_local_rank()].t()
+            weight = self._own_share(weight.t(), shard).t()
+            bias = None if bias is None else self._own_share(bias, shard)
         if step and earlier is not None:
-            return ops.causal_conv_step(x, weight, earlier, self.activation)
-        return ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=self.activation)
+            return ops.causal_conv_step(x, weight, earlier, bias, self.activation)
+        return ops.causal_conv(
+            x, weight, bias, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=self.activation
+        )
+
+    def _own_share(self, parameter: Tensor, shard: ContextShard) -> Tensor:
+        """This rank's share of the channels of a parameter (..., channels) under context parallelism."""
+        parts = [part * parameter.shape[-1] // sum(self.parts) for part in self.parts]  # fewer under tensor parallelism
+        return _shares(parameter, parts, shard.mesh.size())[..., shard.mesh.get_local_rank(), :]
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """This rank's shard of a parameter (..., channels), with the channels of the other ranks."""
+        return gather_last(self, parameter, sum(self.parts), partial=True)
 
 
 class Decay(FullPrecision):

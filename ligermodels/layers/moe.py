@@ -122,7 +122,8 @@ class MoEConfig(LayerConfig):
 
         A checkpoint has tensors for each expert, or one tensor for all experts: `names` contains "experts.gate_up",
         for transposed matrices "experts.gate_up_transposed", or if gate and up alternate "experts.gate_up_pairs".
-        It may have the selection bias as a matrix of one row: "experts.selection_bias_row".
+        It may have the selection bias as a matrix of one row: "experts.selection_bias_row", and gate and up of the
+        shared expert in one tensor: "experts.shared_gate_up".
 
         Args:
             hidden_size: channels of the layer's input.
@@ -149,6 +150,8 @@ class MoEConfig(LayerConfig):
             mappings.append(row(f"{native}.router.selection_bias", sources["experts.selection_bias_row"]))
         if self.shared is not None:
             parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
+            if "experts.shared_gate_up" in names:
+                parts["mlp.gate_up"] = names["experts.shared_gate_up"]
             mappings += self.shared.weight_mappings(hidden_size, f"{native}.shared", checkpoint, parts)
         if self.shared_gate:
             mappings.append(rename(f"{native}.shared_gate.weight", sources["experts.shared_gate"]))

@@ -18,7 +18,7 @@ from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.gated_delta_net import CausalConv, with_input_channel
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly
+from ligermodels.layers.sharding import TensorSharding, own_part_of_each, split_evenly
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ShortConvConfig(LayerConfig):
         ]
         if self.bias:
             mappings += [
-                rename(f"{native}.conv_bias", f"{conv}.bias"),
+                rename(f"{native}.conv.bias", f"{conv}.bias"),
                 rename(f"{native}.in_proj.bias", f"{sources['short_conv.in']}.bias"),
                 rename(f"{native}.out.bias", f"{sources['short_conv.out']}.bias"),
             ]
@@ -92,19 +92,14 @@ class ShortConvConfig(LayerConfig):
 
 
 class ShortConv(Layer):
-    """out(C * (conv(B * x) + bias)) with B, C, x = in_proj(hidden states). The convolution is causal and depthwise.
+    """out(C * conv(B * x)) with B, C, x = in_proj(hidden states). The convolution is causal and depthwise.
 
     The rows of `in_proj` are B, C and x. Tensor parallelism divides them evenly, regardless of these parts, as in
     `GatedDeltaNet`. Under context parallelism each rank gathers the inputs of the convolution of all tokens.
-    Parameter `conv_bias` (channels,), None without biases.
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
-        "in_proj": "columns_to_all",
-        "conv_bias": 0,
-        "out": "rows",
-    }
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
     sequence_parallel: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
 
@@ -112,15 +107,8 @@ class ShortConv(Layer):
         super().__init__()
         self.config = config
         self.in_proj = Linear(hidden_size, 3 * config.channels, bias=config.bias)
-        self.conv = CausalConv([config.channels], config.width, activation=None)
-        self.conv_bias = nn.Parameter(torch.empty(config.channels)) if config.bias else None
+        self.conv = CausalConv([config.channels], config.width, config.bias, activation=None)
         self.out = Linear(config.channels, hidden_size, bias=config.bias)
-        self.init_weights()
-
-    def init_weights(self, std: float = 0.0) -> None:
-        """Bias zero."""
-        if self.conv_bias is not None:
-            nn.init.zeros_(self.conv_bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerConv | None = None) -> Tensor:
         """Mix tokens.
@@ -148,5 +136,4 @@ class ShortConv(Layer):
             state.branch(inputs, tree)
         elif state is not None and not one:
             state.advance(inputs, context.seq_lens)
-        bias = local(self, self.conv_bias)
-        return self.out(gate_out * (convolved if bias is None else convolved + bias))
+        return self.out(gate_out * convolved)

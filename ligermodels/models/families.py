@@ -63,6 +63,13 @@ class Family:
         name = "".join(word[:1].upper() + word[1:] for word in words).replace("-", "_")
         return self.architecture or f"{name}ForCausalLM"
 
+    @property
+    def stacked_layouts(self) -> list[Mapping[str, Any]]:
+        """The layouts with the names of transformers' modules, in which one parameter has all experts of a layer;
+        published checkpoints of Granite 4 have it as the `weight` of a module."""
+        named = ((layout, layout.get("names", {}).get("experts.gate_up", ".weight")) for layout in self.layouts)
+        return [layout for layout, name in named if not name.endswith(".weight")]
+
     def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
         """The weight map of `config` in each of the `layouts`."""
         return [config.weight_map(**layout) for layout in self.layouts]

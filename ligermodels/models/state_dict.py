@@ -38,8 +38,7 @@ class StateDict:
 
 def layout_in_memory(spec: ExportSpec, config: DecoderConfig) -> WeightMap:
     """The weight map of a loaded transformers model (5 and later), where the experts of a layer are one tensor."""
-    family = family_of(spec.hf_config)
-    stacked = [layout for layout in family.layouts if "experts.gate_up" in layout.get("names", {})]
+    stacked = family_of(spec.hf_config).stacked_layouts
     return replace(config.weight_map(**stacked[0]), dtypes=spec.weight_map.dtypes) if stacked else spec.weight_map
 
 

@@ -34,12 +34,13 @@ from ligermodels.ops.linear_attention.delta_gates import delta_gates, delta_gate
 from ligermodels.ops.linear_attention.delta_step import gated_delta_rule_step, gated_delta_rule_step_reference
 from ligermodels.ops.linear_attention.delta_tree import commit_tree, gated_delta_rule_tree
 from ligermodels.ops.linear_attention.gated_delta_rule import (
-    TreeUpdates,
     gated_delta_rule,
     gated_delta_rule_reference,
     gated_delta_rule_tree_reference,
-    tree_state,
 )
+from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
+from ligermodels.ops.linear_attention.ssd import ssd, ssd_reference
+from ligermodels.ops.linear_attention.ssd_decoding import ssd_step, ssd_step_reference, ssd_tree, ssd_tree_reference
 from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
@@ -163,6 +164,12 @@ __all__ = [
     "set_experts_backend",
     "set_host_checks",
     "sort_by_expert",
+    "ssd",
+    "ssd_reference",
+    "ssd_step",
+    "ssd_step_reference",
+    "ssd_tree",
+    "ssd_tree_reference",
     "sum_rows",
     "swiglu",
     "swiglu_reference",

@@ -23,27 +23,29 @@ ACTIVATIONS = ("silu", None)
 
 
 @calls(
-    "causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), grads=GRADS,
-    activation=ACTIVATIONS,
+    "causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), bias=BOTH,
+    grads=GRADS, activation=ACTIVATIONS,
 )  # fmt: skip
 def causal_conv(
-    dtype: torch.dtype, width: int, tokens: int, kind: str, grads: tuple[bool, bool], activation: str | None
+    dtype: torch.dtype, width: int, tokens: int, kind: str, bias: bool, grads: tuple[bool, bool], activation: str | None
 ) -> None:
     x, weight = leaf(1, tokens, 512, dtype=dtype, grad=grads[0]), leaf(512, width, dtype=dtype, grad=grads[1])
     earlier = leaf(1, width - 1, 512, dtype=dtype, grad=False) if kind == "earlier" else None
     bounds = torch.tensor([0, tokens], dtype=torch.int32) if kind == "packed" else None
-    backward(ops.causal_conv(x, weight, earlier=earlier, cu_seqlens=bounds, activation=activation))
+    more = leaf(512, dtype=dtype, grad=grads[1]) if bias else None
+    backward(ops.causal_conv(x, weight, more, earlier=earlier, cu_seqlens=bounds, activation=activation))
 
 
 @calls(
-    "causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH,
+    "causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH, bias=BOTH,
     activation=ACTIVATIONS,
 )  # fmt: skip
-def conv_decoding(dtype: torch.dtype, width: int, earlier: bool, activation: str | None) -> None:
+def conv_decoding(dtype: torch.dtype, width: int, earlier: bool, bias: bool, activation: str | None) -> None:
     tree, weight = (TREES[1].parent, TREES[1].depth), leaf(512, width, dtype=dtype, grad=False)
     x, inputs = (leaf(2, n, 512, dtype=dtype, grad=False) for n in (len(TREES[1]), width - 1))
-    ops.causal_conv(x, weight, earlier=inputs if earlier else None, tree=tree, activation=activation)
-    ops.causal_conv_step(x[:, :1], weight, inputs, activation)
+    more = leaf(512, dtype=dtype, grad=False) if bias else None
+    ops.causal_conv(x, weight, more, earlier=inputs if earlier else None, tree=tree, activation=activation)
+    ops.causal_conv_step(x[:, :1], weight, inputs, more, activation)
     ops.commit_conv_inputs(inputs, x, torch.tensor([1, 2]), tree)
 
 
@@ -83,6 +85,24 @@ def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int)
     state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
     _, updates = ops.gated_delta_rule_tree(*delta_operands(dtype, nodes, dims, False), state, ancestors)
     ops.commit_tree(state, updates, torch.tensor([1]), ancestors)
+
+
+def ssd_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], skip: bool) -> list[Tensor | None]:
+    x, dt = leaf(1, tokens, 4, dims[1], dtype=dtype, grad=False), leaf(1, tokens, 4, dtype=F32, grad=False)
+    b, c = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=False) for _ in range(2))
+    rates, weights = (leaf(4, dtype=F32, grad=False) for _ in range(2))
+    return [x, dt, rates, b, c, weights if skip else None]
+
+
+@calls("ssd_step", dtype=FLOATS, dims=((128, 64), (256, 512), (48, 40)), skip=BOTH)
+def ssd_step(dtype: torch.dtype, dims: tuple[int, int], skip: bool) -> None:
+    ops.ssd_step(*ssd_operands(dtype, 1, dims, skip), leaf(1, 4, *dims, dtype=F32, grad=False))
+
+
+@calls("ssd_tree", dtype=FLOATS, dims=((128, 64), (256, 512)), nodes=(3, 64), skip=BOTH)
+def ssd_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int, skip: bool) -> None:
+    state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    ops.ssd_tree(*ssd_operands(dtype, nodes, dims, skip), state, ancestors)
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------

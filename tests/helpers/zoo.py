@@ -249,6 +249,8 @@ HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}
 """Configs with gated short convolutions."""
+MAMBAS = {name for name, config in CONFIGS.items() if "mamba_n_heads" in config}
+"""Configs with layers of Mamba2."""
 NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
 ONLY_NATIVE = {*LATENT, "cohere2"}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING
+from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING, MAMBA
 
 LFM2: dict[str, Any] = {
     **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps", "intermediate_size")},
@@ -13,6 +13,54 @@ LFM2: dict[str, Any] = {
 }
 del LFM2["tie_word_embeddings"]
 NEWER: dict[str, dict[str, Any]] = {
+    "bamba": {**BASE, **MAMBA, "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "bamba-other-sizes": {  # With the fields of published checkpoints.
+        **BASE,
+        **MAMBA,
+        "model_type": "bamba",
+        "attn_layer_indices": [0],
+        "mamba_n_groups": 1,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "partial_rotary_factor": 0.5,
+        "num_logits_to_keep": 1,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": {  # With the layer types of published checkpoints.
+        **BASE,
+        **MAMBA,
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 43,
+        "embedding_multiplier": 3.5,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.21,
+        "position_embedding_type": "nope",
+        "init_method": "mup",
+        "normalization_function": "rmsnorm",
+    },
+    "granitemoehybrid-dense-and-rope": {
+        **BASE,
+        **MAMBA,
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_groups": 1,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 43,
+        "attention_multiplier": 0.21,
+        "attention_bias": True,
+        "position_embedding_type": "rope",
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
     "muse_glimmer_text": {
         **BASE,
         "model_type": "muse_glimmer_text",

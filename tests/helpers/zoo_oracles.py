@@ -94,8 +94,12 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def renamed(name: str) -> str:
-    """The name that transformers has for a tensor of a published checkpoint; only Hy3's differ from the oracle's."""
+    """The name that transformers has for a tensor of a published checkpoint; only Hy3's and Granite 4's differ from the
+    oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
+    parts[".block_sparse_moe.input_linear.weight"] = ".block_sparse_moe.experts.gate_up_proj"
+    parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
+    parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
     parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
     for published, own in parts.items():
         name = name.replace(published, own)

@@ -29,6 +29,17 @@ DELTA = {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 7,
 }
+MAMBA = {
+    "hidden_size": 54,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-3,
+    "mamba_expand": 2,
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 3,
+    "mamba_d_head": 9,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 16,
+}
 GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
 SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 31}

@@ -16,6 +16,7 @@ from ligermodels.layers import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Mamba2Config,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -48,6 +49,7 @@ LATENT: dict[str, Any] = {
 EXPERTS = MoEConfig(ROUTER, 8, aux_loss=False)
 BLOCK: dict[str, Any] = {"mixer": AttentionConfig(**ATTENTION), "mlp": MLPConfig(8), "norm": NORM}
 DELTA = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
+MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "state_size": 8, "num_groups": 2}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
 YARN = {"factor": 8.0, "original_context": 64}
 PER_LAYER: dict[str, Any] = {"vocab_size": 9, "num_layers": 2, "size": 4, "norm": NORM}
@@ -86,6 +88,7 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (LatentAttentionConfig, LATENT, {"rotated_dim": 4}),
     (ShortConvConfig, {"channels": 8}, {"channels": 0, "width": -1}),
     (GatedDeltaNetConfig, DELTA, {"num_key_heads": 0, "num_value_heads": 3, "conv_width": 0, "norm_eps": -1.0}),
+    (Mamba2Config, MAMBA, {"num_heads": 5, "num_groups": 0, "state_size": 0, "time_step_limit": (2.0, 1.0)}),
     (MLPConfig, {"size": 8}, {"size": 0, "activation": "gelu_new"}),
     (UngatedMLPConfig, {"size": 8}, {"size": 8.5, "activation": "gelu"}),
     (MoEConfig, {"router": ROUTER, "size": 8}, {"size": 0, "activation": "relu", "alpha": 0.0, "limit": -7.0}),

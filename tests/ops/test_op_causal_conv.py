@@ -1,4 +1,5 @@
-"""The convolution of Gated DeltaNet and LFM2 over texts and packed documents, and the gated norm, with gradients."""
+"""The convolution before linear attention over texts and packed documents, and the gated norm after it, with
+gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +19,18 @@ from ligermodels.ops.norm.gated_rms_norm import MAX_KERNEL_WIDTH
 ACTIVATIONS = ("silu", None)
 
 
-def plain_conv(x: Tensor, weight: Tensor, earlier: Tensor | None = None, *, activation: str | None = "silu") -> Tensor:
+def plain_conv(
+    x: Tensor,
+    weight: Tensor,
+    earlier: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> Tensor:
     """By torch's convolution."""
     width = weight.shape[1]
     before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if earlier is None else earlier
-    y = F.conv1d(wide(torch.cat([before, x], dim=1)).mT, wide(weight)[:, None], groups=weight.shape[0])
+    y = F.conv1d(wide(torch.cat([before, x], dim=1)).mT, wide(weight)[:, None], bias, groups=weight.shape[0])
     return (y if activation is None else F.silu(y)).mT.to(x.dtype)
 
 
@@ -41,6 +49,33 @@ def test_texts(
     earlier = torch.randn(batch, width - 1, channels, device=where.device).to(where.dtype)
     check(lambda x, w: op(x, w, earlier=earlier), lambda x, w: plain(x, w, earlier.to(x.dtype)), [x, weight])
     check(lambda x, w, e: op(x, w, earlier=e), plain, [x, weight, earlier])
+
+
+@pytest.mark.parametrize("width", [4, 2, 5])
+def test_biases(where: Where, width: int) -> None:
+    """Over texts, with packed documents, after earlier inputs, in steps and in trees."""
+    x = torch.randn(1, 2 * MAX_SPAN + 3, 9, device=where.device).to(where.dtype)
+    weight = torch.randn(9, width, device=where.device).to(where.dtype)
+    bias, earlier = (torch.randn(shape, device=where.device).to(where.dtype) for shape in ((9,), (1, width - 1, 9)))
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return plain_conv(x, weight, bias=wide(bias))
+
+    check(ops.causal_conv, plain, [x, weight, bias])
+    bounds = torch.tensor([0, 3, MAX_SPAN + 1, x.shape[1]], device=where.device, dtype=torch.int32)
+    check(
+        lambda x, w, b: ops.causal_conv(x, w, b, cu_seqlens=bounds),
+        lambda x, w, b: torch.cat([plain(part, w, b) for part in x.tensor_split([3, MAX_SPAN + 1], 1)], dim=1),
+        [x, weight, bias],
+    )
+    x = x[:, :5]
+    after = ops.causal_conv(x, weight, bias, earlier=earlier)
+    torch.testing.assert_close(after, plain_conv(x, weight, earlier, wide(bias)))
+    parent, depth = torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]], device=where.device)
+    assert torch.equal(ops.causal_conv(x, weight, bias, earlier=earlier, tree=(parent, depth)), after)
+    inputs = earlier.clone()
+    steps = [ops.causal_conv_step(x[:, t : t + 1], weight, inputs, bias) for t in range(5)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), after)
 
 
 def test_texts_longer_than_a_program_takes(where: Where) -> None:
@@ -69,6 +104,11 @@ def plain_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     return (y * wide(weight) * F.silu(wide(z))).to(x.dtype)
 
 
+def norm_of_gated(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    y = wide(x) * F.silu(wide(z))
+    return (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide(weight)).to(x.dtype)
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (3, 5, 64), (2, 7, 3, 100), (70, 2, 96), (2, 0, 3, 8)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gated_norm(where: Where, shape: tuple[int, ...], layout: Callable) -> None:
@@ -78,6 +118,17 @@ def test_gated_norm(where: Where, shape: tuple[int, ...], layout: Callable) -> N
     op = lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6)  # noqa: E731
     check(op, plain_norm, [x, z, weight], frozen=layout is contiguous)
     assert op(x, z, weight).is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1, 64), (2, 7, 3, 100), (70, 2, 96), (2, 0, 3, 8)], ids=str)
+@pytest.mark.parametrize("before", [False, True], ids=["norm of gated", "gated norm"])
+@pytest.mark.parametrize("of_heads", [False, True], ids=["one weight", "a weight of each head"])
+def test_both_orders_of_gate_and_norm(where: Where, shape: tuple[int, ...], before: bool, of_heads: bool) -> None:
+    """As Mamba2 has them; both results differ, so an order that is ignored fails."""
+    x, z = (torch.randn(shape, device=where.device).mul(3).to(where.dtype) for _ in range(2))
+    weight = torch.randn(shape[-2:] if of_heads else shape[-1], device=where.device)
+    op = lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6, norm_before_gate=before)  # noqa: E731
+    check(op, plain_norm if before else norm_of_gated, [x, z, weight])
 
 
 def test_gates_that_are_slices_of_wider_rows(where: Where) -> None:
@@ -101,10 +152,10 @@ def test_registration(kernels_device: torch.device) -> None:
     x, weight = torch.randn(2, 5, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
     heads, scale = torch.randn(2, 5, 3, 3, device=kernels_device), torch.randn(3, device=kernels_device)
     for name, arguments in {
-        "causal_conv_forward": (x, weight, None, None, True),
-        "causal_conv_backward": (x, x, weight, None, None, True, True, True),
-        "gated_rms_norm_forward": (heads, heads, scale, 1e-6),
-        "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6),
+        "causal_conv_forward": (x, weight, weight[:, 0], None, None, True),
+        "causal_conv_backward": (x, x, weight, weight[:, 0], None, None, False, True, True, True),
+        "gated_rms_norm_forward": (heads, heads, scale, 1e-6, True),
+        "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6, False),
     }.items():
         op = getattr(torch.ops.ligermodels, name).default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -123,7 +123,7 @@ def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int, acti
         stepped, inputs = state.clone(), earlier.clone()
         for at in path:
             alone = ops.gated_delta_rule_step(**{n: t[:, at : at + 1] for n, t in given.items()}, state=stepped)
-            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs, activation)
+            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs, activation=activation)
         torch.testing.assert_close(o[:, node], alone[:, 0], **close)
         torch.testing.assert_close(y[:, node], convolved[:, 0], **close)
         after, kept = state.clone(), earlier.clone()
@@ -175,7 +175,7 @@ def test_steps_of_the_convolution(where: Where, width: int, activation: str | No
     weight = torch.randn(300, width, device=where.device).to(where.dtype)
     texts = torch.randn(2, 5 + width - 1, 300, device=where.device).to(where.dtype)
     inputs, rest = texts[:, : width - 1].contiguous(), texts[:, width - 1 :]
-    steps = [ops.causal_conv_step(rest[:, t : t + 1], weight, inputs, activation) for t in range(5)]
+    steps = [ops.causal_conv_step(rest[:, t : t + 1], weight, inputs, activation=activation) for t in range(5)]
     found, wanted = torch.cat(steps, dim=1), reference(rest, weight, earlier=texts[:, : width - 1])
     exact = reference(rest.double(), weight.double(), earlier=texts[:, : width - 1].double())
     assert_as_good("y", found, wanted, exact)
@@ -213,12 +213,16 @@ def test_registration(kernels_device: torch.device) -> None:
     x, weight = torch.randn(2, 3, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
     earlier = torch.randn(2, 3, 9, device=kernels_device)
     _, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    q, k, v, g, beta = given.values()
+    of_mamba, skip = (v, beta, g, k, q), torch.ones(2, device=kernels_device)
     for name, arguments in {
+        "ssd_step": (*(t[:, :1].contiguous() for t in of_mamba), skip, state),
+        "ssd_tree": (*of_mamba, None, state, ancestors),
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
-        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier, True),
-        "causal_conv_tree": (x, weight, earlier, parent, depth, True),
+        "causal_conv_step": (x[:, :1].contiguous(), weight, earlier, weight[:, 0].contiguous(), True),
+        "causal_conv_tree": (x, weight, weight[:, 0].contiguous(), earlier, parent, depth, True),
         "commit_conv_inputs": (earlier, x, node, parent, depth),
         "delta_gates": (given["g"], given["beta"], torch.zeros(2).to(node.device), torch.zeros(2).to(node.device)),
     }.items():
@@ -255,3 +259,55 @@ def test_bad_operands(change: dict[str, Tensor], message: str) -> None:
         ops.gated_delta_rule_step(**two, state=given["state"])
     with pytest.raises(InputError, match="ancestors must be"):
         ops.gated_delta_rule_tree(**two, state=given["state"], ancestors=torch.ones(3, 3, dtype=torch.bool))
+
+
+# -- Mamba2, by the same kernels ---------------------------------------------------------------------------------------
+
+
+def ssd_operands(where: Where, shape: tuple[int, ...], skip: bool, nodes: int | None = None) -> dict[str, Any]:
+    """The operands of `ops.ssd`; C, B and x in the place of q, k and v."""
+    given = operands(where, shape, nodes)
+    dt, heads = given["beta"] * 3, shape[3]
+    rates, weights = -torch.rand(heads, device=where.device), torch.randn(heads, device=where.device)
+    return {
+        "x": given["v"], "dt": dt, "A": rates, "B": given["k"], "C": given["q"], "D": weights if skip else None
+    }  # fmt: skip
+
+
+def widened(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if t is None else t.double() for name, t in given.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ssd_trees_and_steps(where: Where, shape: tuple[int, ...], skip: bool) -> None:
+    """Outputs, updates and states against fp64; on a GPU, equal bits in a second run."""
+    given, state = ssd_operands(where, shape, skip), a_state(where, shape)
+    _, _, ancestors = tree(shape[1], where.device)
+    node = torch.randint(shape[1], (shape[0],), device=where.device)
+
+    def results(op: Any, given: dict[str, Any], state: Tensor, commit: bool) -> tuple[Tensor, ...]:
+        y, updates = op(*given.values(), state, ancestors)
+        after = state.clone() if commit else ops.tree_state(state, updates, node, ancestors)
+        if commit:
+            ops.commit_tree(after, updates, node, ancestors)
+        return y, *updates, after
+
+    truth = results(ops.ssd_tree_reference, widened(given), state.double(), False)
+    plain = results(ops.ssd_tree_reference, given, state, False)
+    runs = [results(ops.ssd_tree, given, state, True) for _ in range(2 if state.is_cuda else 1)]
+    assert runs[0][0].dtype == where.dtype and runs[0][1].dtype == torch.float64
+    for i, (ours, again, other, true) in enumerate(zip(runs[0], runs[-1], plain, truth, strict=True)):
+        assert torch.equal(ours, again)
+        assert_as_good(f"result {i}", ours, other, true)
+
+    exact, other, address = state.double(), state.clone(), state.data_ptr()
+    for _ in range(3):
+        given = ssd_operands(where, shape, skip, nodes=1)
+        y = ops.ssd_step(**given, state=state)
+        true = ops.ssd_step_reference(**widened(given), state=exact)
+        plain_y = ops.ssd_step_reference(**given, state=other)
+        assert y.dtype == where.dtype and y.is_contiguous() and state.data_ptr() == address
+        assert_as_good("y", y, plain_y, true)
+        assert_as_good("state", state, other, exact)

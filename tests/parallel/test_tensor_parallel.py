@@ -65,11 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
+    "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
 values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights; short convolutions with biases."""
+without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -338,7 +339,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("gemma2", "qwen3", "olmo2"),
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
-        ("qwen3_5", "muse_glimmer", "lfm2"),
+        ("qwen3_5", "muse_glimmer", "lfm2", "bamba"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -367,6 +368,11 @@ def test_fsdp2_on_top(tmp_path: Path) -> None:
             r"num_key_heads \(linear_num_key_heads\): 3 cannot be split evenly over 2",
         ),
         (zoo.CONFIGS["lfm2"], 8, r"blocks\[0\].mixer.channels \(hidden_size\): 60 cannot be split evenly over 8"),
+        (
+            CONFIGS["bamba"] | {"mamba_n_groups": 3},
+            2,
+            r"num_groups \(mamba_n_groups\): 3 cannot be split evenly over 2",
+        ),
         (CONFIGS["llama"] | {"num_key_value_heads": 6, "vocab_size": 4}, 3, "vocab_size: 4 is too small"),
     ],
 )

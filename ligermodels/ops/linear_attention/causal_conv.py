@@ -1,4 +1,5 @@
-"""The short causal convolution of Gated DeltaNet and LFM2: depthwise (each channel by itself), then SiLU or nothing."""
+"""The short causal convolution of Gated DeltaNet, Mamba2 and LFM2: depthwise (each channel by itself), then SiLU or
+nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ from ligermodels.ops.runtime.tensors import check_tensor
 def causal_conv(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None = None,
     *,
     earlier: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     tree: tuple[Tensor, Tensor] | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """silu(sum over s < W of weight[:, W - 1 - s] * x[:, t - s]), for each token t and channel.
+    """silu(bias + sum over s < W of weight[:, W - 1 - s] * x[:, t - s]), for each token t and channel.
 
-    It computes in fp32 (fp64 for fp64), with equal bits in every run. Differentiable in x, weight and earlier.
+    It computes in fp32 (fp64 for fp64), with equal bits in every run. Differentiable in x, weight, bias and earlier.
 
     Args:
         x: (B, T, C), any floating dtype.
         weight: (C, W), any floating dtype.
+        bias: (C,), any floating dtype, or None.
         earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T: each document
             has zeros before its first token. Excludes `earlier` and `tree`.
@@ -47,27 +50,27 @@ def causal_conv(
         InputError: shapes, dtypes or devices do not fit, or cu_seqlens is given with another layout, or, on the CPU,
             does not rise from 0 to T; or the activation is unknown.
     """
-    _check(x, weight, earlier, cu_seqlens, tree)
+    _check(x, weight, bias, earlier, cu_seqlens, tree)
     silu = is_silu("causal_conv", activation)
     reference = partial(
-        causal_conv_reference, x, weight, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=activation
+        causal_conv_reference, x, weight, bias, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=activation
     )
-    if not use_kernels(x, weight, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
+    if not use_kernels(x, weight, bias, earlier) or weight.shape[1] > MAX_KERNEL_WIDTH or 0 in x.shape:
         return reference()
     if tree is None and (earlier is None or not earlier.requires_grad):
         first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
-        return CausalConv.apply(x, weight, earlier, first, silu)
-    if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight))):
+        return CausalConv.apply(x, weight, bias, earlier, first, silu)
+    if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)):
         return reference()
-    return tree_conv(x, weight, earlier, *tree, silu)
+    return tree_conv(x, weight, bias, earlier, *tree, silu)
 
 
 def causal_conv_reference(
-    x: Tensor, weight: Tensor, *, earlier: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    tree: tuple[Tensor, Tensor] | None = None, activation: str | None = "silu",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, earlier: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, tree: tuple[Tensor, Tensor] | None = None, activation: str | None = "silu",
 ) -> Tensor:  # fmt: skip
-    """The specification of `causal_conv`, in plain torch, with the same arguments x, weight, earlier, cu_seqlens, tree
-    and activation."""
+    """The specification of `causal_conv`, in plain torch, with the same arguments x, weight, bias, earlier, cu_seqlens,
+    tree and activation."""
     tokens, width = x.shape[1], weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = F.pad(x, (0, 0, width - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
@@ -75,7 +78,7 @@ def causal_conv_reference(
     first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
     token, row = torch.arange(tokens, device=x.device), torch.arange(len(x), device=x.device)[:, None]
-    total = torch.zeros((), dtype=wide, device=x.device)
+    total = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
     for back in range(width):
         start = width - 1 - back
         seen = inputs[:, start : start + tokens] if sources is None else inputs[row, sources[..., back]]
@@ -119,13 +122,15 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _check(
-    x: Tensor, weight: Tensor, earlier: Tensor | None, cu_seqlens: Tensor | None, tree: tuple[Tensor, Tensor] | None
-) -> None:
+    x: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor | None, cu_seqlens: Tensor | None,
+    tree: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
     name = "causal_conv"
-    reject_dtensors(name, x, weight, earlier)
+    reject_dtensors(name, x, weight, bias, earlier)
     check_tensor(name, "x", x, ("B", "T", "C"))
     batch, tokens, channels = x.shape
     check_tensor(name, "weight", weight, (channels, "W"), x.device)
+    check_tensor(name, "bias", bias, (channels,), x.device, optional=True)
     shape = (batch, weight.shape[1] - 1, channels)
     check_tensor(name, "earlier", earlier, shape, x.device, x.dtype, optional=True)
     if cu_seqlens is not None and (earlier is not None or tree is not None):

@@ -19,6 +19,16 @@ WARPS = 2
 
 
 @triton.jit
+def _bias(bias, channel, inside, HAS_BIAS: tl.constexpr):
+    """The sum of no inputs: the bias, or zeros."""
+    if HAS_BIAS:
+        found = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        found = tl.zeros_like(channel).to(tl.float32)
+    return found
+
+
+@triton.jit
 def _taps(weight, channel, inside, back: tl.constexpr, WIDTH: tl.constexpr):
     """The weights of the input `back` tokens before, zeros if back >= WIDTH."""
     if back < WIDTH:
@@ -40,20 +50,21 @@ def _input(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr
 
 
 @triton.jit
-def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED: tl.constexpr):
+def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, t, first, PACKED: tl.constexpr):
     """The sum at token t, and its inputs, zeros for tokens before the first token of its document."""
     if PACKED:
         begin = tl.load(first + t)
         x1 = tl.where(t - 1 >= begin, x1, 0.0)
         x2 = tl.where(t - 2 >= begin, x2, 0.0)
         x3 = tl.where(t - 3 >= begin, x3, 0.0)
-    return x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, x1, x2, x3
+    return b + x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, x1, x2, x3
 
 
 @kernel
 def _conv_forward_kernel(
-    x, x_batch, x_token, weight, earlier, first, out, T, C, span, spans, blocks,
-    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_batch, x_token, weight, bias, earlier, first, out, T, C, span, spans, blocks,
+    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes `span` tokens of BLOCK channels, and loads the next token's inputs before it needs them."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
@@ -66,6 +77,7 @@ def _conv_forward_kernel(
         earlier += batch * (WIDTH - 1) * C
     w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
     w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
+    b = _bias(bias, channel, inside, HAS_BIAS)
     x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
     x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
     x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
@@ -73,7 +85,7 @@ def _conv_forward_kernel(
     for t in range(begin, tl.minimum(begin + span, T)):
         x0 = following.to(tl.float32)
         following = tl.load(x + (t + 1) * x_token + channel, mask=inside & (t + 1 < T), other=0.0)
-        y, _, _, _ = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, t, first, PACKED)
+        y, _, _, _ = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, t, first, PACKED)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside)
@@ -84,13 +96,13 @@ def _conv_forward_kernel(
 
 @kernel
 def _conv_backward_kernel(
-    dy, dy_batch, dy_token, x, x_batch, x_token, weight, earlier, first, dx, partial, T, C, span, spans, blocks,
-    HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dy_batch, dy_token, x, x_batch, x_token, weight, bias, earlier, first, dx, partial, T, C, span, spans, blocks,
+    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete three tokens
-    later, so a program continues for three tokens after its own. It writes its own part of the weight's gradient: no
-    atomics, so equal bits in every run."""
+    later, so a program continues for three tokens after its own. It writes its own part of the gradients of weight
+    and bias, the bias as one more column: no atomics, so equal bits in every run."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
     begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
     end = tl.minimum(begin + span, T)
@@ -102,11 +114,13 @@ def _conv_backward_kernel(
         earlier += batch * (WIDTH - 1) * C
     w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
     w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
+    b = _bias(bias, channel, inside, HAS_BIAS)
     x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
     x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
     x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
     dx1, dx2, dx3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     dw0, dw1, dw2, dw3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    db = tl.zeros_like(x1)
     following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
     following_dy = tl.load(dy + begin * dy_token + channel, mask=inside, other=0.0)
     for t in range(begin, end + 3):
@@ -115,7 +129,7 @@ def _conv_backward_kernel(
         following = tl.load(x + (t + 1) * x_token + channel, mask=ahead, other=0.0)
         following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
         # Beyond the last token d is zero, so any document will do.
-        y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, tl.minimum(t, T - 1), first, PACKED)
+        y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, tl.minimum(t, T - 1), first, PACKED)
         if SILU:
             e = tl.exp(-tl.abs(y))  # no overflow
             r = 1.0 / (1.0 + e)
@@ -123,6 +137,7 @@ def _conv_backward_kernel(
             d = d * (part + y * e * r * r)
         if NEED_WEIGHT:
             own = tl.where(t < end, d, 0.0)
+            db += own
             dw0 += own * x0
             dw1 += own * seen1
             dw2 += own * seen2
@@ -144,7 +159,9 @@ def _conv_backward_kernel(
         x2 = x1
         x1 = x0
     if NEED_WEIGHT:
-        place = partial + ((tl.program_id(0) // blocks).to(tl.int64) * C + channel) * WIDTH
+        place = partial + ((tl.program_id(0) // blocks).to(tl.int64) * C + channel) * (WIDTH + HAS_BIAS)
+        if HAS_BIAS:
+            tl.store(place + WIDTH, db, mask=inside)
         tl.store(place + WIDTH - 1, dw0, mask=inside)
         if WIDTH > 1:
             tl.store(place + WIDTH - 2, dw1, mask=inside)
@@ -156,8 +173,8 @@ def _conv_backward_kernel(
 
 @kernel
 def _tree_conv_kernel(
-    x, x_batch, x_token, weight, earlier, parent, depth, tree_batch, out, N, C, blocks,
-    HAS_EARLIER: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_batch, x_token, weight, bias, earlier, parent, depth, tree_batch, out, N, C, blocks,
+    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a node, and goes up from it; above the root are the earlier inputs."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -169,7 +186,7 @@ def _tree_conv_kernel(
         earlier += batch * (WIDTH - 1) * C
     parent += batch * tree_batch
     level = tl.load(depth + batch * tree_batch + node)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = _bias(bias, channel, inside, HAS_BIAS)
     at = node
     for back in tl.static_range(WIDTH):
         place = tl.where(level >= back, at, level - back)
@@ -194,52 +211,54 @@ def _spans(tokens: int, channels: int) -> tuple[int, int, int]:
 
 
 @custom_op()
-def _causal_conv_forward(x: Tensor, weight: Tensor, earlier: Tensor | None, first: Tensor | None, silu: bool) -> Tensor:
+def _causal_conv_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor | None, first: Tensor | None, silu: bool
+) -> Tensor:
     out = empty_like(x)
     if is_fake(out):
         return out
     batch, tokens, channels = x.shape
     span, spans, blocks = _spans(tokens, channels)
     _conv_forward_kernel[(batch * spans * blocks,)](
-        *_channels_last(x), weight.contiguous(), contiguous(earlier), first, out, tokens, channels, span, spans, blocks,
-        HAS_EARLIER=earlier is not None, PACKED=first is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK,
-        num_warps=WARPS,
+        *_channels_last(x), weight.contiguous(), contiguous(bias), contiguous(earlier), first, out,
+        tokens, channels, span, spans, blocks,
+        HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, PACKED=first is not None, SILU=silu,
+        WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @custom_op()
 def _causal_conv_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    earlier: Tensor | None,
-    first: Tensor | None,
-    silu: bool,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight; a gradient that is not needed is empty."""
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor | None, first: Tensor | None,
+    silu: bool, need_x: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight and bias; a gradient that is not needed is empty."""
     dx, dw = empty_gradient(x, need_x, x), empty_gradient(weight, need_weight, weight)
+    db = empty_gradient(bias, need_bias, weight)
     if is_fake(dx):
-        return dx, dw
-    batch, tokens, channels = x.shape
+        return dx, dw, db
+    (batch, tokens, channels), width = x.shape, weight.shape[1]
     span, spans, blocks = _spans(tokens, channels)
-    partial = x.new_empty((batch * spans if need_weight else 0, *weight.shape), dtype=torch.float32)
+    need_weight, columns = need_weight or need_bias, width + (bias is not None)
+    partial = x.new_empty((batch * spans if need_weight else 0, channels, columns), dtype=torch.float32)
     _conv_backward_kernel[(batch * spans * blocks,)](
-        *_channels_last(dy), *_channels_last(x), weight.contiguous(), contiguous(earlier), first, dx, partial,
-        tokens, channels, span, spans, blocks,
-        HAS_EARLIER=earlier is not None, PACKED=first is not None, NEED_X=need_x, NEED_WEIGHT=need_weight,
-        SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        *_channels_last(dy), *_channels_last(x), weight.contiguous(), contiguous(bias), contiguous(earlier), first,
+        dx, partial, tokens, channels, span, spans, blocks,
+        HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, PACKED=first is not None, NEED_X=need_x,
+        NEED_WEIGHT=need_weight, SILU=silu, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if need_weight:
-        dw.copy_(partial.sum(0))
-    return dx, dw
+        total = partial.sum(0)
+        for gradient, own in ((dw, total[:, :width]), (db, total[:, -1])):
+            if gradient.numel():
+                gradient.copy_(own)
+    return dx, dw, db
 
 
 @custom_op()
 def _causal_conv_tree(
-    x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool
 ) -> Tensor:
     out = empty_like(x)
     if is_fake(out):
@@ -247,19 +266,23 @@ def _causal_conv_tree(
     batch, nodes, channels = x.shape
     blocks = -(-channels // BLOCK)
     _tree_conv_kernel[(batch * nodes * blocks,)](
-        *_channels_last(x), weight.contiguous(), contiguous(earlier), parent.contiguous(), depth.contiguous(),
-        nodes if parent.dim() == 2 else 0, out, nodes, channels, blocks,
-        HAS_EARLIER=earlier is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        *_channels_last(x), weight.contiguous(), contiguous(bias), contiguous(earlier), parent.contiguous(),
+        depth.contiguous(), nodes if parent.dim() == 2 else 0, out, nodes, channels, blocks,
+        HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=BLOCK,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
-def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool) -> Tensor:
+def tree_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor | None, parent: Tensor, depth: Tensor, silu: bool
+) -> Tensor:
     """`causal_conv` of a tree, by the kernel; no gradient.
 
     Args:
         x: (B, N, C), the inputs of the N nodes.
         weight: (C, W), W up to 4.
+        bias: (C,), or None.
         earlier: (B, W - 1, C), the inputs before the root; zeros when None.
         parent, depth: long (N,) or (B, N), each node's parent and its distance from the root.
         silu: whether SiLU follows.
@@ -267,7 +290,7 @@ def tree_conv(x: Tensor, weight: Tensor, earlier: Tensor | None, parent: Tensor,
     Returns:
         Contiguous (B, N, C) of x's dtype.
     """
-    return _causal_conv_tree(x, weight, earlier, parent, depth, silu)
+    return _causal_conv_tree(x, weight, bias, earlier, parent, depth, silu)
 
 
 class CausalConv(torch.autograd.Function):
@@ -275,12 +298,12 @@ class CausalConv(torch.autograd.Function):
     None; `silu`: whether SiLU follows."""
 
     @staticmethod
-    def forward(ctx, x, weight, earlier, first, silu):
-        ctx.save_for_backward(x, weight, earlier, first)
+    def forward(ctx, x, weight, bias, earlier, first, silu):
+        ctx.save_for_backward(x, weight, bias, earlier, first)
         ctx.silu = silu
-        return _causal_conv_forward(x, weight, earlier, first, silu)
+        return _causal_conv_forward(x, weight, bias, earlier, first, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _causal_conv_backward(dy, *ctx.saved_tensors, ctx.silu, *ctx.needs_input_grad[:2])
+        return _causal_conv_backward(dy, *ctx.saved_tensors, ctx.silu, *ctx.needs_input_grad[:3])

@@ -11,13 +11,15 @@ from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.tensors import check_tensor, contiguous
 
-_STEP = Signature(x="B 1 C", weight="C W")
+_STEP = Signature(x="B 1 C", weight="C W", bias="C ?")
 _COMMIT = Signature(x="B N C", node="B int64")
 
 
-def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, activation: str | None = "silu") -> Tensor:
+def causal_conv_step(
+    x: Tensor, weight: Tensor, inputs: Tensor, bias: Tensor | None = None, activation: str | None = "silu"
+) -> Tensor:
     """`causal_conv` of one token per sequence. A CUDA graph can capture the call. No gradient.
 
     Args:
@@ -25,6 +27,7 @@ def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, activation: str 
         weight: (C, W), any floating dtype.
         inputs: contiguous (B, W - 1, C) of x's dtype, the inputs before the token; updated in place to the inputs
             before the next token.
+        bias: (C,), any floating dtype, or None.
         activation: "silu", or None for the sum itself.
 
     Returns:
@@ -34,18 +37,20 @@ def causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, activation: str 
         InputError: shapes, dtypes or devices do not fit, the activation is unknown, or autograd would need a gradient.
     """
     op = "causal_conv_step"
-    _STEP.check(op, x, weight)
-    _check_inputs(op, x, weight, inputs, weight.shape[1])
+    _STEP.check(op, x, weight, bias)
+    _check_inputs(op, x, inputs, weight.shape[1], weight, bias)
     silu = is_silu(op, activation)
-    if not use_kernels(x, weight, inputs):
-        return causal_conv_step_reference(x, weight, inputs, activation)
-    return _causal_conv_step(x, weight, inputs, silu)
+    if not use_kernels(x, weight, inputs, bias):
+        return causal_conv_step_reference(x, weight, inputs, bias, activation)
+    return _causal_conv_step(x, weight, inputs, bias, silu)
 
 
-def causal_conv_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, activation: str | None = "silu") -> Tensor:
-    """The specification of `causal_conv_step`, in plain torch, with the same arguments x, weight, inputs and
+def causal_conv_step_reference(
+    x: Tensor, weight: Tensor, inputs: Tensor, bias: Tensor | None = None, activation: str | None = "silu"
+) -> Tensor:
+    """The specification of `causal_conv_step`, in plain torch, with the same arguments x, weight, inputs, bias and
     activation."""
-    y = causal_conv_reference(x, weight, earlier=inputs, activation=activation)
+    y = causal_conv_reference(x, weight, bias, earlier=inputs, activation=activation)
     inputs.copy_(torch.cat([inputs, x], dim=1)[:, 1:])
     return y
 
@@ -66,7 +71,7 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
     """
     op, (parent, depth) = "commit_conv_inputs", tree
     _COMMIT.check(op, x, node)
-    _check_inputs(op, x, None, inputs, inputs.shape[1] + 1)
+    _check_inputs(op, x, inputs, inputs.shape[1] + 1)
     for name, nodes in (("parent", parent), ("depth", depth)):
         shape = (x.shape[1],) if nodes.dim() == 1 else tuple(x.shape[:2])
         check_tensor(op, f"tree's {name}", nodes, shape, x.device, torch.long)
@@ -84,19 +89,19 @@ def commit_conv_inputs_reference(inputs: Tensor, x: Tensor, node: Tensor, tree: 
     inputs.copy_(torch.cat([inputs, x], dim=1)[sequence[:, None], sources.flip(1) + 1])
 
 
-def _check_inputs(op: str, x: Tensor, weight: Tensor | None, inputs: Tensor, width: int) -> None:
-    reject_dtensors(op, x, weight, inputs)
+def _check_inputs(op: str, x: Tensor, inputs: Tensor, width: int, *parameters: Tensor | None) -> None:
+    reject_dtensors(op, x, inputs, *parameters)
     check_tensor(op, "inputs", inputs, (x.shape[0], width - 1, x.shape[2]), x.device, x.dtype)
     if not inputs.is_contiguous():
         raise InputError(f"{op}: inputs must be contiguous, it is changed in place: call .contiguous()")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, inputs)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, inputs, *parameters)):
         raise InputError(f"{op} has no gradient: call it under torch.no_grad()")
 
 
 @kernel
 def _conv_step_kernel(
-    x, x_batch, weight, inputs, out, C, blocks,
-    SILU: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_batch, weight, bias, inputs, out, C, blocks,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a sequence. It reads all values that it changes before any of its threads
     writes. BEFORE: a power of two, at least WIDTH - 1."""
@@ -110,6 +115,8 @@ def _conv_step_kernel(
     taps = tl.load(weight + channel[None, :] * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
     last = tl.load(weight + channel * WIDTH + (WIDTH - 1), mask=channel < C, other=0.0).to(tl.float32)
     y = tl.sum(before.to(tl.float32) * taps, axis=0) + new.to(tl.float32) * last
+    if HAS_BIAS:
+        y += tl.load(bias + channel, mask=channel < C, other=0.0).to(tl.float32)
     tl.debug_barrier()
     tl.store(stored - C, before, mask=inside & (place > 0))
     if WIDTH > 1:
@@ -145,7 +152,7 @@ def _commit_conv_kernel(
 
 
 @custom_op(mutates_args=("inputs",))
-def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, silu: bool) -> Tensor:
+def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     out = x.new_empty(x.shape)
     if is_fake(out):
         return out
@@ -154,8 +161,9 @@ def _causal_conv_step(x: Tensor, weight: Tensor, inputs: Tensor, silu: bool) -> 
     blocks = -(-channels // BLOCK)
     if batch and channels:
         _conv_step_kernel[(batch * blocks,)](
-            x, x.stride(0), weight.contiguous(), inputs, out, channels, blocks,
-            SILU=silu, WIDTH=width, BEFORE=power_of_2_above(width - 1), BLOCK=BLOCK, num_warps=WARPS,
+            x, x.stride(0), weight.contiguous(), contiguous(bias), inputs, out, channels, blocks,
+            HAS_BIAS=bias is not None, SILU=silu, WIDTH=width, BEFORE=power_of_2_above(width - 1), BLOCK=BLOCK,
+            num_warps=WARPS,
         )  # fmt: skip
     return out
 

@@ -1,4 +1,5 @@
-"""One token of the gated delta rule, on a state that is updated in place: read once, and written once."""
+"""One token of the gated delta rule, or of Mamba2 (`ssd_step`), on a state that is updated in place: read once, and
+written once."""
 
 import torch
 from torch import Tensor
@@ -70,11 +71,13 @@ def block_of_values(q: Tensor, values: Tensor, least: int) -> int:
 
 
 @kernel
-def _step_kernel(
-    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, beta, state, out,
-    heads, repeats, blocks, scale, K, V, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+def step_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, beta, skip, state, out,
+    heads, repeats, blocks, scale, K, V,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head."""
+    """Each program takes BLOCK_V columns of the state of a head. DELTA: by the delta rule, with normalised keys and
+    queries. SKIP: the output is added skip v, with `skip` (heads,)."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     i, j = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -84,12 +87,18 @@ def _step_kernel(
     keys = tl.load(k + batch * k_batch + head // repeats * k_head + i, mask=i < K, other=0.0).to(tl.float32)
     queries = tl.load(q + batch * q_batch + head // repeats * q_head + i, mask=i < K, other=0.0).to(tl.float32)
     values = tl.load(v + batch * v_batch + head * v_head + j, mask=j < V, other=0.0).to(tl.float32)
-    keys = keys / tl.sqrt(tl.sum(keys * keys, axis=0) + EPS)
-    queries = queries * (scale / tl.sqrt(tl.sum(queries * queries, axis=0) + EPS))
+    if DELTA:
+        keys = keys / tl.sqrt(tl.sum(keys * keys, axis=0) + EPS)
+        queries = queries * (scale / tl.sqrt(tl.sum(queries * queries, axis=0) + EPS))
     kept = kept * tl.exp(tl.load(g + row).to(tl.float32))
-    u = (values - tl.sum(kept * keys[:, None], axis=0)) * tl.load(beta + row).to(tl.float32)
+    u = values
+    if DELTA:
+        u = u - tl.sum(kept * keys[:, None], axis=0)
+    u = u * tl.load(beta + row).to(tl.float32)
     # S^T q after the token, from the state before the token: both sums over the keys can run at once.
     o = tl.sum(kept * queries[:, None], axis=0) + tl.sum(keys * queries, axis=0) * u
+    if SKIP:
+        o += tl.load(skip + head).to(tl.float32) * values
     tl.store(place, kept + keys[:, None] * u[None, :], mask=inside)
     tl.store(out + row * V + j, o.to(out.dtype.element_ty), mask=j < V)
 
@@ -103,9 +112,9 @@ def _gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
     block = block_of_values(q, v, least=8)
     blocks = -(-width // block)
     if batch:
-        _step_kernel[(batch * heads * blocks,)](
+        step_kernel[(batch * heads * blocks,)](
             *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
-            state, out, heads, heads // q.shape[2], blocks, key_dim**-0.5, key_dim, width,
-            EPS=EPS, BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
+            None, state, out, heads, heads // q.shape[2], blocks, key_dim**-0.5, key_dim, width,
+            DELTA=True, SKIP=False, EPS=EPS, BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""The gated delta rule over a tree of candidate tokens, with one read of the state; and the step to an accepted node.
+"""The gated delta rule, or Mamba2 (`ssd_tree`), over a tree of candidate tokens, with one read of the
+state; and the step to an accepted node.
 
 A program computes one chunk of `gated_delta_rule`: all nodes' outputs, from the state before the root and the products
 of pairs of nodes. It solves the triangular system by repeating U = W - A U once per level of the tree: after n
@@ -11,7 +12,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
-from ligermodels.ops.linear_attention.gated_delta_rule import TreeUpdates, gated_delta_rule_tree_reference, tree_state
+from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_tree_reference
+from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -46,7 +48,7 @@ def gated_delta_rule_tree(
     """
     check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
     nodes = q.shape[1]
-    _check_ancestors("gated_delta_rule_tree", ancestors, q.shape[0], nodes, q.device)
+    check_ancestors("gated_delta_rule_tree", ancestors, q.shape[0], nodes, q.device)
     if not use_kernels(q, state) or nodes > MAX_NODES:
         return gated_delta_rule_tree_reference(q, k, v, g, beta, state, ancestors)
     o, *updates = _gated_delta_rule_tree(q, k, v, g, beta, state, ancestors)
@@ -72,7 +74,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
     op, (decay, keys, values) = "commit_tree", updates
     _COMMIT.check(op, state, decay, keys, values, node)
     (batch, heads, key_dim, _), nodes = state.shape, decay.shape[1]
-    _check_ancestors(op, ancestors, batch, nodes, state.device)
+    check_ancestors(op, ancestors, batch, nodes, state.device)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
         raise InputError(
             f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
@@ -84,24 +86,25 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
         _commit_tree(state, decay, keys, values, node, ancestors)
 
 
-def _check_ancestors(op: str, ancestors: Tensor, batch: int, nodes: int, device: torch.device) -> None:
+def check_ancestors(op: str, ancestors: Tensor, batch: int, nodes: int, device: torch.device) -> None:
     shape = (nodes, nodes) if ancestors.dim() == 2 else (batch, nodes, nodes)
     check_tensor(op, "ancestors", ancestors, shape, device, torch.bool)
 
 
-def _tree_and_stride(ancestors: Tensor) -> tuple[Tensor, int]:
+def tree_and_stride(ancestors: Tensor) -> tuple[Tensor, int]:
     """The ancestors as bytes, and their stride along the sequences, 0 for a tree that all share."""
     return ancestors.contiguous().view(torch.uint8), 0 if ancestors.dim() == 2 else ancestors.shape[1] ** 2
 
 
 @kernel
-def _tree_kernel(
-    q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, state, ancestors,
-    tree_batch, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
-    EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+def tree_kernel(
+    q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, skip, state,
+    ancestors, tree_batch, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k before
+    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. DELTA and SKIP: see
+    `step_kernel`. Products of q and k before
     the normalisation are exact for 16 bits; products with the state and with updates are float32, with PRECISION."""
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -125,14 +128,17 @@ def _tree_kernel(
         of_state = (i < K)[:, None] & (j < V)[None, :]
         before = tl.load(state + row * K * V + i[:, None] * V + j[None, :], mask=of_state, other=0.0)
         wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
-        key_length += tl.sum(wide_key * wide_key, axis=1)
-        query_length += tl.sum(wide_query * wide_query, axis=1)
-        alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+        if DELTA:
+            key_length += tl.sum(wide_key * wide_key, axis=1)
+            query_length += tl.sum(wide_query * wide_query, axis=1)
+            alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+            known = tl.dot(wide_key, before, known, input_precision=PRECISION)
         attending = tl.dot(query, tl.trans(key), attending, input_precision="ieee")
-        known = tl.dot(wide_key, before, known, input_precision=PRECISION)
         o = tl.dot(wide_query, before, o, input_precision=PRECISION)
-    key_factor = 1.0 / tl.sqrt(key_length + EPS)
-    query_factor = scale / tl.sqrt(query_length + EPS)
+    key_factor, query_factor = key_length + 1.0, query_length + 1.0  # lengths are 0 without DELTA
+    if DELTA:
+        key_factor = 1.0 / tl.sqrt(key_length + EPS)
+        query_factor = scale / tl.sqrt(query_length + EPS)
     if block == 0 and head % repeats == 0:
         for start in range(0, K, BLOCK_K):
             i = start + tl.arange(0, BLOCK_K)
@@ -152,18 +158,22 @@ def _tree_kernel(
     weight = tl.load(beta + ours, mask=n < N, other=0.0).to(tl.float32)
     levels = tl.max(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
 
-    alike = alike * left * key_factor[:, None] * key_factor[None, :]
-    a = tl.where(node > other, weight[:, None] * alike, 0.0)
     value = tl.load(v + batch * v_batch + head * v_head + node * v_node + j[None, :], mask=of_values, other=0.0).to(
         tl.float32
     )
-    wanted = weight[:, None] * (value - known * (key_factor * reached)[:, None])
-    u = wanted
-    for _ in range(1, levels):
-        u = wanted - tl.dot(a, u, input_precision=PRECISION)
+    u = weight[:, None] * value
+    if DELTA:
+        alike = alike * left * key_factor[:, None] * key_factor[None, :]
+        a = tl.where(node > other, weight[:, None] * alike, 0.0)
+        wanted = weight[:, None] * (value - known * (key_factor * reached)[:, None])
+        u = wanted
+        for _ in range(1, levels):
+            u = wanted - tl.dot(a, u, input_precision=PRECISION)
     tl.store(values + ours[:, None] * V + j[None, :], u, mask=of_values)
     attending = attending * left * query_factor[:, None] * key_factor[None, :]
     o = tl.dot(attending, u, o * (query_factor * reached)[:, None], input_precision=PRECISION)
+    if SKIP:
+        o += tl.load(skip + head).to(tl.float32) * value
     tl.store(out + ours[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=of_values)
 
 
@@ -208,17 +218,17 @@ def _gated_delta_rule_tree(
     block = block_of_values(q, v, least=16)
     blocks, block_nodes = -(-width // block), max(power_of_2_above(nodes), 16)
     if batch:
-        _tree_kernel[(batch * heads * blocks,)](
+        tree_kernel[(batch * heads * blocks,)](
             *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
-            state, *_tree_and_stride(ancestors), out, decay, keys, values,
+            None, state, *tree_and_stride(ancestors), out, decay, keys, values,
             nodes, key_dim, width, heads, heads // q.shape[2], blocks, key_dim**-0.5,
-            EPS=EPS, PRECISION=_precision(q),
+            DELTA=True, SKIP=False, EPS=EPS, PRECISION=tree_precision(q),
             BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
         )  # fmt: skip
     return out, decay, keys, values
 
 
-def _precision(q: Tensor) -> str:
+def tree_precision(q: Tensor) -> str:
     """Precision of products of float32: all bits for float32 operands, and on GPUs without right tf32x3."""
     gpu = gpu_of(q.device)
     return "ieee" if q.dtype == torch.float32 or not (gpu is None or gpu.chains_products) else "tf32x3"
@@ -234,6 +244,6 @@ def _commit_tree(state: Tensor, decay: Tensor, keys: Tensor, values: Tensor, nod
     if batch:
         _commit_kernel[(batch * heads * blocks,)](
             state, decay.contiguous(), keys.contiguous(), values.contiguous(), node.contiguous(),
-            *_tree_and_stride(ancestors), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
+            *tree_and_stride(ancestors), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
             BLOCK_N=power_of_2_above(nodes), BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""RMSNorm of each head, times silu of a gate: the norm after Gated DeltaNet (https://arxiv.org/abs/2412.06464).
+"""RMSNorm of each head, times silu of a gate: the norm after Gated DeltaNet (https://arxiv.org/abs/2412.06464), and
+after Mamba2 (https://arxiv.org/abs/2405.21060), mostly with the gate before the norm.
 
 Forward and backward pass read each value once; plain torch would write the gate alone twice as fp32."""
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, store_rows, sum_rows
+from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
@@ -14,11 +15,13 @@ from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient, empty_like
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
+TENSORS_OF_HEADS = Signature(x="... heads N+", z="... heads N =x", weight="heads N")
 MAX_KERNEL_WIDTH = 8192  # a row of each operand is held in registers; the reference serves wider ones
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight * silu(z), over the last dimension.
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight * silu(z), over the last dimension; or, with the gate before the norm,
+    y / sqrt(mean(y^2) + eps) * weight of y = x * silu(z).
 
     It computes in fp32 (fp64 for fp64), rounds once, and gives equal bits in every run. The backward pass recomputes
     from x and z; nothing else is saved.
@@ -26,8 +29,9 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: (..., heads, N), any floating dtype and strides.
         z: the gate, (..., heads, N), of x's dtype, any strides.
-        weight: (N,), any floating dtype.
+        weight: (N,), or (heads, N) where each head has its own, any floating dtype.
         eps: added to the mean square.
+        norm_before_gate: whether the norm comes before the gate. Default: True.
 
     Returns:
         Contiguous (..., heads, N) of x's dtype.
@@ -35,18 +39,20 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    TENSORS.check("gated_rms_norm", x, z, weight)
+    (TENSORS_OF_HEADS if weight.dim() == 2 else TENSORS).check("gated_rms_norm", x, z, weight)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
-        return gated_rms_norm_reference(x, z, weight, eps)
-    return _GatedRMSNorm.apply(x, z, weight, eps)
+        return gated_rms_norm_reference(x, z, weight, eps, norm_before_gate)
+    return _GatedRMSNorm.apply(x, z, weight, eps, norm_before_gate)
 
 
-def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The specification of `gated_rms_norm`, in plain torch, with the same arguments x, z, weight and eps."""
+def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True) -> Tensor:
+    """The specification of `gated_rms_norm`, in plain torch, with the same arguments x, z, weight, eps and
+    norm_before_gate."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide)
+    y, gate = x.to(wide), F.silu(z.to(wide))
+    y = y if norm_before_gate else y * gate
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    return (y * F.silu(z.to(wide))).to(x.dtype).contiguous()
+    return (y * gate if norm_before_gate else y).to(x.dtype).contiguous()
 
 
 @triton.jit
@@ -62,50 +68,92 @@ def _load_gate(z, z_token, z_head, row, end, N, heads, ROWS: tl.constexpr, BLOCK
     return gate * part, part + gate * e * r * r
 
 
+@triton.jit
+def _store_rows(destination, stride, values, row, end, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores what `load_rows` loads, with the same arguments."""
+    rows, col = row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (rows < end)[:, None] & (col < N)[None, :]
+    place = destination + rows[:, None] * stride + col[None, :]
+    tl.store(place, values.to(destination.dtype.element_ty), mask=inside)
+
+
 @kernel
 def _forward_kernel(
-    x, x_stride, z, z_token, z_head, weight, y, M, N, heads, eps, rows_per_program,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_stride, z, z_token, z_head, weight, y, M, N, heads, weights, eps, rows_per_program,
+    NORM_BEFORE_GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    """Each program takes rows_per_program consecutive rows of the M rows that share one of the `weights`; heads: heads
+    of a token that share it."""
+    own = (tl.program_id(0) % weights).to(tl.int64)
+    first = (tl.program_id(0) // weights).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
-    w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)
+    x += own * x_stride
+    z += own * z_head
+    y += own * N
+    w = tl.load(weight + own * N + col, mask=col < N, other=0.0).to(tl.float32)
     for row in range(first, end, ROWS):
-        v = load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
+        v = load_rows(x, x_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
         gate, _ = _load_gate(z, z_token, z_head, row, end, N, heads, ROWS, BLOCK)
+        if not NORM_BEFORE_GATE:
+            v = v * gate
         r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
-        store_rows(y, v * r[:, None] * w[None, :] * gate, row, end, N, ROWS, BLOCK)
+        v = v * r[:, None] * w[None, :]
+        if NORM_BEFORE_GATE:
+            v = v * gate
+        _store_rows(y, N * weights, v, row, end, N, ROWS, BLOCK)
 
 
 @kernel
 def _backward_kernel(
-    dy, dy_stride, x, x_stride, z, z_token, z_head, weight, dx, dz, partial, M, N, heads, eps, rows_per_program,
-    NEED_X: tl.constexpr, NEED_Z: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    dy, dy_stride, x, x_stride, z, z_token, z_head, weight, dx, dz, partial, M, N, heads, weights, eps,
+    rows_per_program,
+    NORM_BEFORE_GATE: tl.constexpr, NEED_X: tl.constexpr, NEED_Z: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes rows_per_program consecutive rows, ROWS at a time in STAGES pipeline stages, and sums its own
-    part of the weight's gradient: no atomics, so equal bits in every run."""
-    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    """Each program takes the rows that it takes in the forward kernel, ROWS at a time in STAGES pipeline stages, and
+    sums its own part of the weight's gradient: no atomics, so equal bits in every run."""
+    own = (tl.program_id(0) % weights).to(tl.int64)
+    first = (tl.program_id(0) // weights).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)
-    w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)
+    dy += own * dy_stride
+    x += own * x_stride
+    z += own * z_head
+    dx += own * N
+    dz += own * N
+    w = tl.load(weight + own * N + col, mask=col < N, other=0.0).to(tl.float32)
     if NEED_WEIGHT:
         dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for row in tl.range(first, end, ROWS, num_stages=STAGES):
-        d = load_rows(dy, dy_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
-        v = load_rows(x, x_stride, row, end, N, ROWS, BLOCK).to(tl.float32)
+        d = load_rows(dy, dy_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
+        v = load_rows(x, x_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
         gate, slope = _load_gate(z, z_token, z_head, row, end, N, heads, ROWS, BLOCK)
+        inner = slope  # of the gate's result before the norm; with the norm before the gate it is never used
+        if not NORM_BEFORE_GATE:
+            inner = v * slope
+            v = v * gate
         r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
         v = v * r[:, None]
+        g = d * w[None, :]
+        if NORM_BEFORE_GATE:
+            if NEED_Z:
+                _store_rows(dz, N * weights, g * v * slope, row, end, N, ROWS, BLOCK)
+            g = g * gate
+            d = d * gate
         if NEED_WEIGHT:
-            dw += d * v * gate
-        if NEED_Z:
-            store_rows(dz, d * v * w[None, :] * slope, row, end, N, ROWS, BLOCK)
-        if NEED_X:
-            g = d * gate * w[None, :]
+            dw += d * v
+        if NEED_X or (NEED_Z and not NORM_BEFORE_GATE):
             mean = tl.sum(g * v, axis=1) / N
-            store_rows(dx, (g - v * mean[:, None]) * r[:, None], row, end, N, ROWS, BLOCK)
+            g = (g - v * mean[:, None]) * r[:, None]
+        if NORM_BEFORE_GATE:
+            if NEED_X:
+                _store_rows(dx, N * weights, g, row, end, N, ROWS, BLOCK)
+        else:
+            if NEED_X:
+                _store_rows(dx, N * weights, g * gate, row, end, N, ROWS, BLOCK)
+            if NEED_Z:
+                _store_rows(dz, N * weights, g * inner, row, end, N, ROWS, BLOCK)
     if NEED_WEIGHT:
         total = tl.sum(dw, axis=0).to(partial.dtype.element_ty)
         tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
@@ -123,54 +171,62 @@ def _heads(z: Tensor) -> tuple[Tensor, int, int]:
     return tokens, tokens.stride(0), tokens.stride(1)
 
 
+def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
+    """Rows that share a weight, their channels, heads of a token that share a weight, and number of weights."""
+    weights, heads = 1 if weight.dim() == 1 else max(len(weight), 1), x.shape[-2]
+    return x.shape[:-1].numel() // weights, x.shape[-1], heads // weights, weights
+
+
 @custom_op()
-def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool) -> Tensor:
     y = empty_like(x)
     if is_fake(y):
         return y
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N, heads, weights = _sizes(x, weight)
     if M:
         launch = forward_launch(M, N)
-        _forward_kernel[(launch.programs,)](
-            *_rows(x), *_heads(z), contiguous(weight), y, M, N, x.shape[-2], eps, launch.rows_per_program,
-            ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+        _forward_kernel[(launch.programs * weights,)](
+            *_rows(x), *_heads(z), contiguous(weight), y, M, N, heads, weights, eps, launch.rows_per_program,
+            NORM_BEFORE_GATE=norm_before_gate, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
         )  # fmt: skip
     return y
 
 
 @custom_op()
 def _gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, need_x: int, need_z: bool, need_weight: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, need_x: int, need_z: bool, need_weight: bool, eps: float,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, z and weight; a gradient that is not needed is empty."""
     dx, dz, dw = empty_gradient(x, need_x, x), empty_gradient(z, need_z, x), empty_gradient(weight, need_weight, weight)
     if is_fake(dx):
         return dx, dz, dw
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N, heads, weights = _sizes(x, weight)
     if not M:
         return dx, dz, dw.zero_()
     launch = backward_launch(M, N, x.element_size(), 3, x.device)
     partial = dw
     if need_weight and launch.programs != 1:
-        partial = x.new_empty((launch.programs, N), dtype=torch.float32)
-    _backward_kernel[(launch.programs,)](
-        *_rows(dy), *_rows(x), *_heads(z), contiguous(weight), dx, dz, partial, M, N, x.shape[-2], eps,
-        launch.rows_per_program, NEED_X=bool(need_x), NEED_Z=need_z, NEED_WEIGHT=need_weight,
-        ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages, num_warps=min(2 * launch.warps, 32),
+        partial = x.new_empty((launch.programs, weight.numel()), dtype=torch.float32)
+    _backward_kernel[(launch.programs * weights,)](
+        *_rows(dy), *_rows(x), *_heads(z), contiguous(weight), dx, dz, partial, M, N, heads, weights, eps,
+        launch.rows_per_program, NORM_BEFORE_GATE=norm_before_gate, NEED_X=bool(need_x), NEED_Z=need_z,
+        NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
+        num_warps=min(2 * launch.warps, 32),
     )  # fmt: skip
     if partial is not dw:
-        sum_rows(partial, dw)
+        sum_rows(partial, dw.view(-1))
     return dx, dz, dw
 
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, z, weight, eps):
+    def forward(ctx, x, z, weight, eps, norm_before_gate):
         ctx.save_for_backward(x, z, weight)
-        ctx.eps = eps
-        return _gated_rms_norm_forward(x, z, weight, eps)
+        ctx.options = eps, norm_before_gate
+        return _gated_rms_norm_forward(x, z, weight, eps, norm_before_gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _gated_rms_norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:3], ctx.eps)
+        return _gated_rms_norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:3], *ctx.options)
