@@ -52,6 +52,7 @@ NOT_RUN: set[str] = {
     "quantized_linear, mxfp4",
     "losses of draft blocks",
     "private_key_attention",
+    "ssd without gradients",
     "ssd_step",
     "ssd_tree",
 }
@@ -72,8 +73,8 @@ memory that each needs. It takes no GPU.
 - **error**: the op raises `BackendError`, which names the GPU.
 
 `make gpus` writes this table from the recorded launches. Ops without a row, such as
-`grouped_mm`, `lora_linear` and `ssd` over texts (Mamba2), are operations of torch on
-every GPU.
+`grouped_mm`, `lora_linear` and the training of `ssd` (Mamba2), are operations of torch
+on every GPU.
 """
 
 

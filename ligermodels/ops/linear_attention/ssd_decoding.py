@@ -82,7 +82,7 @@ def ssd_tree(
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     _check_decoding("ssd_tree", x, dt, A, B, C, D, state)
-    check_ancestors("ssd_tree", ancestors, *x.shape[:2], x.device)
+    check_ancestors("ssd_tree", ancestors, x.shape[0], x.shape[1], x.device)
     if not use_kernels(x, state) or x.shape[1] > MAX_NODES:
         return ssd_tree_reference(x, dt, A, B, C, D, state, ancestors)
     y, *updates = _ssd_tree(x, dt.float(), dt.float() * A.float(), B, C, D, state, ancestors)
