@@ -48,7 +48,7 @@ TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
-NOT_RUN: set[str] = {"ssd_step", "ssd_tree"}
+NOT_RUN: set[str] = {"ssd", "ssd_step", "ssd_tree"}
 """Ops that have not been run on it yet."""
 
 HEAD = f"""# GPUs
@@ -66,8 +66,8 @@ memory that each needs. It takes no GPU.
 - **error**: the op raises `BackendError`, which names the GPU.
 
 `make gpus` writes this table from the recorded launches. Ops without a row, such as
-`grouped_mm`, `lora_linear` and `ssd` over texts (Mamba2), are operations of torch on
-every GPU.
+`grouped_mm`, `lora_linear` and the training of `ssd` (Mamba2), are operations of torch
+on every GPU.
 """
 
 

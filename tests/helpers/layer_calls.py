@@ -94,6 +94,14 @@ def ssd_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], skip: b
     return [x, dt, rates, b, c, weights if skip else None]
 
 
+@calls("ssd without gradients", dtype=(BF16, F32), packed=BOTH, skip=BOTH)
+def ssd(dtype: torch.dtype, packed: bool, skip: bool) -> None:
+    initial = leaf(1, 4, 128, 64, dtype=F32, grad=False) if packed else None
+    bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
+    operands: Any = ssd_operands(dtype, 200, (128, 64), skip)
+    ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip)
+
+
 @calls("ssd_step", dtype=FLOATS, dims=((128, 64), (256, 512), (48, 40)), skip=BOTH)
 def ssd_step(dtype: torch.dtype, dims: tuple[int, int], skip: bool) -> None:
     ops.ssd_step(*ssd_operands(dtype, 1, dims, skip), leaf(1, 4, *dims, dtype=F32, grad=False))

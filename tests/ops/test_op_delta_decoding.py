@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import Where
 from op_harness import assert_as_good, contiguous, copies, middle_transposed, strided_rows
+from test_op_delta_chunks import WIDE_ERROR
 from torch import Tensor
 
 from ligermodels import ops
@@ -218,6 +219,7 @@ def test_registration(kernels_device: torch.device) -> None:
     for name, arguments in {
         "ssd_step": (*(t[:, :1].contiguous() for t in of_mamba), skip, state),
         "ssd_tree": (*of_mamba, None, state, ancestors),
+        "ssd_chunks": (*of_mamba, skip, state, None, True),
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
@@ -311,3 +313,28 @@ def test_ssd_trees_and_steps(where: Where, shape: tuple[int, ...], skip: bool) -
         assert y.dtype == where.dtype and y.is_contiguous() and state.data_ptr() == address
         assert_as_good("y", y, plain_y, true)
         assert_as_good("state", state, other, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("initial", [False, True], ids=["from zero", "from a state"])
+@pytest.mark.parametrize("lengths", [[1], [64], [65, 3, 0, 70], [200]], ids=str)
+def test_ssd_over_texts(where: Where, lengths: list[int], initial: bool) -> None:
+    """By the kernels for chunks, where there are such; packed documents end within chunks."""
+    shape = (1, sum(lengths), 2, 4, *((40, 70) if initial else (16, 40)))
+    given, state = ssd_operands(where, shape, skip=initial), a_state(where, shape)
+    given["dt"] = given["dt"] / 20  # states that last
+    bounds = torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
+    options: Any = {"cu_seqlens": bounds if len(lengths) > 1 else None}
+
+    def results(op: Any, given: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        return op(**given, initial_state=state if initial else None, **options)
+
+    runs = [results(ops.ssd, given, state) for _ in range(2 if state.is_cuda else 1)]
+    truth = results(ops.ssd_reference, widened(given), state.double())
+    plain = results(ops.ssd_reference, given, state)
+    assert runs[0][0].dtype == where.dtype and runs[0][1].dtype == torch.float32
+    for name, ours, again, other, true in zip(("y", "state"), runs[0], runs[-1], plain, truth, strict=True):
+        assert torch.equal(ours, again)
+        error, theirs = ((x.double() - true).norm().item() for x in (ours, other))
+        assert error <= 1.2 * theirs + WIDE_ERROR[where.dtype] * true.norm().item(), name
+    assert ops.ssd(**given, final_state=False)[1].numel() == 0

@@ -94,11 +94,13 @@ def aligned_heads(x: Tensor) -> tuple[Any, ...]:
 
 
 class Launch:
-    """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers."""
+    """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
+    Without `delta` the call is of `ssd`, with its D as `skip`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
+        *, delta: bool = True, skip: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.batch, self.tokens, self.heads, self.value_dim = v.shape
         self.groups, self.key_dim = q.shape[2:]
         self.repeats, self.chunks = self.heads // self.groups, -(-self.tokens // CHUNK)
@@ -117,7 +119,8 @@ class Launch:
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
-        self.squares = [self.of_chunks(CHUNK, CHUNK) for _ in range(2)]
+        self.squares = [self.of_chunks(CHUNK, CHUNK) if used else None for used in (delta, True)]
+        self.delta, self.skip = delta, contiguous(skip)
 
     def of_chunks(self, *shape: int) -> Tensor:
         """A buffer for a matrix of this shape per chunk and value head."""
@@ -139,7 +142,7 @@ class Launch:
         prepare_kernel[(self.rows * self.chunks,)](
             *self.keys, self.g, self.beta, self.first, self.path, *self.factors, *self.squares,
             self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.scale,
-            **self.tiles("prepare"), EPS=EPS,
+            **self.tiles("prepare"), DELTA=self.delta, EPS=EPS,
         )  # fmt: skip
 
     def states(
@@ -150,10 +153,10 @@ class Launch:
         tiles = self.tiles("states")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_kernel[(self.rows * blocks,)](
-            *self.keys, *self.v, self.beta, self.first, self.path, *self.factors, *self.squares, self.initial,
-            out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
-            self.chunks * CHUNK, blocks, **tiles, INITIAL=self.initial is not None, FINAL=final is not None,
-            OUTPUT=out is not None,
+            *self.keys, *self.v, self.beta, self.skip, self.first, self.path, *self.factors, *self.squares,
+            self.initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads,
+            self.repeats, self.chunks * CHUNK, blocks, **tiles, DELTA=self.delta, SKIP=self.skip is not None,
+            INITIAL=self.initial is not None, FINAL=final is not None, OUTPUT=out is not None,
         )  # fmt: skip
 
     def buffers(self) -> tuple[Tensor, Tensor]:

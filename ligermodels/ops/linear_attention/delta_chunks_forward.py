@@ -8,6 +8,8 @@ chunk reaches (else 0), and with diagonal matrices written as vectors,
     X = beta (V - kept K S);  U = T X;  O = kept Q S + M U       `states_kernel`, chunk after chunk
     state after the chunk = kept_last S + K^T (decay_last U)
 
+Without DELTA they compute Mamba2 (`ssd`): q and k are not normalised, U = beta V, and T does not exist.
+
 Precision: sums are float32. Queries and keys enter products unnormalised, so these products are exact; their lengths
 are factors applied afterwards. All other operands are float32, split into the sum of two 16-bit numbers, `high` and
 `low`. The product of two such operands leaves out low times low, an error of 2^-16 of each summand. Buffers hold both
@@ -149,8 +151,8 @@ def _inverse(a, HALF: tl.constexpr):
 def prepare_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, EPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head. path: sums of g in fp64; `solved` is T, and `attending` M."""
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
@@ -164,9 +166,12 @@ def prepare_kernel(
     inside = there[:, None] & (i < K)[None, :]
     key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
     query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
-    wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
-    key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
-    query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
+    if DELTA:
+        wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
+        key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
+        query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
+    else:
+        key_factor, query_factor = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
     if head % repeats == 0:
         of_group = (batch * (heads // repeats) + group) * chunks * CHUNK + start
         tl.store(k_factor + of_group + n, key_factor)
@@ -178,7 +183,6 @@ def prepare_kernel(
     here = tl.sum(tl.where(above, gate[None, :], 0.0), axis=1)
     tl.store(path + row * chunks * CHUNK + start + n, here)
     decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
-    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
 
     square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
     place = n[:, None] * CHUNK + n[None, :]
@@ -186,22 +190,26 @@ def prepare_kernel(
     attends = product_of_operands(query, key_across, HALF, NARROW) * decay * query_factor[:, None]
     high, low = split(attends, HALF)
     store_halves(attending + square + place, CHUNK * CHUNK, high, low, None, HALF)
-    alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
-    high, low = split(_inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
-    store_halves(solved + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    if DELTA:
+        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
+        high, low = split(_inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
+        store_halves(solved + square + place, CHUNK * CHUNK, high, low, None, HALF)
 
 
 @kernel
 def states_kernel(
-    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, first, path, q_factor,
-    k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded, blocks,
-    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, INITIAL: tl.constexpr,
-    FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, skip, first, path,
+    q_factor, k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded,
+    blocks,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
+    PLANES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
     writes the outputs, else the state before each chunk and its `updates`, U. padded: the tokens of all chunks; Triton
-    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`."""
+    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`. SKIP:
+    `skip` v is added to the outputs, with `skip` (heads,)."""
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -228,7 +236,6 @@ def states_kernel(
         tile = (row * chunks + chunk) * PLANES
         of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
         of_across = there[None, :] & (i < K)[:, None]
-        key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
         across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=of_across, other=0.0)
         value = tl.load(v + start * v_token + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
         key_factor = tl.load(k_factor + factors + start + n)
@@ -236,11 +243,15 @@ def states_kernel(
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
         high_state, low_state = split(state, HALF)
-        high, low = split(key, HALF)
-        known = product(high, low, high_state, low_state, none, HALF, NARROW) * (kept * key_factor)[:, None]
-        high_u, low_u = split(weight[:, None] * (value.to(tl.float32) - known), HALF)
-        high, low = load_halves(solved + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
-        u = product(high, low, high_u, low_u, none, HALF)
+        if DELTA:
+            key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+            high, low = split(key, HALF)
+            known = product(high, low, high_state, low_state, none, HALF, NARROW) * (kept * key_factor)[:, None]
+            high_u, low_u = split(weight[:, None] * (value.to(tl.float32) - known), HALF)
+            high, low = load_halves(solved + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
+            u = product(high, low, high_u, low_u, none, HALF)
+        else:
+            u = weight[:, None] * value.to(tl.float32)
         high_u, low_u = split(u, HALF)
         if OUTPUT:
             query = tl.load(q + start * q_token + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
@@ -249,6 +260,8 @@ def states_kernel(
             o *= (kept * tl.load(q_factor + factors + start + n))[:, None]
             high, low = load_halves(attending + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
             o = product(high, low, high_u, low_u, o, HALF)
+            if SKIP:
+                o += tl.load(skip + head).to(tl.float32) * value.to(tl.float32)
             at = ours * V + n[:, None] * (heads * V) + j[None, :]
             tl.store(out + at, o.to(out.dtype.element_ty), mask=of_values)
         else:
