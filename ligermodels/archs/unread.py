@@ -36,6 +36,7 @@ HARMLESS = frozenset(
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
+    mamba_chunk_size num_logits_to_keep init_method
     """)
 )
 """Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
@@ -73,6 +74,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
+        mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
+        attn_layer_indices z_loss_coefficient
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
         num_global_key_value_heads top_k_experts laurel_rank
         conv_L_cache conv_bias conv_dim conv_dim_out full_attn_idxs norm_eps num_heads tie_embedding use_expert_bias
@@ -96,6 +99,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("activation", "activation_function", "mlp_activation"), ("silu", "swiglu", "swish")),
     "position_embedding_type": ("rope", "rotary"),
+    "normalization_function": ("rmsnorm",),
 }
 """Field that changes the computation -> values, besides EMPTY, with which it does not (True is 1). Fields that a family
 here reads, and well-known fields of other models; also fields of rotary settings."""
