@@ -118,8 +118,10 @@ def test_rows_of_some_choices(
     order = torch.randperm(tokens * k, device=where.device)
     count = {"all": len(order), "some": len(order) // 2, "none": 0}[part]
     chosen = ops.ChosenRows(order[:count], order.argsort().view(tokens, k))
-    if part == "some":  # as few bytes as can be
-        chosen = ops.ChosenRows(*(each.int() for each in chosen))
+    if part == "some":  # as few bytes as can be, and not contiguous
+        chosen = ops.ChosenRows(
+            *(each.int().unsqueeze(-1).expand(*each.shape, 2).contiguous()[..., 0] for each in chosen)
+        )
     x, weights = torch.randn(tokens, width, device=where.device), torch.randn(tokens, k, device=where.device)
     x, layout = x.to(where.dtype), layout if width else contiguous
 
