@@ -138,6 +138,19 @@ def test_rows_of_some_choices(
     check(lambda y: ops.sum_rows(y, None, chosen), lambda y: summed(y, torch.ones_like(weights).to(wide(y))), [y])
 
 
+@pytest.mark.kernels
+def test_choices_of_any_strides(kernels_device: torch.device) -> None:
+    order = torch.randperm(10, device=kernels_device)
+    chosen = ops.ChosenRows(order, order.argsort().view(5, 2))
+    apart = ops.ChosenRows(*(torch.stack([each, each], dim=-1)[..., 0] for each in chosen))
+    x, weights = (torch.randn(5, n, device=kernels_device, requires_grad=True) for n in (3, 2))
+    results = []
+    for each in (chosen, apart):
+        y = ops.sum_rows(ops.take_rows(x, each), weights, each)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, weights))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_rows_that_do_not_fit() -> None:
     x, order = torch.ones(3, 4), torch.arange(6)
     rows = order.view(3, 2)
