@@ -185,10 +185,11 @@ class ExpertExchange:
 
 
 def _most_tokens(tokens: Tensor, ranks: Ranks, context: ForwardContext | None) -> int:
-    """The largest number of tokens of a rank. Ranks agree on it in the first mixture of a pass, for all tokens of the
-    pass: a later mixture may be given more tokens than the first one, where that is given the needed tokens alone.
+    """The largest number of tokens of a rank. Ranks agree on it in the first mixture of a pass, and count all tokens of
+    the pass, even if the first mixture is given the needed tokens only: later mixtures may be given all of them.
 
-    A layer of the user's that adds tokens is an error, on each rank where it does.
+    Raises:
+        RuntimeError: a mixture has more tokens than the pass, on each rank where it has.
     """
     count = len(tokens)
     if tokens.is_meta:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.ops.attention import triton_attention
+from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.attention.triton_attention_tiles import Tiles
 
 SPREAD = [0, 17, 41, 42, 70]  # 0: no context; 70: after the last token
@@ -139,6 +140,18 @@ def test_many_tiles(dim: int, block: int, case: str) -> None:
     bounds = [0, 700, 701, 1200, 1400] if case in ("documents", "any order") else None
     options = {"window": {"window": 300}, "causal": {"causal": True}}.get(case, {})
     check(where, operands(where, [anchors], 1400, block, 2, dim), bounds, **options)
+
+
+def test_given_starts(where: Where) -> None:
+    """As with the bounds from which they come, of any strides."""
+    *inputs, anchors = operands(where, [[2, 9, 11]], 14, 5, 2, 16)
+    bounds = torch.tensor([0, 4, 10, 14], dtype=torch.int32, device=where.device)
+    wanted = ops.block_context_attention(*inputs, anchors, cu_seqlens=bounds)
+    starts = torch.tensor([[0, 7, 4, 7, 10, 7]], dtype=torch.int32, device=where.device)[:, ::2]
+    assert torch.equal(context_starts(anchors, bounds, 14), starts)
+    assert torch.equal(ops.block_context_attention(*inputs, anchors, starts=starts), wanted)
+    with pytest.raises(InputError, match="starts: give no cu_seqlens with it"):
+        ops.block_context_attention(*inputs, anchors, cu_seqlens=bounds, starts=starts)
 
 
 def test_no_blocks(where: Where) -> None:

@@ -118,8 +118,10 @@ def test_rows_of_some_choices(
     order = torch.randperm(tokens * k, device=where.device)
     count = {"all": len(order), "some": len(order) // 2, "none": 0}[part]
     chosen = ops.ChosenRows(order[:count], order.argsort().view(tokens, k))
-    if part == "some":  # as few bytes as can be
-        chosen = ops.ChosenRows(*(each.int() for each in chosen))
+    if part == "some":  # as few bytes as can be, and not contiguous
+        chosen = ops.ChosenRows(
+            *(each.int().unsqueeze(-1).expand(*each.shape, 2).contiguous()[..., 0] for each in chosen)
+        )
     x, weights = torch.randn(tokens, width, device=where.device), torch.randn(tokens, k, device=where.device)
     x, layout = x.to(where.dtype), layout if width else contiguous
 
@@ -134,6 +136,19 @@ def test_rows_of_some_choices(
     y = layout(x.repeat_interleave(k, 0)[chosen.choices])
     check(lambda y, w: ops.sum_rows(y, w, chosen), summed, [y, weights], frozen=layout is contiguous)
     check(lambda y: ops.sum_rows(y, None, chosen), lambda y: summed(y, torch.ones_like(weights).to(wide(y))), [y])
+
+
+@pytest.mark.kernels
+def test_choices_of_any_strides(kernels_device: torch.device) -> None:
+    order = torch.randperm(10, device=kernels_device)
+    chosen = ops.ChosenRows(order, order.argsort().view(5, 2))
+    apart = ops.ChosenRows(*(torch.stack([each, each], dim=-1)[..., 0] for each in chosen))
+    x, weights = (torch.randn(5, n, device=kernels_device, requires_grad=True) for n in (3, 2))
+    results = []
+    for each in (chosen, apart):
+        y = ops.sum_rows(ops.take_rows(x, each), weights, each)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, weights))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_rows_that_do_not_fit() -> None:

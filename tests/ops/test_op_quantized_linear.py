@@ -255,6 +255,19 @@ def test_habits(where: Where, kind: str) -> None:
     assert quantized_linear(**meta).shape == (6, 40)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_at_any_address(kernels_device: torch.device, kind: Any, rows: int) -> None:
+    """Scales within a larger tensor, of any strides: kernels may load several at once."""
+    given = operands(Where(kernels_device, torch.float16), kind, (40, 200), (rows,), bias=False)
+    wanted, scales = quantized_linear(**given), given["scales"]
+    later = scales.new_empty(scales.numel() + 1)[1:].view(scales.shape)
+    apart = scales.new_empty(*scales.shape, 3)[..., 1]
+    for each in (later, apart):
+        assert torch.equal(quantized_linear(**{**given, "scales": each.copy_(scales)}), wanted)
+
+
 def test_gradcheck() -> None:
     for kind in KINDS:
         given = operands(Where(torch.device("cpu"), torch.float64), kind, (7, 130), (3,), bias=True)

@@ -60,8 +60,8 @@ def block_context_attention(
             the context at smaller indices. Any order is right; ascending anchors are the fastest.
         cu_seqlens: int32 (n + 1,), bounds of n documents that are packed into one row (B = 1). A block sees only the
             context in the document of its anchor; an anchor of T belongs to the last document.
-        starts: int32 (B, A), the result of `context_starts` for these anchors and bounds, so that the layers of a model
-            check them once; None to compute it here.
+        starts: int32 (B, A), the first token of the document of each anchor, in place of `cu_seqlens`: the result of
+            `context_starts`, so that the layers of a model check anchors and bounds once. Default: computed here.
         softmax_scale: factor on q·k; D ** -0.5 when None.
         causal: a query sees no key of its block after its own; False: it sees all keys of its block.
         window: number of positions that a query sees up to its own, in the context and in the block; None for all. It
@@ -83,7 +83,7 @@ def block_context_attention(
     check_scores(OP, softmax_scale, window)
     check_flag(f"{OP}: causal", causal)
     scale = q.shape[4] ** -0.5 if softmax_scale is None else softmax_scale
-    starts = context_starts(anchors, cu_seqlens, k_context.shape[1]) if starts is None else starts
+    starts = context_starts(anchors, cu_seqlens, k_context.shape[1]) if starts is None else starts.contiguous()
     if use_kernels(q, k_context, v_context) and q.shape[4] * q.element_size() <= MAX_BYTES:
         out: Tensor
         out, _ = _BlockContextAttention.apply(
@@ -110,7 +110,7 @@ def block_context_attention_reference(
         k_context: (B, T, Hkv, D).
         v_context: (B, T, Hkv, D).
         anchors: int64 (B, A).
-        starts: int64 (B, A).
+        starts: int32 (B, A).
         softmax_scale: factor on q·k.
         causal: a query sees no key of its block after its own.
         window: number of positions that a query sees; None for all.
@@ -261,4 +261,6 @@ def _check(
         raise InputError(f"{OP}: q has {heads} heads, k_block {kv_heads}; the heads of k_block must divide those of q")
     if cu_seqlens is not None and len(q) != 1:
         raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {len(q)}")
+    if cu_seqlens is not None and starts is not None:
+        raise InputError(f"{OP}: starts: give no cu_seqlens with it")
     check_rising(OP, cu_seqlens)

@@ -263,8 +263,8 @@ def _linear_distillation(
     memory_budget: int, outputs: Sequence[bool], needs: Sequence[bool], teacher_lses: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The divergence, acceptance and agreement of each row, and the gradients of sum(loss_weights * divergences) by
-    hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`. Each
-    of the teacher's rows is compared with as many rows of `hidden`, which come one after another."""
+    hidden, weight and bias. Without elements: acceptance or agreement not in `outputs`, gradients not in `needs`.
+    With S rows of `hidden` per row of the teacher, rows i * S to (i + 1) * S - 1 are compared with its row i."""
     losses, gradients = torch.empty_like(loss_weights), empty_gradients(hidden, weight, bias, needs)
     accepted = losses.new_empty(losses.shape if outputs[0] else (0,))
     agreed = losses.new_empty(losses.shape if outputs[1] else (0,), dtype=torch.bool)

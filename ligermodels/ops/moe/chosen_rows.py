@@ -165,7 +165,7 @@ def _rows_sum_backward(
     if C and H:
         d_out, y = as_rows(d_out), None if y is None else as_rows(y)
         sum_gradient_kernel[(C,)](
-            d_out, d_out.stride(0), y, 0 if y is None else y.stride(0), weights.contiguous(), choices,
+            d_out, d_out.stride(0), y, 0 if y is None else y.stride(0), weights.contiguous(), choices.contiguous(),
             dy if need_rows else None, None if y is None else dweights, H, COPIES=copies, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return dy, dweights

@@ -21,11 +21,12 @@ def native_operands(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tenso
     """Contiguous codes and scales of a weight as the kernels take them, and NATIVE.
 
     float8 codes of GPUs without float8 are bytes. The four scales of a group of mxfp4 are one int32 (N, G, 1), because
-    copies to shared memory take four bytes or more.
+    copies to shared memory take four bytes or more; scales at another address than a multiple of 4 are copied.
     """
     gpu = gpu_of(codes.device)
     if scales is not None and scales.dtype == torch.uint8:
-        scales = scales.view(torch.int32)
+        aligned = scales.storage_offset() % 4 == 0 and scales.data_ptr() % 4 == 0
+        scales = (scales if aligned else scales.clone()).view(torch.int32)
     if codes.dtype != torch.float8_e4m3fn:
         return codes, scales, gpu is None or gpu.runs_ptx
     native = gpu is None or gpu.has_float8
