@@ -48,12 +48,7 @@ class MuseGlimmerForCausalLM(MuseGlimmerPreTrainedModel, GenerationMixin):
         )
 
 
-def register(config: type, model: type, model_type: str) -> None:
-    """Let AutoModelForCausalLM make `model` of configs of the class `config`."""
-    AutoModelForCausalLM._model_mapping._extra_content[config] = model
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model.__name__
-
-
-# In transformers Mistral 4 counts as a model of images and text alone; some releases register no class of its own.
-register(Mistral4Config, Mistral4ForCausalLM, "mistral4")
-register(MuseGlimmerTextConfig, MuseGlimmerForCausalLM, "muse_glimmer_text")
+# In transformers they count as models of images and text alone; some releases register no class of Mistral 4 itself.
+CLASSES: dict[type, type] = {Mistral4Config: Mistral4ForCausalLM, MuseGlimmerTextConfig: MuseGlimmerForCausalLM}
+AutoModelForCausalLM._model_mapping._extra_content.update(CLASSES)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["muse_glimmer_text"] = MuseGlimmerForCausalLM.__name__

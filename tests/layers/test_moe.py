@@ -458,7 +458,7 @@ def test_float32_logits(autocast: bool) -> None:
         ({"num_groups": 5}, "num_groups: 5 does not divide num_experts 12"),
         ({"num_groups": 0}, "num_groups: must be a whole number of at least 1, got 0"),
         ({"num_groups": 3, "top_k_groups": 4}, r"top_k_groups: must lie in \[1, 3\]"),
-        ({"num_groups": 12}, "num_groups: groups must have two experts"),
+        ({"num_groups": 12}, "num_groups: groups need 2 experts or more, but 12 have 1"),
         ({"num_groups": 4, "top_k": 4}, r"top_k: must lie in \[1, 3\]"),
     ],
 )
