@@ -211,6 +211,8 @@ def test_no_expert_is_missed_silently() -> None:
 @pytest.mark.filterwarnings("ignore::ligermodels.errors.AdapterWarning")
 def test_round_trips(name: str, targets: Any, tmp_path: Path) -> None:
     """Through every format: equal logits to the bit, and the same file again; in its own format the same parameters."""
+    if name.startswith("lfm2"):
+        targets = tuple(target.replace("o_proj", "out_proj") for target in targets)
     model = build(name, targets)
     state = {key: tensor for key, tensor in model.state_dict().items() if "lora_" not in key}
     logits = model(tokens()).logits

@@ -255,7 +255,7 @@ def agree(folder: Path, oracle: PreTrainedModel, ids: torch.Tensor, wanted: Outc
             ours, theirs = error(found, exact), error(wanted, exact)
             if theirs > 1e-2:
                 return  # In fp32 transformers' own result means nothing.
-            assert ours < min(TOLERANCE + 4 * theirs, 1e-2), f"{changed}: {ours} where transformers has {theirs}"
+            assert ours < min(TOLERANCE + 6 * theirs, 1e-2), f"{changed}: {ours} where transformers has {theirs}"
 
 
 @pytest.mark.parametrize("config", (TINY if FUZZ > 1 else ONE_OF).values(), ids=TINY if FUZZ > 1 else ONE_OF)
