@@ -30,6 +30,12 @@ GPT_OSS: dict[str, Any] = {
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     },
 }  # fmt: skip
+GRANITE_4: dict[str, Any] = {
+    "shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 64,
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2, "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625, "rms_norm_eps": 1e-5,
+    "position_embedding_type": "nope",
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256, 8192, **LLAMA_3),
@@ -80,12 +86,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     ),
+    "lfm2-1.2b": _config(
+        "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000, tied=True, norm_eps=1e-5, conv_L_cache=3,
+        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    ),
+    "granite-4.0-h-micro": _config(
+        "granitemoehybrid", 2048, 8192, 40, 32, 8, 100352, 131072, tied=True, **GRANITE_4,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    ),
+    "muse-glimmer-4-layers": _config(
+        "muse_glimmer_text", 6656, 19968, 4, 32, 2, 15488, 131072, head_dim=128, sliding_window=2048,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], final_logit_softcapping=20.0,
+    ),
     "gpt-oss-20b": _config("gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, **GPT_OSS),
     "gpt-oss-4-layers": _config("gpt_oss", 2880, 2880, 4, 64, 8, 201088, 131072, **GPT_OSS),
 }  # fmt: skip
 """Name -> config.json."""
 
 FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "lfm2-1.2b": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "granite-4.0-h-micro": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+    "muse-glimmer-4-layers": {},
     "qwen3.5-9b": {"num_hidden_layers": 4},
     "gemma-4-e2b": {
         "num_hidden_layers": 10,
@@ -104,7 +125,7 @@ NOT_IN_FP32 = frozenset({"qwen3.5-9b"})
 """Models that transformers does not compute in fp32 if flash-linear-attention is installed."""
 
 
-LOSS_ALONE = frozenset({"gemma-4-e4b"})
+LOSS_ALONE = frozenset({"gemma-4-e4b", "muse-glimmer-4-layers"})
 """Models with a check of the loss alone: random weights amplify rounding so much that in transformers the difference
 between gradients in bf16 and fp32 is as large as the gradients."""
 

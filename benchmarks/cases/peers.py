@@ -14,6 +14,16 @@ from torch import nn
 import ligermodels as lm
 from benchmarks.timing import measure
 
+WITH_A_TOWER: dict[str, dict[str, Any]] = {
+    "muse_glimmer_text": {
+        "model_type": "muse_glimmer",
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1,
+        },
+    },
+}  # fmt: skip
+"""Text models that transformers has only behind a vision tower -> config.json of the whole, with a small tower."""
+
 
 def ours(config: dict[str, Any], folder: Path | None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Our model.
@@ -36,13 +46,16 @@ def transformers(config: dict[str, Any], folder: Path | None, dtype: torch.dtype
         folder: Folder of a checkpoint; random weights if None.
         dtype: Dtype of the parameters.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    whole = WITH_A_TOWER.get(config["model_type"])
+    auto = AutoModelForCausalLM if whole is None else AutoModelForImageTextToText
 
     def made(attention: str) -> Any:
         if folder is not None:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-        sizes = AutoConfig.for_model(**config)
-        return AutoModelForCausalLM.from_config(sizes, dtype=dtype, attn_implementation=attention)
+            return auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        sizes = AutoConfig.for_model(**(config if whole is None else {**whole, "text_config": config}))
+        return auto.from_config(sizes, dtype=dtype, attn_implementation=attention)
 
     with torch.device(measure.DEVICE):
         try:

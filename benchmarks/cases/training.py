@@ -36,6 +36,8 @@ from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = {FLOAT8: 0.3, TORCHAO: 0.3}
 """Largest relative error of the providers in float8; the other providers have 0.05."""
+FIRST_NORM = ("blocks.0.mixer_norm.weight", "layers.0.input_layernorm.weight", "layers.0.operator_norm.weight")
+"""Ends of the name of the first layer's input norm, here and in transformers."""
 WARM_UP, STEPS = 2, 5
 COLUMNS = ("step_ms", "tokens_per_s", "of_floor", "peak_gib", "error")
 
@@ -78,6 +80,9 @@ CASES = [
     Case("smollm2-135m", 1, 2048),
     Case("smollm2-135m", 8, 2048),
     Case("qwen3-0.6b", 2, 2048),
+    Case("lfm2-1.2b", 4, 4096),
+    Case("granite-4.0-h-micro", 1, 4096),
+    Case("muse-glimmer-4-layers", 2, 4096),
 ]
 
 
@@ -95,8 +100,7 @@ def _loss_and_gradient(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | 
     """The loss, and the gradient of the first layer's input norm."""
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    names = ("decoder.blocks.0.mixer_norm.weight", "model.layers.0.input_layernorm.weight")
-    gradient = next(p.grad for n, p in model.named_parameters() if n.removeprefix("_orig_mod.") in names)
+    gradient = next(p.grad for n, p in model.named_parameters() if n.endswith(FIRST_NORM))
     return loss.detach(), gradient
 
 
