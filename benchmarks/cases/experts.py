@@ -1,8 +1,7 @@
 """Cases of `python -m benchmarks ops experts`: the experts of a layer, beside dense matrix products of as many rows.
 
-`ligermodels` is `ops.mix_experts` in Triton kernels, `torch` the same op through torch's grouped GEMM. Liger takes gate
-and up as halves; a case of its own has that layout. The lower bound: x (R, H) by (H, 2 I) and h (R, I) by (I, H) with
-one weight for all R rows, and both gradients of each.
+Liger takes gate and up as halves; a case of its own has that layout. The lower bound: x (R, H) by (H, 2 I) and h (R, I)
+by (I, H) with one weight for all R rows, and both gradients of each.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LAYERS = (
 
 
 @of_tokens
-def mix_experts(layer: Layer, tokens: int, skewed: bool = False, halves: bool = False, ours: str = "triton") -> Case:
+def mix_experts(layer: Layer, tokens: int, skewed: bool = False, halves: bool = False) -> Case:
     """Experts of a layer.
 
     Args:
@@ -51,7 +50,6 @@ def mix_experts(layer: Layer, tokens: int, skewed: bool = False, halves: bool = 
         tokens: Number of tokens.
         skewed: Most tokens choose few experts, by Zipf's law.
         halves: gate_up has the gate rows, then the up rows, as Liger's op takes them.
-        ours: Backend of `ligermodels`.
     """
     name, k, E, H, size, bias, activation = layer
 
@@ -64,20 +62,15 @@ def mix_experts(layer: Layer, tokens: int, skewed: bool = False, halves: bool = 
         biases = (random(E, 2 * size), random(E, H)) if bias else ()
         return x, weights, scores.topk(k).indices, *projections, *biases
 
-    def through(backend: str) -> Call:
-        def call(x: Tensor, weights: Tensor, experts: Tensor, *others: Tensor) -> Tensor:
-            chosen: GLUOptions | Callable[[Tensor], Tensor] = activation
-            if halves:
-                chosen = lambda z: ops.swiglu(*z.chunk(2, dim=-1))  # noqa: E731
-            return ops.mix_experts(x, weights, experts, *others, activation=chosen, backend=backend)
+    def ours(x: Tensor, weights: Tensor, experts: Tensor, *others: Tensor) -> Tensor:
+        chosen: GLUOptions | Callable[[Tensor], Tensor] = activation
+        if halves:
+            chosen = lambda z: ops.swiglu(*z.chunk(2, dim=-1))  # noqa: E731
+        return ops.mix_experts(x, weights, experts, *others, activation=chosen)
 
-        return call
-
-    providers: dict[str, Call] = {"torch": through("grouped_mm")}
+    providers: dict[str, Call] = {"ligermodels": ours}
     liger = optional("liger_kernel.ops", "LigerFusedMoEFunction")
-    if not halves:
-        providers = {"ligermodels": through(ours), **providers}
-    elif liger is not None:
+    if halves and liger is not None:
         providers["liger"] = lambda x, w, e, gate_up, down: liger.apply(x, gate_up, down, e.int(), w)
     shown = f"experts of {name}, {tokens} tokens" + ", skewed" * skewed + ", halves" * halves
     return Case(shown, inputs, None, providers, limit=(_dense(False), _dense(True)))

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ligermodels.adapt.exclusion import Exclusion
-from ligermodels.arguments import check_count, check_flag
+from ligermodels.arguments import check_count
 from ligermodels.errors import BackendError, Float8Warning, InputError
-from ligermodels.layers import Block, Layer, Linear, MoE
+from ligermodels.layers import Block, Layer, Linear
 from ligermodels.layers.float8 import Float8, float8_slots
-from ligermodels.layers.float8_experts import Float8Experts, float8_expert_slots
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
@@ -30,7 +29,6 @@ def float8(
     model: Model,
     recipe: Float8Recipe | None = None,
     *,
-    experts: bool = False,
     exclude_first: int = 0,
     exclude_last: int = 0,
     exclude: Sequence[str] = (),
@@ -39,8 +37,8 @@ def float8(
 
     Weights keep their dtype in the model, in checkpoints and in the optimizer. Each forward pass casts them. In one
     process, frozen weights are cast once, and again after changes that PyTorch counts (in-place changes through `.data`
-    are not counted). Embeddings, head, norms, routers, attention and the residual stay in the model's dtype, and routed
-    experts do without `experts`. Layers compute in float8 in training mode, and wherever gradients are recorded. In
+    are not counted). Embeddings, head, norms, routers, routed experts, attention and the residual stay in
+    the model's dtype. Layers compute in float8 in training mode, and wherever gradients are recorded. In
     eval mode under `torch.no_grad`, as in generation, they compute in the model's dtype.
 
     Call it before the model is sharded; `add_lora` can come before or after. A second call can convert other layers.
@@ -48,13 +46,11 @@ def float8(
     Args:
         model: the model, not sharded.
         recipe: formats and accumulation. Default: `Float8Recipe()`.
-        experts: let the routed experts of mixtures compute in float8 too: outputs and gradients of inputs, while the
-            gradients of their weights are computed in the model's dtype. Default: False.
         exclude_first: number of first blocks that stay in the model's dtype. Default: 0.
         exclude_last: number of last blocks that stay in the model's dtype. Default: 0.
         exclude: `fnmatch` patterns for names of layers and weights that stay in the model's dtype. A name is whole
             ("decoder.blocks.3.mlp.down") or relative to its block ("mlp.*"); "mlp" excludes all of that
-            module; "mlp.experts" the routed experts of "mlp".
+            module.
 
     Returns:
         `model`. If more than a tenth of the blocks' weights stay in the model's dtype, such as routed experts, and are
@@ -69,7 +65,6 @@ def float8(
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, device="cuda")  # doctest: +SKIP
         >>> lm.float8(model, exclude=["mlp.down"])  # doctest: +SKIP
     """
-    check_flag("experts", experts)
     recipe = _checked(model, recipe)
     blocks = list(model.decoder.blocks)
     for name, value in (("exclude_first", exclude_first), ("exclude_last", exclude_last)):
@@ -79,7 +74,6 @@ def float8(
     unsupported: list[tuple[nn.Module, str]] = []
     for i, block in enumerate(blocks):
         prefix, supported = f"decoder.blocks.{i}", dict[str, nn.Module](float8_slots(block))
-        supported |= float8_expert_slots(block) if experts else {}
         kept = {f"{prefix}.{name}": linear for name, linear in supported.items() if not excluded(prefix, name)}
         others = [name for name in _other_weights(block, supported) if not excluded(prefix, name)]
         if exclude_first <= i < len(blocks) - exclude_last:
@@ -91,7 +85,7 @@ def float8(
     for name, linear in layers.items():
         _check_layer(name, linear)
     for linear in layers.values():
-        linear.store(Float8Experts(recipe) if isinstance(linear, MoE) else Float8(recipe))
+        linear.store(Float8(recipe))
     _mark(blocks)
     _warn(blocks, unsupported)
     return model
@@ -106,11 +100,8 @@ def _mark(blocks: Sequence[nn.Module]) -> None:
 
 def _other_weights(block: nn.Module, linears: Iterable[str]) -> list[str]:
     """Names of a block's parameters with two or more dimensions that belong to none of the layers."""
-    own = [f"{name}." for name in linears]
-    for name in linears:
-        prefix, _, last = name.rpartition(".")
-        own += [f"{prefix}.gate_up", f"{prefix}.down"] if last == "experts" else []
-    return [name for name, p in block.named_parameters() if p.dim() > 1 and not name.startswith(tuple(own))]
+    own = tuple(f"{name}." for name in linears)
+    return [name for name, p in block.named_parameters() if p.dim() > 1 and not name.startswith(own)]
 
 
 def _warn(blocks: Sequence[nn.Module], unsupported: Sequence[tuple[nn.Module, str]]) -> None:
@@ -126,8 +117,8 @@ def _warn(blocks: Sequence[nn.Module], unsupported: Sequence[tuple[nn.Module, st
     named = [label for label, size in sizes.items() if size > LEAST / 10 * total]
     warnings.warn(
         f"float8: {sum(sizes.values()) / total:.0%} of the weights of the blocks stay in the model's dtype: "
-        f"{', '.join(named)}; exclude them to say that this is wanted (routed experts compute in float8 with "
-        "experts=True, other layers if they name their float8_linears)",
+        f"{', '.join(named)}; exclude them to say that this is wanted (layers of your own compute in float8 if "
+        "they name their float8_linears)",
         Float8Warning,
         stacklevel=3,
     )
@@ -147,16 +138,13 @@ def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
 
 
 def _check_layer(name: str, linear: Any) -> None:
-    """Raise InputError unless the layer, a linear layer or experts, can compute in float8."""
-    experts = isinstance(linear, MoE)
-    if type(linear).forward is not (MoE.forward if experts else Linear.forward):
+    """Raise InputError unless the linear layer can compute in float8."""
+    if type(linear).forward is not Linear.forward:
         raise InputError(
             f"{name}: is a {type(linear).__name__}, which has no float8; leave it as it is by exclude={[name]!r}"
         )
     if linear.compute is not None:
         raise InputError(f"{name}: is in float8 already; leave it as it is by exclude={[name]!r}")
-    weight = linear.gate_up if experts else linear.weight
-    if weight.dtype.itemsize > 4:
-        raise InputError(f"{name}: is {weight.dtype}; float8 is for weights of 4 bytes or fewer")
-    sizes = linear.sizes[1][1:] if experts else (linear.out_features, linear.in_features)
-    check_float8_sizes(name, *sizes)
+    if linear.weight.dtype.itemsize > 4:
+        raise InputError(f"{name}: is {linear.weight.dtype}; float8 is for weights of 4 bytes or fewer")
+    check_float8_sizes(name, linear.out_features, linear.in_features)

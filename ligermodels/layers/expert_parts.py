@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.errors import InputError
 from ligermodels.layers.linear import Composed
 from ligermodels.layers.linear_parts import ComputePart, UpdatePart
 from ligermodels.ops import GLUOptions
@@ -17,11 +16,8 @@ from ligermodels.ops import GLUOptions
 Projection = Literal["gate_up", "down"]
 """A projection of all experts of a mixture, by the name of its parameter."""
 
-Mix = Callable[
-    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "GLUOptions", "tuple[Tensor | None, Tensor | None]"],
-    "Tensor | None",
-]
-"""(tokens, weights, experts, gate_up, down, activation, biases) -> (N, H); see `ExpertCompute.mix`."""
+Mix = Callable[[Tensor, Tensor, Tensor, "GLUOptions", "tuple[Tensor | None, Tensor | None]"], "Tensor | None"]
+"""(tokens, weights, experts, activation, biases) -> (N, H); see `ExpertCompute.mix`."""
 
 Product = Callable[[Projection, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 """(projection, rows (R, in), offsets (E,), weight (E, out, in), bias (E, out)) -> (R, out); see `plain_product`."""
@@ -45,8 +41,7 @@ def plain_product(
 
 
 class ExpertCompute(ComputePart):
-    """How the experts keep their weights and multiply by them. If it `holds_weight`, the parameters of the mixture are
-    None, and it defines `forward`, `dense` and `fill`; it may define `mix`. If it does not, it defines `mix`."""
+    """How the experts keep their weights and multiply by them: the parameters of the mixture are None."""
 
     holds_weight: ClassVar[bool] = True
 
@@ -62,31 +57,22 @@ class ExpertCompute(ComputePart):
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def mix(
-        self, tokens: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | None, down: Tensor | None,
-        activation: GLUOptions, biases: tuple[Tensor | None, Tensor | None],
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, activation: GLUOptions,
+        biases: tuple[Tensor | None, Tensor | None],
     ) -> Tensor | None:  # fmt: skip
         """Both products with the activation between, and the weighted sum of the choices, as `ops.mix_experts`; None
-        where they are to be computed one by one: by `forward`, or without it as plain products.
+        where `forward` is to compute them one by one.
 
         Args:
             tokens: (N, H).
             weights: (N, top_k), weights of the chosen experts.
             experts: integers (N, top_k), the chosen experts.
-            gate_up, down: the weights (E, out, in); None if this module `holds_weight`.
             activation: the gated activation.
             biases: of gate_up (E, out) and down (E, out), or None.
 
         Returns (N, H).
         """
         return None
-
-    def check_shard(self, hidden: int, size: int) -> None:
-        """InputError unless a tensor-parallel rank can compute `size` channels of each expert.
-
-        Args:
-            hidden: channels of the hidden states.
-            size: intermediate channels of an expert on a rank.
-        """
 
     def dense(self, projection: Projection, dtype: torch.dtype) -> Tensor:
         """The weight (E, out, in) in `dtype`."""
@@ -128,19 +114,10 @@ class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
     gate_up: nn.Parameter | None
     down: nn.Parameter | None
 
-    def check_part(self, name: str, part: Any) -> None:
-        super().check_part(name, part)
-        compute, update = (part if name == each else getattr(self, each) for each in ("compute", "update"))
-        if update is not None and compute is not None and not compute.holds_weight:
-            raise InputError(
-                f"{name}: experts that compute in float8 have no LoRA: leave the experts out of it, or out of lm.float8"
-            )
-
     @property
     def product(self) -> Product:
         """The product of the experts with their parts."""
-        holds_weight = self.compute is not None and self.compute.holds_weight
-        return self._product if holds_weight or self.update is not None else plain_product
+        return plain_product if self.compute is None and self.update is None else self._product
 
     @property
     def mix(self) -> Mix | None:
@@ -151,7 +128,7 @@ class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
         self, projection: Projection, rows: Tensor, offsets: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         compute, update = self.compute, self.update
-        if compute is None or not compute.holds_weight:
+        if compute is None:
             y = plain_product(projection, rows, offsets, weight, bias)
         else:
             y = compute(projection, rows, offsets, bias)

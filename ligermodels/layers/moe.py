@@ -228,10 +228,6 @@ class MoE(ComposedExperts, Layer):
         experts, hidden = self.router.weight.shape
         return (experts, 2 * self.config.size, hidden), (experts, hidden, self.config.size)
 
-    def check_tensor_parallel(self, ranks: int) -> None:
-        if self.compute is not None:
-            self.compute.check_shard(self.sizes[1][1], self.config.size // ranks)
-
     def init_weights(self, std: float = 0.02) -> None:
         """The experts' weights: normal(0, std); their biases zero."""
         for weight in (self.gate_up, self.down):
@@ -322,7 +318,7 @@ def mix_experts(
     """
     activates = options_of(activation) or activation
     if mix is not None and isinstance(activates, ops.GLUOptions):
-        mixed = mix(tokens, weights, experts, gate_up, down, activates, biases)
+        mixed = mix(tokens, weights, experts, activates, biases)
         if mixed is not None:
             return mixed
     if product is plain_product:

@@ -261,8 +261,8 @@ class QuantizedExperts(ExpertCompute):
         return cast(Tensor, self.codes[projection](rows, offsets, bias))
 
     def mix(
-        self, tokens: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | None, down: Tensor | None,
-        activation: GLUOptions, biases: tuple[Tensor | None, Tensor | None],
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, activation: GLUOptions,
+        biases: tuple[Tensor | None, Tensor | None],
     ) -> Tensor | None:  # fmt: skip
         own = self.gate_up.weight, self.down.weight
         return ops.quantized_mix_experts(

@@ -47,7 +47,6 @@ from ligermodels.ops.loss.linear_distillation import linear_distillation, linear
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
 from ligermodels.ops.moe.chosen_rows import ChosenRows, gather_rows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import Routes, grouped_mm, grouped_mm_reference, sort_by_expert
-from ligermodels.ops.moe.float8_experts import float8_mix_experts
 from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
@@ -111,7 +110,6 @@ __all__ = [
     "float8_geglu",
     "float8_linear",
     "float8_lora_linear",
-    "float8_mix_experts",
     "float8_mm",
     "float8_swiglu",
     "float8_transpose",

@@ -28,8 +28,7 @@ def check_expert_parallel(model: nn.Module, ranks: int) -> None:
     for name, module in named:
         if getattr(module, "compute", None) is not None:
             raise ConfigError(
-                f"expert: {name}: experts with quantised weights, or in float8 (experts=True), cannot be spread over "
-                "ranks; shard the model instead"
+                f"expert: {name}: experts with quantised weights cannot be spread over ranks; shard the model instead"
             )
         if getattr(getattr(module, "update", None), "shared_outer", False):
             raise ConfigError(

@@ -152,25 +152,6 @@ def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
     ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
 
 
-EXPERTS = ((64, 256, 512), (5, 256, 512), (300, 72, 80))  # tokens, channels, pairs: tiles of many and few rows, masks
-PARTS = ((True, True), (True, False), (False, True))  # gradients of x and routing weights, of the experts' weights
-
-
-@calls("mix_experts, backend triton", dtype=PRODUCTS, sizes=EXPERTS, bias=BOTH, limit=(None, 7.0), grads=PARTS)
-def mix_experts(
-    dtype: torch.dtype, sizes: tuple[int, int, int], bias: bool, limit: float | None, grads: tuple[bool, bool]
-) -> None:
-    tokens, channels, pairs = sizes
-    x, weights = leaf(tokens, channels, dtype=dtype, grad=grads[0]), leaf(tokens, 8, dtype=F32, grad=grads[0])
-    shapes = ((2, pairs, channels), (2, channels, pairs // 2), (2, pairs), (2, channels))
-    operands = [leaf(*shape, dtype=dtype, grad=grads[1]) for shape in shapes[: 4 if bias else 2]]
-    activation = GLUOptions("silu") if limit is None else GLUOptions("gelu_tanh", 1.7, 0.6, limit, 1.0)
-    experts = torch.arange(8).expand(tokens, 8) % 2
-    backward(ops.mix_experts(x, weights, experts, *operands, activation=activation, backend="triton"))
-    offsets = torch.tensor([tokens, tokens], dtype=torch.int32)
-    backward(ops.grouped_mlp(x, offsets, *operands, activation=activation, backend="triton"))
-
-
 @calls(
     "mix_experts, backend few_tokens", dtype=(BF16, F16), kind=(None, "int4", "nf4", "mxfp4", "float8"),
     tokens=(1, 8, 20), sizes=((256, 128), (72, 40), (2048, 768)), bias=BOTH,
@@ -199,23 +180,6 @@ def rows_of_choices(dtype: torch.dtype, width: int, weighted: bool, grads: tuple
 
 
 # -- float8 ------------------------------------------------------------------------------------------------------------
-
-
-@calls(
-    "float8_mix_experts", dtype=PRODUCTS, sizes=((64, 256, 512), (5, 2048, 1536), (300, 2880, 5760), (300, 80, 96)),
-    bias=BOTH, limit=(None, 7.0), gradient=(E5M2, E4M3), grads=PARTS,
-)  # fmt: skip
-def float8_mix_experts(
-    dtype: torch.dtype, sizes: tuple[int, int, int], bias: bool, limit: float | None, gradient: torch.dtype,
-    grads: tuple[bool, bool],
-) -> None:  # fmt: skip
-    tokens, channels, pairs = sizes
-    x, weights = leaf(tokens, channels, dtype=dtype, grad=grads[0]), leaf(tokens, 8, dtype=F32, grad=grads[0])
-    shapes = ((2, pairs, channels), (2, channels, pairs // 2), (2, pairs), (2, channels))
-    operands = [leaf(*shape, dtype=dtype, grad=grads[1]) for shape in shapes[: 4 if bias else 2]]
-    activation = GLUOptions("silu") if limit is None else GLUOptions("gelu_tanh", 1.7, 0.6, limit, 1.0)
-    experts, recipe = torch.arange(8).expand(tokens, 8) % 2, ops.Float8Recipe(gradient_dtype=gradient)
-    backward(ops.float8_mix_experts(x, weights, experts, *operands, activation=activation, recipe=recipe))
 
 
 @calls("float8_cast", dtype=FLOATS, to=(E4M3, E5M2), layouts=GRADS)

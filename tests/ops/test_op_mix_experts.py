@@ -14,7 +14,6 @@ from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import GLUOptions
 from ligermodels.ops.glu.glu import ACTIVATIONS
 from ligermodels.ops.moe import mix
-from ligermodels.ops.moe.fused_tiles import TILES, tile_options
 
 SILU = GLUOptions("silu")
 OPTIONS = (SILU, GLUOptions("silu", 1.702, 1 / 1.702, 1.0, 1.0), GLUOptions("gelu"), GLUOptions("gelu_tanh", 0.5, 2.0))
@@ -66,9 +65,8 @@ def plain(
     return y if weights is None else (wide(y) * weights[..., None]).sum(1).to(y.dtype)
 
 
-def fused(x: Tensor, weights: Tensor, *others: Tensor, experts: Tensor, options: GLUOptions) -> Tensor:
-    backend = "grouped_mm" if x.dtype == torch.float64 or ops.set_backend.value == "reference" else "triton"
-    return ops.mix_experts(x, weights, experts.to(x.device), *others, activation=options, backend=backend)
+def mixed(x: Tensor, weights: Tensor, *others: Tensor, experts: Tensor, options: GLUOptions) -> Tensor:
+    return ops.mix_experts(x, weights, experts.to(x.device), *others, activation=options, backend="grouped_mm")
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -81,7 +79,7 @@ def test_mix_experts(where: Where, sizes: tuple[int, ...], routing: str, options
         sizes = SIZES[1]  # single numbers are right by luck in 16 bits
     known = {"experts": route(routing, *sizes[:3]), "options": options}
     slack = 1.0 if options.limit is None else 3.0  # rounding decides whether a gradient near the limit is 0
-    check(partial(fused, **known), partial(plain, **known), inputs_of(where, sizes, bias), slack=slack)
+    check(partial(mixed, **known), partial(plain, **known), inputs_of(where, sizes, bias), slack=slack)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,7 +87,7 @@ def test_strides(where: Where, layout: Callable[[Tensor], Tensor]) -> None:
     """Of tokens, weights and biases, between NaN that nothing reads; weights may be transposed as in gpt-oss."""
     known = {"experts": route("random", 9, 2, 5), "options": OPTIONS[1]}
     inputs = [layout(x) for x in inputs_of(where, (9, 2, 5, 16, 32))]
-    check(partial(fused, **known), partial(plain, **known), inputs)
+    check(partial(mixed, **known), partial(plain, **known), inputs)
 
 
 @pytest.mark.kernels
@@ -100,7 +98,7 @@ def test_frozen_operands(kernels_device: torch.device) -> None:
 
     def gradients(trained: tuple[int, ...]) -> list[Tensor | None]:
         leaves = [x.clone().requires_grad_(i in trained) for i, x in enumerate(inputs)]
-        fused(*leaves, **known).square().sum().backward()
+        mixed(*leaves, **known).square().sum().backward()
         return [x.grad for x in leaves]
 
     wanted = gradients(tuple(range(6)))
@@ -120,8 +118,7 @@ def test_grouped_mlp(where: Where, counts: tuple[int, ...], layout: Callable[[Te
     offsets = torch.tensor(counts, device=where.device).cumsum(0).int()
 
     def op(x: Tensor, *others: Tensor) -> Tensor:
-        backend = "grouped_mm" if where.place == "reference" else "triton"
-        return ops.grouped_mlp(x, offsets, *others, activation=SILU, backend=backend)
+        return ops.grouped_mlp(x, offsets, *others, activation=SILU)
 
     def truth(x: Tensor, *others: Tensor) -> Tensor:
         return plain(x, None, *others, experts=experts, options=SILU).squeeze(1)
@@ -132,11 +129,11 @@ def test_grouped_mlp(where: Where, counts: tuple[int, ...], layout: Callable[[Te
 def test_experts_without_tokens_are_not_read(where: Where) -> None:
     known = {"experts": route("random", 6, 2, 3), "options": SILU}
     inputs = inputs_of(where, (6, 2, 5, 16, 16))
-    wanted = fused(*copies(inputs), **known)
+    wanted = mixed(*copies(inputs), **known)
     for x in inputs[2:]:
         x[3:] = float("nan")
     leaves = [x.requires_grad_() for x in inputs]
-    y = fused(*leaves, **known)
+    y = mixed(*leaves, **known)
     y.sum().backward()
     assert torch.equal(y, wanted)
     assert torch.isfinite(leaves[0].grad).all()
@@ -149,27 +146,15 @@ def test_a_token_alone_is_not_a_number(where: Where) -> None:
     known = {"experts": route("random", 20, 2, 3), "options": SILU}
     x, *others = inputs_of(where, (20, 2, 3, 16, 16))
     x[4] = float("nan")
-    is_nan = fused(x, *others, **known).isnan()
+    is_nan = mixed(x, *others, **known).isnan()
     assert is_nan[4].all() and not is_nan[:4].any() and not is_nan[5:].any()
 
 
 def test_no_tokens(where: Where) -> None:
     leaves = [x.requires_grad_() for x in inputs_of(where, (0, 2, 3, 8, 4))]
-    y = fused(*leaves, experts=torch.zeros(0, 2).long(), options=SILU)
+    y = mixed(*leaves, experts=torch.zeros(0, 2).long(), options=SILU)
     y.sum().backward()
     assert y.shape == (0, 8) and not any(x.grad.any() for x in leaves)
-
-
-@pytest.mark.kernels
-def test_what_is_kept(kernels_device: torch.device) -> None:
-    inputs = [x.requires_grad_() for x in inputs_of(Where(kernels_device, torch.float32), (7, 2, 3, 8, 6))]
-    known = {"experts": route("random", 7, 2, 3), "options": SILU}
-    with torch.no_grad():
-        alone = fused(*inputs, **known)
-    y = fused(*inputs, **known)
-    assert torch.equal(alone, y)
-    kept = {tuple(x.shape) for x in y.grad_fn.saved_tensors if x is not None and x.is_floating_point()}
-    assert kept == {tuple(x.shape) for i, x in enumerate(inputs) if i != 4} | {(14, 12)}  # inputs and pairs alone
 
 
 @pytest.mark.kernels
@@ -180,20 +165,19 @@ def test_under_autocast(kernels_device: torch.device, weights_dtype: torch.dtype
     weights = weights.detach().to(weights_dtype).requires_grad_()
     half = torch.float16 if kernels_device.type == "cuda" else torch.bfloat16
     with torch.autocast(kernels_device.type, half):
-        y = fused(x, weights, *others, **known)
-    assert torch.equal(y, fused(x.to(half), weights, *(t.to(half) for t in others), **known))
+        y = mixed(x, weights, *others, **known)
+    assert torch.equal(y, mixed(x.to(half), weights, *(t.to(half) for t in others), **known))
     y.sum().backward()
     assert all(t.grad.dtype == t.dtype for t in (x, weights, *others))
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
-def test_meta(backend: str) -> None:
+def test_meta() -> None:
     inputs = [
         x.to("meta").requires_grad_() for x in inputs_of(Where(torch.device("cpu"), torch.bfloat16), (7, 2, 3, 8, 6))
     ]
     experts = torch.zeros(7, 2, dtype=torch.long, device="meta")
     with ops.set_backend(None):
-        y = ops.mix_experts(*inputs[:2], experts, *inputs[2:], activation=SILU, backend=backend)
+        y = ops.mix_experts(*inputs[:2], experts, *inputs[2:], activation=SILU)
     y.sum().backward()
     assert y.shape == (7, 8) and y.dtype == torch.bfloat16
     assert all(x.grad.shape == x.shape and x.grad.dtype == x.dtype for x in inputs)
@@ -205,7 +189,7 @@ def test_compiled_with_varying_sizes(kernels_device: torch.device) -> None:
     torch._dynamo.reset()
 
     def op(x: Tensor, weights: Tensor, experts: Tensor, *others: Tensor) -> Tensor:
-        return ops.mix_experts(x, weights, experts, *others, activation=SILU, backend="triton")
+        return ops.mix_experts(x, weights, experts, *others, activation=SILU)
 
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 3, 9):
@@ -227,14 +211,14 @@ def test_compiled_with_varying_sizes(kernels_device: torch.device) -> None:
 )
 @pytest.mark.parametrize("routing", ["random", "one", "skewed"])
 def test_real_sizes_in_a_graph(sizes: tuple[int, ...], routing: str) -> None:
-    """The tiles of large layers: against float64, without a synchronisation, and equal in a CUDA graph."""
+    """Against float64, without a synchronisation, and equal in a CUDA graph."""
     where = Where(torch.device("cuda"), torch.bfloat16)
     activation = OPTIONS[1]._replace(limit=7.0)  # near a limit, whether a gradient is 0 depends on rounding
     experts, inputs = route(routing, *sizes[:3]).cuda(), inputs_of(where, sizes)
     leaves = [x.requires_grad_() for x in inputs]
 
     def passes() -> list[Tensor]:
-        y = ops.mix_experts(*leaves[:2], experts, *leaves[2:], activation=activation, backend="triton")
+        y = ops.mix_experts(*leaves[:2], experts, *leaves[2:], activation=activation)
         return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
     found = passes()
@@ -258,31 +242,20 @@ def test_real_sizes_in_a_graph(sizes: tuple[int, ...], routing: str) -> None:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_is_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [*mix.BACKENDS] == ["few_tokens", "grouped_mm", "triton"] and mix.set_experts_backend.value == "auto"
+def test_the_default_is_grouped_mm() -> None:
+    assert [*mix.BACKENDS] == ["few_tokens", "grouped_mm"] and mix.set_experts_backend.value == "auto"
     inputs = inputs_of(Where(torch.device("cpu"), torch.float32), (3, 2, 4, 8, 6))
     call: Callable[..., Tensor] = partial(
         ops.mix_experts, *inputs[:2], route("random", 3, 2, 4), *inputs[2:], activation=SILU
     )
-    monkeypatch.setattr(mix, "use_kernels", lambda *tensors: False)
-    wanted = call()
-    with pytest.raises(BackendError, match="'triton' cannot serve this call: its kernels need triton"):
-        call(backend="triton")
-    with ops.set_experts_backend("triton"), pytest.raises(BackendError, match="cannot serve"):
-        call()
-    with pytest.raises(BackendError, match="'cutlass' is unknown; there are: auto, few_tokens, grouped_mm, triton"):
-        ops.set_experts_backend("cutlass")
-    assert torch.equal(call(), wanted)
-
-
-def test_functions_and_float64_are_refused_by_triton() -> None:
-    inputs = inputs_of(Where(torch.device("cpu"), torch.float32), (3, 2, 4, 8, 6))
-    experts, triton = route("random", 3, 2, 4), {"backend": "triton"}
-    with pytest.raises(BackendError, match="the activation is a function"):
-        ops.mix_experts(*inputs[:2], experts, *inputs[2:], activation=lambda z: z[:, ::2], **triton)
-    double = [x.double() for x in inputs]
-    with pytest.raises(BackendError, match="not in float64"):
-        ops.mix_experts(*double[:2], experts, *double[2:], activation=SILU, **triton)
+    with pytest.raises(BackendError, match="'few_tokens' cannot serve this call"):
+        call(backend="few_tokens")
+    with ops.set_experts_backend("few_tokens"), pytest.raises(BackendError, match="grouped_mm alone"):
+        ops.grouped_mlp(inputs[0], torch.tensor([1, 1, 2, 3], dtype=torch.int32), *inputs[2:], activation=SILU)
+    for name in ("cutlass", "triton"):
+        with pytest.raises(BackendError, match=f"'{name}' is unknown; there are: auto, few_tokens, grouped_mm"):
+            ops.set_experts_backend(name)
+    assert torch.equal(call(), call(backend="grouped_mm"))
 
 
 X, W, EXPERTS = torch.ones(4, 3), torch.ones(4, 2), torch.zeros(4, 2).long()
@@ -305,16 +278,3 @@ GATE_UP, DOWN = torch.ones(2, 10, 3), torch.ones(2, 3, 5)
 def test_bad_input(inputs: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ops.mix_experts(*inputs, activation=SILU)
-
-
-@pytest.mark.parametrize("memory", [219, 155, 91, 56])
-@pytest.mark.parametrize("name", TILES)
-def test_tiles_fit(name: str, memory: int) -> None:
-    """The first launches are pipelined, and their operands fit into shared memory; tiles of few rows are small."""
-    size = 1 if name.startswith("float8") else 2
-    if size == 1 and memory < 91:
-        pytest.skip("no GPU with float8 has less")
-    first = tile_options(name, size, memory * 1024, 256)[0]
-    assert (first.rows + first.columns) * first.step * size * (first.stages - 2 * (name == "outer")) <= memory * 1024
-    assert first.stages >= (2 if name == "unaligned" else 3) and first.columns >= 64
-    assert tile_options(name, size, memory * 1024, 16)[0].rows == 16

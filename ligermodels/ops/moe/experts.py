@@ -46,16 +46,11 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Routes:
     Returns:
         The routes of the N * k rows.
     """
-    order, offsets = expert_order(experts, num_experts)
-    rows = torch.arange(order.numel(), device=order.device)
-    return Routes(order, torch.empty_like(order).scatter_(0, order, rows), offsets)
-
-
-def expert_order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The fields `order` and `offsets` of `sort_by_expert`, with the same arguments experts and num_experts."""
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(num_experts, device=order.device, dtype=sorted_experts.dtype)
-    return order, torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(order.numel(), device=order.device)
+    return Routes(order, torch.empty_like(order).scatter_(0, order, rows), offsets)
 
 
 # -- grouped GEMM ------------------------------------------------------------------------------------------------------

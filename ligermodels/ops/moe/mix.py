@@ -1,13 +1,11 @@
 """Experts of a mixture: gated feed-forward layers for rows that are sorted by expert, or for tokens and their choices.
 
-`BACKENDS` lists the implementations in order of preference; the first one that can serve a call does, unless another is
-named. "few_tokens" is for decoding, "grouped_mm" is torch's grouped GEMM between gathers and serves every call,
-"triton" is `fused`.
+"few_tokens" is for decoding; "grouped_mm" is torch's grouped GEMM between gathers and serves every call.
 """
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,43 +13,17 @@ from torch import Tensor
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
 from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
-from ligermodels.ops.moe.experts import expert_order, grouped_mm, sort_by_expert
+from ligermodels.ops.moe.experts import grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
-from ligermodels.ops.moe.fused import Rows, fused_experts
 from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
-from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, Setting, set_backend, use_kernels
+from ligermodels.ops.runtime.dispatch import Setting
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import autocast_dtype, under_autocast
+from ligermodels.ops.runtime.tensors import autocast_dtype
 
 Activation = GLUOptions | Callable[[Tensor], Tensor]
 """A gated activation of pairs of channels; or any function (R, M) -> (R, I), which "grouped_mm" alone takes."""
-MAX_EXPERTS = 1024
-"""Most experts whose rows a program of "triton" finds in its registers."""
-
-
-class _Operands(NamedTuple):
-    """x (N, H); routing weights (N, k), or None; weights and biases of the experts, see `mix_experts`."""
-
-    x: Tensor
-    weights: Tensor | None
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-class _Backend(NamedTuple):
-    """An implementation.
-
-    refuses: why it cannot serve a call; None if it can.
-    mix: computes `mix_experts` from the operands, `experts` and the activation.
-    rows: computes `grouped_mlp` from the operands, `offsets` and the activation; None if it cannot.
-    """
-
-    refuses: Callable[[_Operands, Activation], str | None]
-    mix: Callable[[_Operands, Tensor, Activation], Tensor]
-    rows: Callable[[_Operands, Tensor, Activation], Tensor] | None
+BACKENDS = "few_tokens", "grouped_mm"
+"""In order of preference: the first one that can serve a call does, unless another is named."""
 
 
 # -- through grouped_mm ------------------------------------------------------------------------------------------------
@@ -78,107 +50,17 @@ def by_expert(
     return sum_rows(compute(take_rows(tokens, chosen), offsets), weights, chosen)
 
 
-def _mix_by_grouped_mm(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:
-    tokens, weights, gate_up = operands[:3]
-    assert weights is not None
-
-    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        return _rows_by_grouped_mm(operands._replace(x=rows), offsets, activation)
-
-    return by_expert(tokens, weights, experts, len(gate_up), compute)
-
-
-def _rows_by_grouped_mm(operands: _Operands, offsets: Tensor, activation: Activation) -> Tensor:
-    rows, _, gate_up, down, gate_up_bias, down_bias = operands
-    rows = grouped_mm(rows, gate_up, offsets, gate_up_bias)
-    rows = gated_activation(rows, activation) if isinstance(activation, GLUOptions) else activation(rows)
-    return grouped_mm(rows, down, offsets, down_bias)
-
-
-# -- in Triton kernels -------------------------------------------------------------------------------------------------
-
-
-def _triton_refuses(operands: _Operands, activation: Activation) -> str | None:
-    x = operands.x
-    gpu = gpu_of(x.device)
-    if not isinstance(activation, GLUOptions):
-        return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
-    if x.dtype == torch.float64:
-        return "it computes in float32, not in float64"
-    if set_backend.value == "reference" or not (HAS_TRITON and use_kernels(*operands)):
-        return "its kernels need triton and CUDA tensors"
-    if autocast_dtype(x) == torch.bfloat16 and gpu is not None and not gpu.has_bfloat16:
-        return f"{gpu.name} has no tensor cores for bfloat16"
-    if len(operands.gate_up) > MAX_EXPERTS:
-        return f"{len(operands.gate_up)} experts are more than {MAX_EXPERTS}"
-    return None
-
-
-def _mix_by_triton(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:
-    x, weights, *others = _cast(operands)
-    assert weights is not None and isinstance(activation, GLUOptions)
-    order, offsets = expert_order(experts, len(operands.gate_up))
-    copies = experts.shape[1]
-    rows = Rows(offsets, (order // copies).int(), order, copies)
-    return fused_experts(x, weights.float(), rows, activation, *others)
-
-
-def _rows_by_triton(operands: _Operands, offsets: Tensor, activation: Activation) -> Tensor:
-    x, _, *others = _cast(operands)
-    assert isinstance(activation, GLUOptions)
-    return fused_experts(x, None, Rows(offsets), activation, *others)
-
-
-def _cast(operands: _Operands) -> list[Any]:
-    """The operands, without the routing weights in the dtype of autocast; InputError if their dtypes differ."""
-    x, *others = under_autocast(operands.x, *operands[2:])
-    for name, weight in zip(_Operands._fields[2:], others, strict=True):
-        if weight is not None and weight.dtype != x.dtype:
-            raise InputError(f"experts: {name} must be of x's dtype {x.dtype}, got {weight.dtype}")
-    return [x, operands.weights, *others]
-
-
-# -- few tokens --------------------------------------------------------------------------------------------------------
-
-
-def _few_tokens_refuses(operands: _Operands, activation: Activation) -> str | None:
-    x, weights, *others = operands
-    if not isinstance(activation, GLUOptions):
-        return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
-    if weights is None:
-        return "rows are sorted by expert already"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        return "it has no gradients"
-    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
-        return "the experts' weights are not of the tokens' dtype"
-    if not (operands.gate_up.is_contiguous() and operands.down.is_contiguous()):
-        return "the experts' weights are not contiguous"  # it would copy all of them
-    return expert_rows_refuse(x, weights.numel(), len(operands.gate_up), operands.gate_up, operands.down)
-
-
-def _mix_by_few_tokens(operands: _Operands, experts: Tensor, activation: Activation) -> Tensor:
-    x, weights, gate_up, down, *biases = operands
-    assert weights is not None and isinstance(activation, GLUOptions)
-    both = (gate_up.flatten(0, 1), None), (down.flatten(0, 1), None)
-    return few_tokens(x, weights, experts, *both, len(gate_up), *biases, activation=activation)
-
-
-BACKENDS = {
-    "few_tokens": _Backend(_few_tokens_refuses, _mix_by_few_tokens, None),
-    "grouped_mm": _Backend(lambda operands, activation: None, _mix_by_grouped_mm, _rows_by_grouped_mm),
-    "triton": _Backend(_triton_refuses, _mix_by_triton, _rows_by_triton),
-}
-"""Name -> backend, in order of preference."""
+# -- backends ----------------------------------------------------------------------------------------------------------
 
 
 class set_experts_backend(Setting):
-    """Chooses the backend of `mix_experts` and `grouped_mlp` for calls that name none.
+    """Chooses the backend of `mix_experts` for calls that name none.
 
     It takes effect at the call, for the whole process and all threads; as a context manager, it ends with the context.
     The environment variable LIGERMODELS_EXPERTS_BACKEND sets it when ligermodels is imported.
 
     Args:
-        backend: "auto", "few_tokens", "grouped_mm" or "triton".
+        backend: "auto", "few_tokens" or "grouped_mm".
 
     Raises:
         BackendError: `backend` is something else.
@@ -203,26 +85,35 @@ def require_grouped_mm(experts: str) -> None:
         raise BackendError(f"experts backend {name!r} cannot serve this call: {experts} run on grouped_mm alone")
 
 
-def takes_few_tokens(reason: str | None) -> bool:
-    """Whether a call that "few_tokens" cannot serve for this `reason`, or can (None), runs on it by the setting.
+def takes_few_tokens(reason: str | None, name: str | None = None) -> bool:
+    """Whether a call that "few_tokens" cannot serve for this `reason`, or can (None), runs on it.
 
-    Raises BackendError if the setting is "few_tokens", and it cannot serve the call.
+    Args:
+        reason: why it cannot serve the call.
+        name: the backend that the call names. Default: None, as `set_experts_backend` says.
+
+    Raises BackendError if the backend is unknown, or if it is "few_tokens", which cannot serve the call.
     """
-    _check_name(name := set_experts_backend.value)
+    _check_name(name := name or set_experts_backend.value)
     if name == "few_tokens" and reason is not None:
         raise BackendError(f"experts backend {name!r} cannot serve this call: {reason}")
     return reason is None and name in ("auto", "few_tokens")
 
 
-def _choose(name: str | None, operands: _Operands, activation: Activation) -> _Backend:
-    """The backend of a call: the named one, or the first one that can serve it."""
-    name = name or set_experts_backend.value
-    _check_name(name)
-    if name == "auto":
-        return next(b for b in BACKENDS.values() if b.refuses(operands, activation) is None)
-    if reason := BACKENDS[name].refuses(operands, activation):
-        raise BackendError(f"experts backend {name!r} cannot serve this call: {reason}")
-    return BACKENDS[name]
+def _few_tokens_refuses(
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, activation: Activation
+) -> str | None:
+    """Why "few_tokens" cannot serve a call of `mix_experts`; None if it can."""
+    others = gate_up, down, *biases
+    if not isinstance(activation, GLUOptions):
+        return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *others)):
+        return "it has no gradients"
+    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
+        return "the experts' weights are not of the tokens' dtype"
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        return "the experts' weights are not contiguous"  # it would copy all of them
+    return expert_rows_refuse(x, weights.numel(), len(gate_up), gate_up, down)
 
 
 # -- public ------------------------------------------------------------------------------------------------------------
@@ -261,7 +152,7 @@ def mix_experts(
         gate_up_bias: (E, 2 * I), of x's dtype; None for none.
         down_bias: (E, H), of x's dtype; None for none.
         activation: a gated activation of the pairs; or a function (R, 2 * I) -> (R, I), for backend "grouped_mm".
-        backend: "auto", "few_tokens", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
+        backend: "auto", "few_tokens" or "grouped_mm". Default: None, as `set_experts_backend` says.
 
     Returns:
         (N, H), of x's dtype, or of the dtype of autocast.
@@ -271,8 +162,17 @@ def mix_experts(
         BackendError: the named backend is unknown or cannot serve this call.
     """
     _MIX.check("mix_experts", x, weights, experts, gate_up, down, gate_up_bias, down_bias)
-    operands = _operands("mix_experts", activation, x, weights, gate_up, down, gate_up_bias, down_bias)
-    return _choose(backend, operands, activation).mix(operands, experts, activation)
+    _check_pairs("mix_experts", activation, gate_up, down)
+    operands = gate_up, down, gate_up_bias, down_bias
+    if takes_few_tokens(_few_tokens_refuses(x, weights, *operands, activation=activation), backend):
+        both = (gate_up.flatten(0, 1), None), (down.flatten(0, 1), None)
+        options = cast(GLUOptions, activation)
+        return few_tokens(x, weights, experts, *both, len(gate_up), gate_up_bias, down_bias, activation=options)
+
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        return _rows_by_expert(rows, offsets, *operands, activation=activation)
+
+    return by_expert(x, weights, experts, len(gate_up), compute)
 
 
 def grouped_mlp(
@@ -284,7 +184,6 @@ def grouped_mlp(
     down_bias: Tensor | None = None,
     *,
     activation: Activation,
-    backend: str | None = None,
 ) -> Tensor:
     """down_e(activation(gate_up_e(x))) for rows x that are sorted by their expert e.
 
@@ -296,26 +195,32 @@ def grouped_mlp(
         down: (E, H, I), of x's dtype.
         gate_up_bias: (E, 2 * I), of x's dtype; None for none.
         down_bias: (E, H), of x's dtype; None for none.
-        activation: a gated activation of the pairs; or a function (R, 2 * I) -> (R, I), for backend "grouped_mm".
-        backend: "auto", "few_tokens", "grouped_mm" or "triton". Default: None, as `set_experts_backend` says.
+        activation: a gated activation of the pairs; or a function (R, 2 * I) -> (R, I).
 
     Returns:
         (R, H), of x's dtype, or of the dtype of autocast.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit.
-        BackendError: the named backend is unknown or cannot serve this call.
+        BackendError: `set_experts_backend` names another backend than "grouped_mm".
     """
     _ROWS.check("grouped_mlp", x, offsets, gate_up, down, gate_up_bias, down_bias)
-    operands = _operands("grouped_mlp", activation, x, None, gate_up, down, gate_up_bias, down_bias)
-    rows = _choose(backend, operands, activation).rows
-    assert rows is not None, "a backend without it refuses sorted rows"
-    return rows(operands, offsets, activation)
+    _check_pairs("grouped_mlp", activation, gate_up, down)
+    require_grouped_mm("rows that are sorted by expert")
+    return _rows_by_expert(x, offsets, gate_up, down, gate_up_bias, down_bias, activation=activation)
 
 
-def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None, *others: Any) -> _Operands:
-    operands = _Operands(x, weights, *others)
-    gate_up, down = operands.gate_up, operands.down
+def _rows_by_expert(
+    rows: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, *, activation: Activation,
+) -> Tensor:  # fmt: skip
+    rows = grouped_mm(rows, gate_up, offsets, gate_up_bias)
+    rows = gated_activation(rows, activation) if isinstance(activation, GLUOptions) else activation(rows)
+    return grouped_mm(rows, down, offsets, down_bias)
+
+
+def _check_pairs(op: str, activation: Activation, gate_up: Tensor, down: Tensor) -> None:
+    """InputError unless a gated activation gets pairs of channels, and down their results."""
     if isinstance(activation, GLUOptions):
         check_pairs(op, gate_up.shape[1])
         if gate_up.shape[1] != 2 * down.shape[2]:
@@ -323,4 +228,3 @@ def _operands(op: str, activation: Activation, x: Tensor, weights: Tensor | None
                 f"{op}: gate_up has {gate_up.shape[1]} rows for each expert, twice the {down.shape[2]} columns of down "
                 f"are {2 * down.shape[2]}"
             )
-    return operands
