@@ -219,9 +219,9 @@ def states_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
-    writes the outputs, else the state before each chunk and, with DELTA, its `updates`, U. padded: the tokens of all chunks; Triton
-    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`. SKIP:
-    `skip` v is added to the outputs, with `skip` (heads,)."""
+    writes the outputs, else the state before each chunk and, with DELTA, its `updates`, U. padded: the tokens of all
+    chunks; Triton makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see
+    `MIN_WIDTH`. SKIP: `skip` v is added to the outputs, with `skip` (heads,)."""
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -75,7 +75,7 @@ def values_kernel(
     query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
     here = tl.load(path + (row * chunks + chunk) * CHUNK + n)
     weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-    kept, to_last, kept_last = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
+    _, to_last, _ = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
     after = descendants_of_chunk(first, start, n, T, PACKED)
     decay = tl.where(after, tl.exp((here[None, :] - here[:, None]).to(tl.float32)), 0.0)
     high_m, low_m = split(product_of_operands(key, tl.trans(query), HALF, NARROW) * decay, HALF)
