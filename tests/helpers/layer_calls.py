@@ -111,7 +111,7 @@ def ssd(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
     backward(*ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip))
 
 
-@calls("ssd with frozen operands", frozen=("x", "B, C and steps", "all but D", "all but the state"))
+@calls("ssd", frozen=("x", "B, C and steps", "all but D", "all but the state"))
 def ssd_frozen(frozen: str) -> None:
     operands: Any = ssd_operands(BF16, 200, (128, 64), True, True)
     kept = {"x": (1, 2, 3, 4, 5), "B, C and steps": (0, 5), "all but D": (5,), "all but the state": ()}[frozen]
