@@ -125,7 +125,7 @@ def group_pairs_kernel(
         above = ancestors_of_chunk(first, start, n, T, PACKED)
         alike = product_of_operands(query, tl.trans(key), HALF, NARROW)
         alike_alone = tl.sum(tl.where(n[:, None] == n[None, :], alike, 0.0), axis=0)
-        alike = tl.where(above & (n[:, None] > n[None, :]), alike, 0.0)
+        alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
     for head in tl.range(group * repeats + begin, group * repeats + tl.minimum(begin + HEADS, repeats), num_stages=1):
         row = batch * heads + head
         attends, alone = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
@@ -145,15 +145,14 @@ def group_pairs_kernel(
             of_row = (row * chunks + chunk) * CHUNK + n
             here = tl.load(path + of_row)
             weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
-            # Of pairs that are not masked the difference is at most 0; of others the exponential might overflow.
-            attends *= tl.exp(tl.minimum((here[:, None] - here[None, :]).to(tl.float32), 0.0))
+            attends *= tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0)
             of_decay = attends * alike
             later = tl.sum(of_decay, axis=0)
             tl.store(dbeta + of_row, later + alone * alike_alone)
             tl.store(dpath + of_row, tl.sum(of_decay * weight[None, :], axis=1) - later * weight)
             total += attends * weight[None, :]
     if GROUPS:
-        high, low = split(tl.where(above, total, 0.0), HALF)
+        high, low = split(total, HALF)
         square = (of_slice * chunks + chunk) * PLANES * CHUNK * CHUNK
         store_halves(dm + square + n[:, None] * CHUNK + n[None, :], CHUNK * CHUNK, high, low, None, HALF)
 
