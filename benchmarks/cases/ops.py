@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.cases import losses
 from benchmarks.cases.block_context import block_context_attention
 from benchmarks.cases.experts import LAYERS, QWEN3, mix_experts
+from benchmarks.cases.ssd import ssd
 from benchmarks.reporting import recording
 from benchmarks.timing import measure, op
 from benchmarks.timing.case import Case, of_tokens, optional, providers, random
@@ -183,6 +184,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "rope": lambda: [rope(16384, 32, 8, 128)],
     "qk_norm_rope": lambda: [qk_norm_rope(16384, 32, 8, 128)],
     "block_context_attention": lambda: [block_context_attention(4096, 512, length, 32, 8, 128) for length in (7, 16)],
+    "ssd": lambda: [ssd(8192, heads, 64, 128) for heads in (48, 128)],
     "experts": lambda: [
         *(mix_experts(layer, 8192) for layer in LAYERS),
         mix_experts(QWEN3, 8192, skewed=True),

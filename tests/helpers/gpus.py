@@ -49,7 +49,7 @@ TENSOR_MEMORY = 512
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
 NOT_RUN: set[str] = {
-    *("ssd without gradients", "ssd_step", "ssd_tree", "gated_rms_norm"),
+    *("ssd", "ssd_step", "ssd_tree", "gated_rms_norm"),
     *("causal_conv", "causal_conv of trees, causal_conv_step, commit_conv_inputs"),
     *("gated_delta_rule", "gated_delta_rule_step", "gated_delta_rule_tree, commit_tree"),
 }
@@ -71,8 +71,7 @@ memory that each needs. It takes no GPU.
 - **error**: the op raises `BackendError`, which names the GPU.
 
 `make gpus` writes this table from the recorded launches. Ops without a row, such as
-`grouped_mm`, `lora_linear` and the training of `ssd` (Mamba2), are operations of torch
-on every GPU.
+`grouped_mm` and `lora_linear`, are operations of torch on every GPU.
 """
 
 

@@ -87,19 +87,37 @@ def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int)
     ops.commit_tree(state, updates, torch.tensor([1]), ancestors)
 
 
-def ssd_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], skip: bool) -> list[Tensor | None]:
-    x, dt = leaf(1, tokens, 4, dims[1], dtype=dtype, grad=False), leaf(1, tokens, 4, dtype=F32, grad=False)
-    b, c = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=False) for _ in range(2))
-    rates, weights = (leaf(4, dtype=F32, grad=False) for _ in range(2))
+def ssd_operands(
+    dtype: torch.dtype, tokens: int, dims: tuple[int, int], skip: bool, grad: bool = False
+) -> list[Tensor | None]:
+    x, dt = leaf(1, tokens, 4, dims[1], dtype=dtype, grad=grad), leaf(1, tokens, 4, dtype=F32, grad=grad)
+    b, c = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=grad) for _ in range(2))
+    rates, weights = (leaf(4, dtype=F32, grad=grad) for _ in range(2))
     return [x, dt, rates, b, c, weights if skip else None]
 
 
-@calls("ssd without gradients", dtype=(BF16, F32), packed=BOTH, skip=BOTH)
-def ssd(dtype: torch.dtype, packed: bool, skip: bool) -> None:
-    initial = leaf(1, 4, 128, 64, dtype=F32, grad=False) if packed else None
+@calls(
+    "ssd",
+    case=(
+        (BF16, (128, 64), True, True, True), (F16, (112, 40), False, True, False), (F32, (128, 64), True, True, True),
+        (BF16, (128, 64), True, False, True), (F32, (128, 64), False, False, False),
+    ),
+)  # fmt: skip
+def ssd(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
+    dtype, dims, packed, grad, skip = case  # a product would take minutes: its kernels are large
+    initial = leaf(1, 4, *dims, dtype=F32, grad=grad) if skip else None
     bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
-    operands: Any = ssd_operands(dtype, 200, (128, 64), skip)
-    ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip)
+    operands: Any = ssd_operands(dtype, 200, dims, skip, grad)
+    backward(*ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip))
+
+
+@calls("ssd", frozen=("x", "B, C and steps", "all but D", "all but the state"))
+def ssd_frozen(frozen: str) -> None:
+    operands: Any = ssd_operands(BF16, 200, (128, 64), True, True)
+    kept = {"x": (1, 2, 3, 4, 5), "B, C and steps": (0, 5), "all but D": (5,), "all but the state": ()}[frozen]
+    for place, tensor in enumerate(operands):
+        tensor.requires_grad_(place in kept)
+    backward(*ops.ssd(*operands, initial_state=leaf(1, 4, 128, 64, dtype=F32, grad=not kept)))
 
 
 @calls("ssd_step", dtype=FLOATS, dims=((128, 64), (256, 512), (48, 40)), skip=BOTH)

@@ -4,6 +4,7 @@ What has 16 bits must be as near to the truth as the reference, which computes i
 What has more (states, gates) may be off by what sums of two halves leave out; see `delta_chunks_forward`.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,10 +61,14 @@ def run(
     return {"o": o.detach(), "state": state.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-def assert_right(given: dict[str, Tensor], bounds: Tensor | None = None) -> None:
-    """The kernels against float64, with the reference's error as the measure; on a GPU, equal bits in a second run."""
+def assert_right(
+    given: dict[str, Tensor], bounds: Tensor | None = None, run: Callable[..., dict[str, Tensor]] = run
+) -> None:
+    """The kernels against float64, with the reference's error as the measure; on a GPU, equal bits in a second run. The
+    first of the operands has the dtype of the results."""
+    operand = next(iter(given.values()))
     found = run(given, "triton", bounds=bounds)
-    again = run(given, "triton", bounds=bounds) if given["q"].is_cuda else found  # the interpreter has no races
+    again = run(given, "triton", bounds=bounds) if operand.is_cuda else found  # the interpreter has no races
     reference = run(given, "reference", bounds=bounds)
     truth = run(given, "reference", torch.float64, bounds)
     for name, true in truth.items():
@@ -72,7 +77,7 @@ def assert_right(given: dict[str, Tensor], bounds: Tensor | None = None) -> None
         assert torch.equal(ours, again[name]), f"{name}: a second run gave other bits"
         size = true.norm().item()
         error, theirs = ((x.double() - true).norm().item() for x in (ours, other))
-        bound = 1.2 * theirs + WIDE_ERROR[given["q"].dtype] * size
+        bound = 1.2 * theirs + WIDE_ERROR[operand.dtype] * size
         assert error <= bound, f"{name}: error {error / size:.2e}, reference {theirs / size:.2e}"
 
 

@@ -72,6 +72,11 @@ CASES = {
         ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2), (2, 5, 2)),
         ("gated_delta_chunks_forward", "gated_delta_chunks_backward"),
     ),
+    "ssd": Case(
+        lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
+        ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),
+        ("ssd_chunks_forward", "ssd_chunks_backward"),
+    ),
     "layer_norm": Case(
         lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
         ((5, 70), (70,), (70,)),

@@ -41,6 +41,8 @@ TILES: dict[str, Mapping[str, int]] = {
     "within_chunks": {"BLOCK_K": 64, "num_warps": 4},
     "with_states": {"BLOCK_K": 32, "BLOCK_V": 32, "STAGES": 1, "num_warps": 4},
     "finish": {"num_warps": 4},
+    "values": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
+    "group_pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
 }
 """Most columns of a tile, most stages of the loop's pipeline, and warps. Tuned for Hopper and K = 128: they need
 at most 190 KiB of shared memory there, and spill few registers or none to local memory."""
@@ -95,11 +97,11 @@ def aligned_heads(x: Tensor) -> tuple[Any, ...]:
 
 class Launch:
     """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
-    Without `delta` the call is of `ssd`, with its D as `skip`."""
+    Without `delta` the call is of `ssd`, with its D as `skip`. Without `attending` there is no buffer for M."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
-        *, delta: bool = True, skip: Tensor | None = None,
+        *, delta: bool = True, skip: Tensor | None = None, attending: bool = True,
     ) -> None:  # fmt: skip
         self.batch, self.tokens, self.heads, self.value_dim = v.shape
         self.groups, self.key_dim = q.shape[2:]
@@ -112,23 +114,25 @@ class Launch:
         half = None if q.dtype == torch.float32 else torch.float16 if INTERPRETED else torch.bfloat16
         self.dtype, self.planes = (torch.float32, 1) if half is None else (half, 2)
         self.options = {
-            "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
+            "DELTA": delta, "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
             "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
         self.pipelined = half is not None and shared_memory(q.device) >= PIPELINED
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
-        self.squares = [self.of_chunks(CHUNK, CHUNK) if used else None for used in (delta, True)]
-        self.delta, self.skip = delta, contiguous(skip)
+        self.squares = [self.of_chunks(CHUNK, CHUNK) if used else None for used in (delta, attending)]
+        self.skip = contiguous(skip)
 
     def of_chunks(self, *shape: int) -> Tensor:
         """A buffer for a matrix of this shape per chunk and value head."""
         return self.path.new_empty(self.rows, self.chunks, self.planes, *shape, dtype=self.dtype)
 
-    def tiles(self, name: str) -> dict[str, Any]:
-        """Constants of the named kernel, with tiles no wider than its tensors."""
-        constants: dict[str, Any] = {**self.options, **TILES[name]}
+    def tiles(self, name: str, *without: str) -> dict[str, Any]:
+        """Constants of the named kernel, `without` the options that it does not take; tiles are no wider than its
+        tensors."""
+        options = {option: value for option, value in self.options.items() if option not in without}
+        constants: dict[str, Any] = {**options, **TILES[name]}
         whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
         constants["BLOCK_K"] = min(constants.get("BLOCK_K", whole_keys), whole_keys)
         if "BLOCK_V" in constants:
@@ -142,20 +146,20 @@ class Launch:
         prepare_kernel[(self.rows * self.chunks,)](
             *self.keys, self.g, self.beta, self.first, self.path, *self.factors, *self.squares,
             self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.scale,
-            **self.tiles("prepare"), DELTA=self.delta, EPS=EPS,
+            **self.tiles("prepare"), ATTENDING=self.squares[1] is not None, EPS=EPS,
         )  # fmt: skip
 
     def states(
         self, out: Tensor | None, final: Tensor | None, states: Tensor | None = None, updates: Tensor | None = None
     ) -> None:
         """Writes the outputs to `out` and the last state to `final`; without `out`, writes the state before each chunk
-        to `states` and the updates of the tokens to `updates`."""
+        to `states` and, with `delta`, the updates of the tokens to `updates`."""
         tiles = self.tiles("states")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_kernel[(self.rows * blocks,)](
             *self.keys, *self.v, self.beta, self.skip, self.first, self.path, *self.factors, *self.squares,
             self.initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads,
-            self.repeats, self.chunks * CHUNK, blocks, **tiles, DELTA=self.delta, SKIP=self.skip is not None,
+            self.repeats, self.chunks * CHUNK, blocks, **tiles, SKIP=self.skip is not None,
             INITIAL=self.initial is not None, FINAL=final is not None, OUTPUT=out is not None,
         )  # fmt: skip
 
@@ -164,8 +168,11 @@ class Launch:
         return self.of_chunks(self.key_dim, self.value_dim), self.of_chunks(CHUNK, self.value_dim)
 
     def states_backward(
-        self, dout: Any, dfinal: Tensor | None, dv: Tensor, dstates: Tensor, dx: Tensor, dinitial: Tensor | None
-    ) -> None:
+        self, dout: Any, dfinal: Tensor | None, dstates: Tensor, dinitial: Tensor | None, dv: Tensor | None = None,
+        dx: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of the state after each chunk to `dstates`, and of the first state to `dinitial`; with
+        `delta` also dv and dx."""
         tiles = self.tiles("states_backward")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_backward_kernel[(self.rows * blocks,)](
@@ -179,37 +186,42 @@ class Launch:
         pairs_kernel[(self.rows * self.chunks,)](
             *self.keys, *self.v, *dout, self.beta, self.first, self.path, *self.factors, updates, dx,
             *self.squares, dpath, dbeta, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
-            self.chunks, **self.tiles("pairs"),
+            self.chunks, **self.tiles("pairs", "DELTA"),
         )  # fmt: skip
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Buffers for the parts of dG and of dbeta, and for dq and dk: the last part is from within chunks, the others
+        are from `with_states`."""
+        parts = self.blocks("with_states") + 1, *self.path.shape
+        rows = self.batch * self.groups, self.path.shape[1], self.key_dim
+        dpath, dweight, dq, dk = (self.path.new_empty(s, dtype=torch.float32) for s in (parts, parts, rows, rows))
+        return dpath, dweight, dq, dk
 
     def blocks(self, name: str) -> int:
         """Number of blocks into which the named kernel splits the channels of keys; each block gives a part of the
         gradients of the gates."""
         return -(-self.key_dim // int(self.tiles(name)["BLOCK_K"]))
 
-    def within_chunks(self, *buffers: Tensor) -> None:
-        """buffers: dq, dk, written."""
-        blocks, tiles = self.blocks("within_chunks"), self.tiles("within_chunks")
-        del tiles["PACKED"]
+    def within_chunks(self, repeats: int, *buffers: Tensor | None) -> None:
+        """repeats: matrices of each group and chunk. buffers: dA, dM, read; dq, dk, written."""
+        blocks = self.blocks("within_chunks")
         within_chunks_kernel[(self.batch * self.groups * self.chunks * blocks,)](
-            *self.keys, *self.squares, *buffers, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks,
-            blocks, **tiles,
+            *self.keys, *buffers, self.tokens, self.key_dim, self.groups * repeats, repeats, self.chunks, blocks,
+            **self.tiles("within_chunks", "PACKED"),
         )  # fmt: skip
 
-    def with_states(self, dout: Any, *buffers: Tensor) -> None:
+    def with_states(self, dout: Any, *buffers: Tensor | None) -> None:
         """buffers: states, dstates, updates, dx, read; dq and dk, added to; dpath, dbeta, written."""
         blocks = self.blocks("with_states")
         with_states_kernel[(self.batch * self.groups * self.chunks * blocks,)](
-            *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *buffers, self.tokens, self.key_dim,
-            self.value_dim, self.heads, self.repeats, self.chunks, blocks, self.path.numel(),
+            *self.keys, *self.v, *dout, self.beta, self.first, self.path, *self.factors, *buffers, self.tokens,
+            self.key_dim, self.value_dim, self.heads, self.repeats, self.chunks, blocks, self.path.numel(),
             **self.tiles("with_states"),
         )  # fmt: skip
 
     def finish(self, *buffers: Tensor) -> None:
         """buffers: dq and dk, parts of dpath and of dbeta, read; dq, dk, dg, dbeta, written."""
-        tiles = {
-            name: value for name, value in self.tiles("finish").items() if name not in ("HALF", "NARROW", "PLANES")
-        }
+        tiles = self.tiles("finish", "HALF", "NARROW", "PLANES")
         finish_kernel[(self.batch * self.groups * self.chunks,)](
             *self.keys, self.first, *self.factors, *buffers, self.tokens, self.key_dim, self.heads, self.repeats,
             self.chunks, len(buffers[2]), self.path.numel(), self.scale, **tiles,
@@ -250,13 +262,10 @@ def _gated_delta_chunks_backward(
     launch.states(None, None, states, updates)
     dstates, dx = launch.buffers()
     of_out = heads_and_strides(dout)
-    launch.states_backward(of_out, contiguous(dfinal), dv, dstates, dx, dinitial if need_initial else None)
-    parts = launch.blocks("with_states")
-    dpath, dweight = (launch.path.new_empty(parts + 1, *launch.path.shape, dtype=torch.float32) for _ in range(2))
-    launch.pairs(of_out, updates, dx, dpath[parts], dweight[parts])
-    rows = launch.batch * launch.groups, launch.path.shape[1], launch.key_dim
-    dquery, dkey = (launch.path.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    launch.within_chunks(dquery, dkey)
+    launch.states_backward(of_out, contiguous(dfinal), dstates, dinitial if need_initial else None, dv, dx)
+    dpath, dweight, dquery, dkey = launch.gradients()
+    launch.pairs(of_out, updates, dx, dpath[-1], dweight[-1])
+    launch.within_chunks(launch.repeats, *launch.squares, dquery, dkey)
     launch.with_states(of_out, states, dstates, updates, dx, dquery, dkey, dpath, dweight)
     launch.finish(dquery, dkey, dpath, dweight, dq, dk, dg, dbeta)
     return dq, dk, dv, dg, dbeta, dinitial

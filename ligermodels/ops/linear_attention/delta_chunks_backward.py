@@ -35,11 +35,13 @@ from ligermodels.ops.runtime.launcher import kernel
 def states_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
     path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, padded,
-    blocks, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    blocks,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first. padded: number of
-    tokens in all chunks, see `states_kernel`."""
+    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first: it writes dS after
+    each chunk and, with DELTA, dX and dV. padded: number of tokens in all chunks, see `states_kernel`."""
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -67,35 +69,38 @@ def states_backward_kernel(
         tile = (row * chunks + chunk) * PLANES
         of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
         across = there[None, :] & (i < K)[:, None]
-        key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
-        key_across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=across, other=0.0)
         query_across = tl.load(q + start * q_token + n[None, :] * q_token + i[:, None], mask=across, other=0.0)
         do = tl.load(dout + start * dout_token + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-        key_factor, query_factor = tl.load(k_factor + factors + start + n), tl.load(q_factor + factors + start + n)
-        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        query_factor = tl.load(q_factor + factors + start + n)
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
         high_b, low_b = split(dstate, HALF)
         store_halves(dstates + tile * K * V + matrix, K * V, high_b, low_b, of_state, HALF)
-        high, low = split(key, HALF)
-        du = product(high, low, high_b, low_b, none, HALF, NARROW) * (to_last * key_factor)[:, None]
-        high, low = load_halves(attending + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
-        high_b, low_b = split(do, HALF)
-        du = product(high, low, high_b, low_b, du, HALF, False, NARROW)
-        high, low = load_halves(solved + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
-        high_b, low_b = split(du, HALF)
-        d = product(high, low, high_b, low_b, none, HALF)
-        high_b, low_b = split(d, HALF)
-        at = tile * CHUNK * V + n[:, None] * V + j[None, :]
-        store_halves(dx + at, CHUNK * V, high_b, low_b, (j < V)[None, :], HALF)
-        d *= weight[:, None]
-        tl.store(dv + ours * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
+        if DELTA:
+            key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+            key_across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=across, other=0.0)
+            key_factor = tl.load(k_factor + factors + start + n)
+            weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+            high, low = split(key, HALF)
+            du = product(high, low, high_b, low_b, none, HALF, NARROW) * (to_last * key_factor)[:, None]
+            high, low = load_halves(attending + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
+            high_b, low_b = split(do, HALF)
+            du = product(high, low, high_b, low_b, du, HALF, False, NARROW)
+            high, low = load_halves(solved + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
+            high_b, low_b = split(du, HALF)
+            d = product(high, low, high_b, low_b, none, HALF)
+            high_b, low_b = split(d, HALF)
+            at = tile * CHUNK * V + n[:, None] * V + j[None, :]
+            store_halves(dx + at, CHUNK * V, high_b, low_b, (j < V)[None, :], HALF)
+            d *= weight[:, None]
+            tl.store(dv + ours * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
         high, low = split(query_across, HALF)
         high_b, low_b = split((kept * query_factor)[:, None] * do.to(tl.float32), HALF)
         dstate = product(high, low, high_b, low_b, dstate * kept_last, HALF, NARROW)
-        high, low = split(key_across, HALF)
-        high_b, low_b = split(-(kept * key_factor)[:, None] * d, HALF)
-        dstate = product(high, low, high_b, low_b, dstate, HALF, NARROW)
+        if DELTA:
+            high, low = split(key_across, HALF)
+            high_b, low_b = split(-(kept * key_factor)[:, None] * d, HALF)
+            dstate = product(high, low, high_b, low_b, dstate, HALF, NARROW)
     if INITIAL:
         tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state)
 
@@ -166,10 +171,11 @@ def pairs_kernel(
 @kernel
 def within_chunks_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, da, dm, dq, dk, T, K, heads, repeats, chunks, blocks,
-    HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTA: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_K channels of a chunk of a group of heads, and the terms of dQ and dK that come from dM
-    and dA. dq, dk: (groups of all rows, tokens, K)."""
+    and, with DELTA, from dA. heads: number of matrices dM per chunk. dq, dk: (groups of all rows, tokens, K)."""
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
@@ -191,12 +197,14 @@ def within_chunks_kernel(
         square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
         high, low = load_halves(dm + square + plain, CHUNK * CHUNK, None, HALF)
         dquery = product(high, low, high_key, low_key, dquery, HALF, False, NARROW)
-        high, low = load_halves(da + square + plain, CHUNK * CHUNK, None, HALF)
-        dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
+        if DELTA:
+            high, low = load_halves(da + square + plain, CHUNK * CHUNK, None, HALF)
+            dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
         high, low = load_halves(dm + square + transposed, CHUNK * CHUNK, None, HALF)
         dkey = product(high, low, high_query, low_query, dkey, HALF, False, NARROW)
-        high, low = load_halves(da + square + transposed, CHUNK * CHUNK, None, HALF)
-        dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
+        if DELTA:
+            high, low = load_halves(da + square + transposed, CHUNK * CHUNK, None, HALF)
+            dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
     place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
     of_tokens = (of_group * chunks + chunk) * CHUNK * K
     tl.store(dq + of_tokens + place, dquery, mask=inside)
@@ -205,14 +213,15 @@ def within_chunks_kernel(
 
 @kernel
 def with_states_kernel(
-    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
-    path, q_factor, k_factor, states, dstates, updates, dx, dq, dk, dpath, dbeta,
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
+    dout_token, dout_head, beta, first, path, q_factor, k_factor, states, dstates, updates, dx, dq, dk, dpath, dbeta,
     T, K, V, heads, repeats, chunks, blocks, dpath_block,
-    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to the dq and dk of `within_chunks_kernel` the terms that come from states and their gradients. dpath,
-    dbeta: the parts of dG and dbeta from these channels; one part per block."""
+    dbeta: the parts of dG and dbeta from these channels; one part per block. Without DELTA, `v` stands in for the
+    updates beta V, and beta multiplies the products."""
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
@@ -224,6 +233,7 @@ def with_states_kernel(
     of_keys = there[:, None] & (i < K)[None, :]
     q += batch * q_batch + group * q_head + start * q_token
     k += batch * k_batch + group * k_head + start * k_token
+    v += batch * v_batch + start * v_token
     dout += batch * dout_batch + start * dout_token
     of_tokens = (of_group * chunks + chunk) * CHUNK
     none = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -242,14 +252,20 @@ def with_states_kernel(
             do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
             high, low = split(do, HALF)
             by_query = product(high, low, high_b, low_b, by_query, HALF, NARROW)
-            high, low = load_halves(dx + row_of_tile, CHUNK * V, of_tile, HALF)
-            by_key = product(high, low, high_b, low_b, by_key, HALF)
+            if DELTA:
+                high, low = load_halves(dx + row_of_tile, CHUNK * V, of_tile, HALF)
+                by_key = product(high, low, high_b, low_b, by_key, HALF)
             state = high_b.to(tl.float32)
             if HALF is not None:
                 state += low_b.to(tl.float32)
             high_b, low_b = load_halves(dstates + tile * K * V + matrix, K * V, of_state, HALF)
-            high, low = load_halves(updates + row_of_tile, CHUNK * V, of_tile, HALF)
-            by_update = product(high, low, high_b, low_b, by_update, HALF)
+            if DELTA:
+                high, low = load_halves(updates + row_of_tile, CHUNK * V, of_tile, HALF)
+                by_update = product(high, low, high_b, low_b, by_update, HALF)
+            else:
+                value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+                high, low = split(value, HALF)
+                by_update = product(high, low, high_b, low_b, by_update, HALF, NARROW)
             dstate = high_b.to(tl.float32)
             if HALF is not None:
                 dstate += low_b.to(tl.float32)
@@ -260,17 +276,24 @@ def with_states_kernel(
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         by_query *= (kept * tl.load(q_factor + of_tokens + n))[:, None]
-        by_key *= (kept * key_factor)[:, None]
         by_update *= (to_last * key_factor)[:, None]
-        dweight = -tl.sum(by_key * key, axis=1)
         last = tl.sum(by_update * key, axis=1)
-        found = tl.sum(by_query * query, axis=1) + weight * dweight - last
+        found = tl.sum(by_query * query, axis=1)
+        if DELTA:
+            by_key *= (kept * key_factor)[:, None]
+            dweight = -tl.sum(by_key * key, axis=1)
+            found += weight * dweight
+            dkey += by_update - by_key * weight[:, None]
+        else:
+            dweight = last
+            last *= weight
+            dkey += by_update * weight[:, None]
+        found -= last
         found += tl.where(n == CHUNK - 1, tl.sum(last, axis=0) + kept_last * shrunk, 0.0)
         of_row = block * dpath_block + (row * chunks + chunk) * CHUNK + n
         tl.store(dpath + of_row, found)
         tl.store(dbeta + of_row, dweight)
         dquery += by_query
-        dkey += by_update - by_key * weight[:, None]
     dq += of_tokens * K
     dk += of_tokens * K
     place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
@@ -282,7 +305,7 @@ def with_states_kernel(
 def finish_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, first, q_factor, k_factor, dquery, dkey, dpath, dweight,
     dq, dk, dg, dbeta, T, K, heads, repeats, chunks, parts, dpath_block, scale,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a group of heads."""
     chunk, of_group = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
@@ -298,15 +321,17 @@ def finish_kernel(
     k += batch * k_batch + group * k_head + start * k_token
     dq += ((batch * T + start) * groups + group) * K
     dk += ((batch * T + start) * groups + group) * K
-    x = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dquery + of_tokens * K + place, mask=inside, other=0.0)
-    factor = tl.load(q_factor + of_tokens + n) / scale
-    d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+    if DELTA:
+        x = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(q_factor + of_tokens + n) / scale
+        d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
     tl.store(dq + of_out, d.to(dq.dtype.element_ty), mask=inside)
-    x = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dkey + of_tokens * K + place, mask=inside, other=0.0)
-    factor = tl.load(k_factor + of_tokens + n)
-    d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+    if DELTA:
+        x = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(k_factor + of_tokens + n)
+        d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
     tl.store(dk + of_out, d.to(dk.dtype.element_ty), mask=inside)
 
     above = ancestors_of_chunk(first, start, n, T, PACKED)

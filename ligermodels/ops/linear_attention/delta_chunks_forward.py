@@ -119,6 +119,16 @@ def ancestors_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
+def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
+    """`ancestors_of_chunk` transposed: whether token i is token j or after it in its document, at [j, i]."""
+    found = n[:, None] <= n[None, :]
+    if PACKED:
+        begin = tl.load(first + tl.minimum(start + n, T - 1))
+        found = found & (start + n[:, None] >= begin[None, :])
+    return found
+
+
+@triton.jit
 def _inverse(a, HALF: tl.constexpr):
     """(1 + a)^-1 for a strictly lower a (C, C), by forward substitution: first in the blocks of the diagonal, column by
     column in float32, all blocks at once; then block row after block row."""
@@ -151,10 +161,11 @@ def _inverse(a, HALF: tl.constexpr):
 def prepare_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
-    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTA: tl.constexpr, ATTENDING: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
+    PLANES: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head. path: sums of g in fp64; `solved` is T, and `attending` M."""
+    """Each program takes a chunk of a head. path: sums of g in fp64; `solved` is T, with DELTA, and `attending` M, with
+    ATTENDING."""
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
@@ -187,9 +198,10 @@ def prepare_kernel(
     square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
     place = n[:, None] * CHUNK + n[None, :]
     key_across = tl.trans(key)
-    attends = product_of_operands(query, key_across, HALF, NARROW) * decay * query_factor[:, None]
-    high, low = split(attends, HALF)
-    store_halves(attending + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    if ATTENDING:
+        attends = product_of_operands(query, key_across, HALF, NARROW) * decay * query_factor[:, None]
+        high, low = split(attends, HALF)
+        store_halves(attending + square + place, CHUNK * CHUNK, high, low, None, HALF)
     if DELTA:
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
         alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
@@ -207,9 +219,9 @@ def states_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
-    writes the outputs, else the state before each chunk and its `updates`, U. padded: the tokens of all chunks; Triton
-    makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see `MIN_WIDTH`. SKIP:
-    `skip` v is added to the outputs, with `skip` (heads,)."""
+    writes the outputs, else the state before each chunk and, with DELTA, its `updates`, U. padded: the tokens of all
+    chunks; Triton makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see
+    `MIN_WIDTH`. SKIP: `skip` v is added to the outputs, with `skip` (heads,)."""
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -266,8 +278,9 @@ def states_kernel(
             tl.store(out + at, o.to(out.dtype.element_ty), mask=of_values)
         else:
             store_halves(states + tile * K * V + matrix, K * V, high_state, low_state, of_state, HALF)
-            at = tile * CHUNK * V + n[:, None] * V + j[None, :]
-            store_halves(updates + at, CHUNK * V, high_u, low_u, (j < V)[None, :], HALF)
+            if DELTA:
+                at = tile * CHUNK * V + n[:, None] * V + j[None, :]
+                store_halves(updates + at, CHUNK * V, high_u, low_u, (j < V)[None, :], HALF)
         high_u, low_u = split((to_last * key_factor)[:, None] * u, HALF)
         high, low = split(across, HALF)
         state = product(high, low, high_u, low_u, state * kept_last, HALF, NARROW)

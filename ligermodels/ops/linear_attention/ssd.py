@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear_attention import delta_chunks
+from ligermodels.ops.linear_attention import delta_chunks, ssd_chunks
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.scan import scan_sequence
 from ligermodels.ops.runtime.checks import check_rising
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
+from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor
 
@@ -39,8 +39,9 @@ def ssd(
         S = exp(dt A) S + B (dt x)^T;    y = S^T C + D x
 
     with S (N, P). A token with dt = 0 leaves the state as it is. Differentiable in all tensors but cu_seqlens. Equal
-    bits in every run, in chunks of tokens, without waiting for the device. Where no gradient is needed, kernels compute
-    it for N up to 128 on GPUs of compute capability 8, 9 or 12, but not float64; else plain torch does.
+    bits in every run, in chunks of tokens, without waiting for the device. Kernels compute it for N up to 128 (in 16
+    bits a multiple of 16) on GPUs of compute capability 8, 9 or 12, but not float64, and have no second derivatives;
+    else plain torch does.
 
     Args:
         x: (b, T, R, P), any floating dtype, P channels of each head.
@@ -68,22 +69,11 @@ def ssd(
     if cu_seqlens is not None and x.shape[0] != 1:
         raise InputError(f"ssd: documents are packed into one row, but x has {x.shape[0]}; give x (1, T, R, P)")
     check_rising("ssd", cu_seqlens, x.shape[1])
-    if _kernels_serve(x, dt, A, B, C, D, initial_state):
+    if use_kernels(x, dt, A, B, C, D, initial_state) and delta_chunks.refuses(C) is None:
         first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
-        initial_state = None if initial_state is None else initial_state.float()
-        y, state = _ssd_chunks(x, dt.float(), dt.float() * A.float(), B, C, D, initial_state, first, final_state)
-        return y, state
+        return ssd_chunks.run(x, dt.float(), dt.float() * A.float(), B, C, D, initial_state, first, final_state)
     y, state = ssd_reference(x, dt, A, B, C, D, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return y, state if final_state else y.new_empty(0)
-
-
-def _kernels_serve(*operands: Tensor | None) -> bool:
-    """Whether the kernels, which have no gradients, can compute the call."""
-    queries = operands[4]
-    if queries is None or not use_kernels(*operands):
-        return False
-    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    return not needs_gradient and delta_chunks.refuses(queries) is None
 
 
 def ssd_reference(
@@ -125,21 +115,3 @@ def check_ssd(
         )
     name = "state" if dtypes else "initial_state"
     check_tensor(op, name, state, (batch, heads, size, width), x.device, *dtypes, optional=True)
-
-
-@custom_op()
-def _ssd_chunks(
-    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial: Tensor | None,
-    first: Tensor | None, final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y, and the state after the last token, empty without final_state; g is dt A, and `first`, int32 (T,), the first
-    token of each token's packed document, or None."""
-    out = x.new_empty(x.shape)
-    shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3]) if final_state else (0,)
-    final = x.new_empty(shape, dtype=torch.float32)
-    if is_fake(out) or not x.shape[0]:
-        return out, final
-    launch = delta_chunks.Launch(C, B, x, g, dt, initial, first, delta=False, skip=D)
-    launch.prepare()
-    launch.states(out, final if final_state else None)
-    return out, final

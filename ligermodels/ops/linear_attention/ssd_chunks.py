@@ -1,0 +1,259 @@
+"""Mamba2 (`ssd`) over sequences by the kernels of the gated delta rule, without the delta rule: C are the queries, B
+the keys, x the values, dt the weights.
+
+The forward pass saves only the operands. The backward pass recomputes the state before each chunk: to keep the states
+would take 4 N P / 64 bytes per token and head, four times the bytes of x at N = 128 in 16 bits. With the notation of
+`delta_chunks_backward` and U = dt x, the gradients are
+
+    dS before the chunk = kept_last dS + C^T (kept dY)              `states_backward_kernel`, the last chunk first
+    dx = dt (M^T dY + decay_last B dS) + D dY                       `values_kernel`
+    dM = dY U^T * decay, summed over the heads of a group           `group_pairs_kernel`
+    dC = dM B + kept dY S^T                                         `within_chunks_kernel`, `with_states_kernel`
+    dB = dM^T C + decay_last U dS^T
+
+The products of dM with B and C are computed once for all its heads. M is never in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.ops.linear_attention.delta_chunks import Launch
+from ligermodels.ops.linear_attention.delta_chunks_forward import (
+    CHUNK,
+    ancestors_of_chunk,
+    decays_of_chunk,
+    descendants_of_chunk,
+    load_halves,
+    product,
+    product_of_operands,
+    split,
+    store_halves,
+)
+from ligermodels.ops.runtime.dispatch import tl
+from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, heads_and_strides
+
+HEADS = 16
+"""Most heads of a program of `group_pairs_kernel`: fewer make more programs, and more sums of dM."""
+
+
+def run(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None,
+    first: Tensor | None, final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ssd` with the same x, B, C, D, initial_state and final_state; dt and g = dt A are fp32, and `first`, int32 (T,),
+    is the first token of each token's packed document, or None."""
+    initial_state = None if initial_state is None else initial_state.float()
+    y, state = SSDChunks.apply(x, dt, g, B, C, D, initial_state, first, final_state)
+    return y, state
+
+
+@kernel
+def values_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, skip,
+    first, path, dstates, dv, T, K, V, heads, repeats, chunks,
+    SKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a chunk of a head. SKIP: `skip` dout is added to dv."""
+    chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    there = n < T - start
+    of_keys = there[:, None] & (i < K)[None, :]
+    q += batch * q_batch + head // repeats * q_head + start * q_token
+    k += batch * k_batch + head // repeats * k_head + start * k_token
+    dout += batch * dout_batch + head * dout_head + start * dout_token
+    ours = (batch * T + start) * heads + head
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
+    here = tl.load(path + (row * chunks + chunk) * CHUNK + n)
+    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+    _, to_last, _ = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
+    after = descendants_of_chunk(first, start, n, T, PACKED)
+    decay = tl.where(after, tl.exp((here[None, :] - here[:, None]).to(tl.float32)), 0.0)
+    high_m, low_m = split(product_of_operands(key, tl.trans(query), HALF, NARROW) * decay, HALF)
+    dstates += (row * chunks + chunk) * PLANES * K * V
+    for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        j = at + tl.arange(0, BLOCK_V)
+        of_values, of_state = there[:, None] & (j < V)[None, :], (i < K)[:, None] & (j < V)[None, :]
+        do = tl.load(dout + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+        high_b, low_b = load_halves(dstates + i[:, None] * V + j[None, :], K * V, of_state, HALF)
+        high, low = split(key, HALF)
+        d = product(high, low, high_b, low_b, tl.zeros([CHUNK, BLOCK_V], tl.float32), HALF, NARROW) * to_last[:, None]
+        high_b, low_b = split(do, HALF)
+        d = product(high_m, low_m, high_b, low_b, d, HALF, False, NARROW) * weight[:, None]
+        if SKIP:
+            d += tl.load(skip + head).to(tl.float32) * do.to(tl.float32)
+        place = dv + ours * V + n[:, None] * (heads * V) + j[None, :]
+        tl.store(place, d.to(dv.dtype.element_ty), mask=of_values)
+
+
+@kernel
+def group_pairs_kernel(
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
+    dout_token, dout_head, beta, first, path, dm, dpath, dbeta, dskip, T, K, V, heads, repeats, chunks, slices,
+    GROUPS: tl.constexpr, DSKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
+    PLANES: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a chunk of up to HEADS heads of a group, a slice. GROUPS: it writes the sum of dM over its
+    heads, and the parts of dG and dbeta from products of pairs. DSKIP: it writes the gradient of each head's factor
+    D, the part of this chunk."""
+    chunk, of_slice = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    groups = heads // repeats
+    of_group, begin = of_slice // slices, of_slice % slices * HEADS
+    batch, group = of_group // groups, of_group % groups
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    there = n < T - start
+    q += batch * q_batch + group * q_head + start * q_token
+    k += batch * k_batch + group * k_head + start * k_token
+    v += batch * v_batch + start * v_token
+    dout += batch * dout_batch + start * dout_token
+    total = tl.zeros([CHUNK, CHUNK], tl.float32)
+    if GROUPS:
+        of_keys = there[:, None] & (i < K)[None, :]
+        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
+        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
+        above = ancestors_of_chunk(first, start, n, T, PACKED)
+        alike = product_of_operands(query, tl.trans(key), HALF, NARROW)
+        alike_alone = tl.sum(tl.where(n[:, None] == n[None, :], alike, 0.0), axis=0)
+        alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
+    for head in tl.range(group * repeats + begin, group * repeats + tl.minimum(begin + HEADS, repeats), num_stages=1):
+        row = batch * heads + head
+        attends, alone = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+            j = at + tl.arange(0, BLOCK_V)
+            of_values = there[:, None] & (j < V)[None, :]
+            do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+            value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+            alone += tl.sum(do.to(tl.float32) * value.to(tl.float32), axis=1)
+            if GROUPS:
+                high, low = split(do, HALF)
+                high_b, low_b = split(tl.trans(value), HALF)
+                attends = product(high, low, high_b, low_b, attends, HALF, NARROW, NARROW)
+        if DSKIP:
+            tl.store(dskip + row * chunks + chunk, tl.sum(alone, axis=0))
+        if GROUPS:
+            of_row = (row * chunks + chunk) * CHUNK + n
+            here = tl.load(path + of_row)
+            weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
+            attends *= tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0)
+            of_decay = attends * alike
+            later = tl.sum(of_decay, axis=0)
+            tl.store(dbeta + of_row, later + alone * alike_alone)
+            tl.store(dpath + of_row, tl.sum(of_decay * weight[None, :], axis=1) - later * weight)
+            total += attends * weight[None, :]
+    if GROUPS:
+        high, low = split(total, HALF)
+        square = (of_slice * chunks + chunk) * PLANES * CHUNK * CHUNK
+        store_halves(dm + square + n[:, None] * CHUNK + n[None, :], CHUNK * CHUNK, high, low, None, HALF)
+
+
+def _values(launch: Launch, dout: Any, dstates: Tensor, dv: Tensor) -> None:
+    values_kernel[(launch.rows * launch.chunks,)](
+        *launch.keys, *dout, launch.beta, launch.skip, launch.first, launch.path, dstates, dv, launch.tokens,
+        launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks,
+        **launch.tiles("values", "DELTA"), SKIP=launch.skip is not None,
+    )  # fmt: skip
+
+
+def _group_pairs(launch: Launch, slices: int, dout: Any, *buffers: Tensor | None) -> None:
+    """buffers: dM and the parts of dpath and dbeta, or None for all three; the parts of dskip, or None."""
+    group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
+        *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, *buffers, launch.tokens,
+        launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks, slices,
+        **launch.tiles("group_pairs", "DELTA"), GROUPS=buffers[0] is not None, DSKIP=buffers[3] is not None,
+        HEADS=HEADS,
+    )  # fmt: skip
+
+
+@custom_op()
+def _ssd_chunks_forward(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial: Tensor | None,
+    first: Tensor | None, final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y, and the state after the last token, empty without final_state."""
+    out = x.new_empty(x.shape)
+    shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3]) if final_state else (0,)
+    final = x.new_empty(shape, dtype=torch.float32)
+    if is_fake(out) or not x.shape[0]:
+        return out, final
+    launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D)
+    launch.prepare()
+    launch.states(out, final if final_state else None)
+    return out, final
+
+
+@custom_op()
+def _ssd_chunks_backward(
+    dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    initial: Tensor | None, first: Tensor | None, need_x: bool, need_groups: bool, need_skip: bool, need_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x with need_x; of dt, g, B and C with need_groups; of D with need_skip; of the initial state
+    with need_initial. The others are empty."""
+    dx, dskip, dinitial = (
+        empty_gradient(tensor, needed, x) for tensor, needed in ((x, need_x), (D, need_skip), (initial, need_initial))
+    )
+    ddt, dg, dB, dC = (empty_gradient(tensor, need_groups, x) for tensor in (dt, g, B, C))
+    found = dx, ddt, dg, dB, dC, dskip, dinitial
+    if is_fake(dx):
+        return found
+    if not x.shape[0]:
+        dskip.zero_()
+        return found
+    launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D, attending=False)
+    launch.prepare()
+    of_out, sizes = heads_and_strides(dout), (launch.key_dim, launch.value_dim)
+    dstates = of_pairs = of_heads = None
+    if need_x or need_groups or need_initial:
+        dstates = launch.of_chunks(*sizes)
+        launch.states_backward(of_out, contiguous(dfinal), dstates, dinitial if need_initial else None)
+    if need_x:
+        _values(launch, of_out, dstates, dx)
+    slices = -(-launch.repeats // HEADS)
+    if need_skip:
+        of_heads = launch.path.new_empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
+    if need_groups:
+        dpath, dweight, dquery, dkey = launch.gradients()
+        rows = launch.batch * launch.groups * slices
+        dm = launch.path.new_empty(rows, launch.chunks, launch.planes, CHUNK, CHUNK, dtype=launch.dtype)
+        of_pairs = dm, dpath[-1], dweight[-1]
+    if need_groups or need_skip:
+        _group_pairs(launch, slices, of_out, *(of_pairs or [None] * 3), of_heads)
+    if of_heads is not None:
+        dskip.copy_(of_heads.sum((0, 2)))
+    if need_groups:
+        states = launch.of_chunks(*sizes)
+        launch.states(None, None, states)
+        launch.within_chunks(slices, None, dm, dquery, dkey)
+        launch.with_states(of_out, states, dstates, None, None, dquery, dkey, dpath, dweight)
+        launch.finish(dquery, dkey, dpath, dweight, dC, dB, dg, ddt)
+    return found
+
+
+class SSDChunks(torch.autograd.Function):
+    """`ssd` by the kernels; see `run`."""
+
+    @staticmethod
+    def forward(ctx, x, dt, g, B, C, D, initial, first, final_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, dt, g, B, C, D, initial, first)
+        ctx.final_state = final_state
+        return _ssd_chunks_forward(x, dt, g, B, C, D, initial, first, final_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal):
+        x, *others = ctx.saved_tensors
+        dout = torch.zeros_like(x) if dout is None else dout
+        dfinal = dfinal if ctx.final_state else None
+        need_x, *of_groups, need_skip, need_initial = ctx.needs_input_grad[:7]
+        return _ssd_chunks_backward(dout, dfinal, x, *others, need_x, any(of_groups), need_skip, need_initial)
