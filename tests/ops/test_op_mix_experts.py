@@ -225,7 +225,7 @@ def test_real_sizes_in_a_graph(sizes: tuple[int, ...], routing: str) -> None:
     wide_leaves = [x.detach().double().requires_grad_() for x in inputs]
     y = ops.mix_experts(*wide_leaves[:2], experts, *wide_leaves[2:], activation=activation)
     for one, two in zip(found, [y.detach(), *torch.autograd.grad(y, wide_leaves, torch.ones_like(y))], strict=True):
-        assert (one.double() - two).norm() < 5e-3 * two.norm()
+        assert (one.double() - two).norm() < 1e-2 * two.norm()  # biases: sums of rounded rows, which cancel
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = passes()

@@ -205,27 +205,6 @@ CASES = {
         ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 8), (4,)),
         ("triton_attention_forward", "triton_attention_backward"),
     ),
-    "mix_experts": Case(
-        lambda x, w, *others: ops.mix_experts(
-            x,
-            w,
-            torch.tensor([[0, 2], [3, 0], [2, 3], [0, 3]], device=x.device),
-            *others,
-            activation=ops.GLUOptions("silu"),
-            backend="triton",
-        ),
-        ((4, 6), (4, 2), (4, 10, 6), (4, 6, 5), (4, 10), (4, 6)),
-        (
-            "experts_gate_up",
-            "experts_product",
-            "experts_sum",
-            "experts_down_gradient",
-            "experts_outer",
-            "experts_product",
-            "experts_outer",
-            "experts_sum",
-        ),
-    ),
     "block_context_attention": Case(
         lambda q, k, v, x, y: ops.block_context_attention(
             q, k, v, x, y, torch.tensor([[1, 6]], device=q.device), cu_seqlens=bounds(q), window=4, causal=True
