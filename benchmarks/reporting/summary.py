@@ -182,10 +182,42 @@ def page(found: Mapping[str, list[Record]]) -> str:
     return (
         HEAD.format(**versions)
         + "\n".join(lines)
-        + "\n\n![Training steps](training.png)\n\n## Decoding\n"
+        + "\n\n![Training steps](training.png)\n\n"
+        + _mixtures(found.get("mixtures", []))
+        + "## Decoding\n"
         + _quantised(found.get("quantized", []))
         + _demo(found.get("demo", []))
         + TAIL.format(commands="\n".join(commands) + "\n")
+    )
+
+
+def _mixtures(records: Sequence[Record]) -> str:
+    """Training steps of mixtures and hybrids beside transformers, the last record of each."""
+    last = {(r["case"], r["provider"]): r for r in records}
+    lines = []
+    for case in dict.fromkeys(case for case, _ in last):
+        ours, peer = (last.get((case, provider), {}) for provider in ("ligermodels", "transformers"))
+        if "step_ms" not in ours:
+            continue
+        cells = [f"{r['tokens_per_s']:,.0f} tok/s, {r['peak_gib']:.1f} GiB" for r in (ours, peer) if "step_ms" in r]
+        if "step_ms" in peer:
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            cells += [f"**{speed:.2f}**", f"{peer['peak_gib'] / ours['peak_gib']:.2f}"]
+        else:
+            cells += [peer.get("failed", "not measured").split(":")[0], "", ""]
+        lines.append(f"| {' | '.join((case, *cells, _short(ours['commit'])))} |")
+    if not lines:
+        return ""
+    return (
+        f"## Mixtures and hybrids, one {records[-1]['gpu']}\n\n"
+        "Full fine-tuning steps with AdamW in bf16 (LoRA where named), beside transformers "
+        f"{records[-1]['transformers']}, whose experts run on `grouped_mm`, in the same run: `mixtures`, and "
+        "`training lfm2 granite muse nemotron --providers ligermodels transformers`. Layers are cut so that a step "
+        "fits, and the vocabulary by the same factor. fla-core, mamba-ssm and causal-conv1d were not installed: there "
+        "transformers computes linear attention, Mamba2 and convolutions in plain torch.\n\n"
+        "| | ligermodels | transformers | speed | memory | commit |\n|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n\n"
     )
 
 
