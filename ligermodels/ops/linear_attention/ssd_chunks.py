@@ -165,14 +165,32 @@ def _values(launch: Launch, dout: Any, dstates: Tensor, dv: Tensor) -> None:
     )  # fmt: skip
 
 
-def _group_pairs(launch: Launch, slices: int, dout: Any, *buffers: Tensor | None) -> None:
-    """buffers: dM and the parts of dpath and dbeta, or None for all three; the parts of dskip, or None."""
+def _groups(
+    launch: Launch, dout: Any, dstates: Tensor | None, dskip: Tensor | None, of_groups: tuple[Tensor, ...] | None
+) -> None:
+    """Writes `dskip`, the gradient of D, and `of_groups`, the gradients of C, B, g and dt, unless they are None."""
+    slices, empty = -(-launch.repeats // HEADS), launch.path.new_empty
+    of_heads = dm = dpath = dweight = None
+    if dskip is not None:
+        of_heads = empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
+    if of_groups is not None:
+        dpath, dweight, dquery, dkey = launch.gradients()
+        squares = launch.batch * launch.groups * slices, launch.chunks, launch.planes, CHUNK, CHUNK
+        dm = empty(squares, dtype=launch.dtype)
+    parts = [None if each is None else each[-1] for each in (dpath, dweight)]
     group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
-        *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, *buffers, launch.tokens,
+        *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, dm, *parts, of_heads, launch.tokens,
         launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks, slices,
-        **launch.tiles("group_pairs", "DELTA"), GROUPS=buffers[0] is not None, DSKIP=buffers[3] is not None,
-        HEADS=HEADS,
+        **launch.tiles("group_pairs", "DELTA"), GROUPS=dm is not None, DSKIP=of_heads is not None, HEADS=HEADS,
     )  # fmt: skip
+    if dskip is not None and of_heads is not None:
+        dskip.copy_(of_heads.sum((0, 2)))
+    if of_groups is not None:
+        states = launch.of_chunks(launch.key_dim, launch.value_dim)
+        launch.states(None, None, states)
+        launch.within_chunks(slices, None, dm, dquery, dkey)
+        launch.with_states(dout, states, dstates, None, None, dquery, dkey, dpath, dweight)
+        launch.finish(dquery, dkey, dpath, dweight, *of_groups)
 
 
 @custom_op()
@@ -211,31 +229,15 @@ def _ssd_chunks_backward(
         return found
     launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D, attending=False)
     launch.prepare()
-    of_out, sizes = heads_and_strides(dout), (launch.key_dim, launch.value_dim)
-    dstates = of_pairs = of_heads = None
+    of_out, dstates = heads_and_strides(dout), None
     if need_x or need_groups or need_initial:
-        dstates = launch.of_chunks(*sizes)
+        dstates = launch.of_chunks(launch.key_dim, launch.value_dim)
         launch.states_backward(of_out, contiguous(dfinal), dstates, dinitial if need_initial else None)
     if need_x:
         _values(launch, of_out, dstates, dx)
-    slices = -(-launch.repeats // HEADS)
-    if need_skip:
-        of_heads = launch.path.new_empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
-    if need_groups:
-        dpath, dweight, dquery, dkey = launch.gradients()
-        rows = launch.batch * launch.groups * slices
-        dm = launch.path.new_empty(rows, launch.chunks, launch.planes, CHUNK, CHUNK, dtype=launch.dtype)
-        of_pairs = dm, dpath[-1], dweight[-1]
     if need_groups or need_skip:
-        _group_pairs(launch, slices, of_out, *(of_pairs or [None] * 3), of_heads)
-    if of_heads is not None:
-        dskip.copy_(of_heads.sum((0, 2)))
-    if need_groups:
-        states = launch.of_chunks(*sizes)
-        launch.states(None, None, states)
-        launch.within_chunks(slices, None, dm, dquery, dkey)
-        launch.with_states(of_out, states, dstates, None, None, dquery, dkey, dpath, dweight)
-        launch.finish(dquery, dkey, dpath, dweight, dC, dB, dg, ddt)
+        of_groups = (dC, dB, dg, ddt) if need_groups else None
+        _groups(launch, of_out, dstates, dskip if need_skip else None, of_groups)
     return found
 
 
