@@ -129,18 +129,18 @@ def test_only_needed_kernels_run(kernels_device: torch.device, monkeypatch: pyte
     launched: list[str] = []
     for owner, names in (
         (delta_chunks.Launch, ("states_backward", "within_chunks", "with_states", "finish")),
-        (ssd_chunks, ("_values", "_group_pairs")),
+        (ssd_chunks, ("_values", "_groups")),
     ):
         for name in names:
             real = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *a, real=real, name=name: (launched.append(name), real(*a)))
+            monkeypatch.setattr(owner, name, lambda *a, real=real, name=name: (launched.append(name), real(*a))[1])
     rest = ["within_chunks", "with_states", "finish"]
     for needs, wanted in (
         (("x",), ["states_backward", "_values"]),
-        (("D",), ["_group_pairs"]),
+        (("D",), ["_groups"]),
         (("initial_state",), ["states_backward"]),
-        (("C",), ["states_backward", "_group_pairs", *rest]),
-        (NAMES, ["states_backward", "_values", "_group_pairs", *rest]),
+        (("C",), ["states_backward", "_groups", *rest]),
+        (NAMES, ["states_backward", "_values", "_groups", *rest]),
     ):
         launched.clear()
         run(given, "triton", needs=needs)

@@ -2,8 +2,9 @@
 the keys, x the values, dt the weights.
 
 The forward pass saves only the operands. The backward pass recomputes the state before each chunk: to keep the states
-would take 4 N P / 64 bytes per token and head, four times the bytes of x at N = 128 in 16 bits. With the notation of
-`delta_chunks_backward` and U = dt x, the gradients are
+would take 4 N P / 64 bytes per token and head, four times the bytes of x at N = 128 in 16 bits. While it runs, the
+backward pass takes twice as many, for states and their gradients; the forward pass takes 256 bytes per token and head.
+With the notation of `delta_chunks_backward` and U = dt x, the gradients are
 
     dS before the chunk = kept_last dS + C^T (kept dY)              `states_backward_kernel`, the last chunk first
     dx = dt (M^T dY + decay_last B dS) + D dY                       `values_kernel`
@@ -11,7 +12,7 @@ would take 4 N P / 64 bytes per token and head, four times the bytes of x at N =
     dC = dM B + kept dY S^T                                         `within_chunks_kernel`, `with_states_kernel`
     dB = dM^T C + decay_last U dS^T
 
-The products of dM with B and C are computed once for all its heads. M is never in memory.
+The products of dM with B and C are computed once for all its heads. M stays in registers.
 """
 
 from __future__ import annotations
@@ -165,14 +166,33 @@ def _values(launch: Launch, dout: Any, dstates: Tensor, dv: Tensor) -> None:
     )  # fmt: skip
 
 
-def _group_pairs(launch: Launch, slices: int, dout: Any, *buffers: Tensor | None) -> None:
-    """buffers: dM and the parts of dpath and dbeta, or None for all three; the parts of dskip, or None."""
+def _groups(
+    launch: Launch, dout: Any, dstates: Tensor | None, dskip: Tensor | None, of_groups: tuple[Tensor, ...] | None
+) -> None:
+    """Writes `dskip`, the gradient of D, and `of_groups`, the gradients of C, B, g and dt, unless they are None."""
+    slices, empty = -(-launch.repeats // HEADS), launch.path.new_empty
+    of_heads: Tensor | None = None
+    of_pairs: list[Tensor | None] = [None] * 3
+    if dskip is not None:
+        of_heads = empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
+    if of_groups is not None:
+        dpath, dweight, dquery, dkey = launch.gradients()
+        squares = launch.batch * launch.groups * slices, launch.chunks, launch.planes, CHUNK, CHUNK
+        dm = empty(squares, dtype=launch.dtype)
+        of_pairs = [dm, dpath[-1], dweight[-1]]
     group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
-        *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, *buffers, launch.tokens,
+        *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, *of_pairs, of_heads, launch.tokens,
         launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks, slices,
-        **launch.tiles("group_pairs", "DELTA"), GROUPS=buffers[0] is not None, DSKIP=buffers[3] is not None,
-        HEADS=HEADS,
+        **launch.tiles("group_pairs", "DELTA"), GROUPS=of_groups is not None, DSKIP=of_heads is not None, HEADS=HEADS,
     )  # fmt: skip
+    if dskip is not None and of_heads is not None:
+        dskip.copy_(of_heads.sum((0, 2)))
+    if of_groups is not None:
+        states = launch.of_chunks(launch.key_dim, launch.value_dim)
+        launch.states(None, None, states)
+        launch.within_chunks(slices, None, dm, dquery, dkey)
+        launch.with_states(dout, states, dstates, None, None, dquery, dkey, dpath, dweight)
+        launch.finish(dquery, dkey, dpath, dweight, *of_groups)
 
 
 @custom_op()
@@ -211,31 +231,15 @@ def _ssd_chunks_backward(
         return found
     launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D, attending=False)
     launch.prepare()
-    of_out, sizes = heads_and_strides(dout), (launch.key_dim, launch.value_dim)
-    dstates = of_pairs = of_heads = None
+    of_out, dstates = heads_and_strides(dout), None
     if need_x or need_groups or need_initial:
-        dstates = launch.of_chunks(*sizes)
+        dstates = launch.of_chunks(launch.key_dim, launch.value_dim)
         launch.states_backward(of_out, contiguous(dfinal), dstates, dinitial if need_initial else None)
-    if need_x:
-        _values(launch, of_out, dstates, dx)
-    slices = -(-launch.repeats // HEADS)
-    if need_skip:
-        of_heads = launch.path.new_empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
-    if need_groups:
-        dpath, dweight, dquery, dkey = launch.gradients()
-        rows = launch.batch * launch.groups * slices
-        dm = launch.path.new_empty(rows, launch.chunks, launch.planes, CHUNK, CHUNK, dtype=launch.dtype)
-        of_pairs = dm, dpath[-1], dweight[-1]
+        if need_x:
+            _values(launch, of_out, dstates, dx)
     if need_groups or need_skip:
-        _group_pairs(launch, slices, of_out, *(of_pairs or [None] * 3), of_heads)
-    if of_heads is not None:
-        dskip.copy_(of_heads.sum((0, 2)))
-    if need_groups:
-        states = launch.of_chunks(*sizes)
-        launch.states(None, None, states)
-        launch.within_chunks(slices, None, dm, dquery, dkey)
-        launch.with_states(of_out, states, dstates, None, None, dquery, dkey, dpath, dweight)
-        launch.finish(dquery, dkey, dpath, dweight, dC, dB, dg, ddt)
+        of_groups = (dC, dB, dg, ddt) if need_groups else None
+        _groups(launch, of_out, dstates, dskip if need_skip else None, of_groups)
     return found
 
 
