@@ -47,8 +47,8 @@ def decoder(
     final_norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
     mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
-    feed_forward: Callable[[int], LayerConfig] | None = None,
-    mixer: Callable[[int, AttentionConfig], LayerConfig] = lambda layer, common: common,
+    feed_forward: Callable[[int], LayerConfig | None] | None = None,
+    mixer: Callable[[int, AttentionConfig], LayerConfig | None] = lambda layer, common: common,
     block: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | None = None,
     **more: Any,
@@ -66,8 +66,10 @@ def decoder(
         attention: function (layer number, common AttentionConfig) -> fields in which this layer differs.
         mlp: function (layer number, common MLPConfig) -> config of this layer's feed-forward layer.
         feed_forward: function (layer number) -> config of this layer's feed-forward layer, for families without gated
-            layers of `intermediate_size` channels. `activation`, `mlp_bias` and `mlp` are then not used.
-        mixer: function (layer number, its AttentionConfig) -> config of this layer's token mixer.
+            layers of `intermediate_size` channels; None for a layer without one. `activation`, `mlp_bias` and `mlp` are
+            then not used.
+        mixer: function (layer number, its AttentionConfig) -> config of this layer's token mixer; None for a layer
+            without one.
         block: further fields of all BlockConfigs.
         head: further fields of HeadConfig.
         more: further fields of DecoderConfig.

@@ -28,6 +28,7 @@ from ligermodels.archs import (
     mistral4,
     mixtral,
     muse,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -44,7 +45,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba,
+    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba, nemotron,
 )  # fmt: skip
 
 for _module in MODULES:

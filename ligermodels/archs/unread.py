@@ -37,11 +37,14 @@ HARMLESS = frozenset(
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     mamba_chunk_size num_logits_to_keep init_method
+    chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
+    moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern
     """)
 )
 """Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
 split a computation without changing it; layers of multi-token prediction are not part of the model."""
 
+ACTIVATIONS = _names("activation activation_function mlp_activation mlp_hidden_act mamba_hidden_act")
 COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         _names("""
@@ -76,6 +79,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
         attn_layer_indices z_loss_coefficient
+        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min expand residual_in_fp32
+        layer_norm_epsilon moe_latent_size moe_shared_expert_intermediate_size hybrid_override_pattern
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
         num_global_key_value_heads top_k_experts laurel_rank
         conv_L_cache conv_bias conv_dim conv_dim_out full_attn_idxs norm_eps num_heads tie_embedding use_expert_bias
@@ -97,7 +102,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         """),
         (1,),
     ),
-    **dict.fromkeys(("activation", "activation_function", "mlp_activation"), ("silu", "swiglu", "swish")),
+    **dict.fromkeys(ACTIVATIONS, ("silu", "swiglu", "swish")),
     "position_embedding_type": ("rope", "rotary"),
     "normalization_function": ("rmsnorm",),
 }

@@ -67,10 +67,10 @@ class DecoderConfig:
             prefix: prefix of the names `layers`, `embed_tokens` and `norm`.
             head: name of the language-model head.
             names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs; and
-                the name of the final norm, "decoder.norm".
+                the names of the embedding and the final norm, "decoder.embed" and "decoder.norm".
             ignored: patterns of tensors of the checkpoint to skip.
         """
-        embedding = f"{prefix}.embed_tokens.weight"
+        embedding = f"{prefix}.{(names or {}).get('decoder.embed', 'embed_tokens')}.weight"
         entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
         unused: list[str] = []
         norm = (names or {}).get("decoder.norm", "norm")
@@ -79,7 +79,7 @@ class DecoderConfig:
         for layer, block in enumerate(self.blocks):
             here, there = f"decoder.blocks.{layer}", f"{prefix}.layers.{layer}"
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
-            unused += block.mixer.unused(there, names or {})
+            unused += block.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
             entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.{norm}.{kind}"))
         if not self.head.tied:

@@ -86,7 +86,7 @@ class MTPFormat:
                 ]
             own = f"{native}.block" if index == 0 or self.separate else native
             mappings += block.weight_mappings(config.hidden_size, own, stored, names)
-            ignored += block.mixer.unused(stored, names)
+            ignored += block.unused(stored, names)
         others = f"^(?!{'|'.join(map(re.escape, prefixes))})"
         return WeightMap(mappings, ignored=[others, *ignored])
 
@@ -172,10 +172,10 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
             "per_layer_inputs: the blocks of this model take an embedding of each token for each layer; multi-token "
             "prediction is not implemented for such models"
         )
-    mixers = [block.mixer for block in config.blocks]
+    mixers = {i: block.mixer for i, block in enumerate(config.blocks) if block.mixer is not None}
     # The state of attention grows with each token, the state of a recurrent mixer does not.
-    grows = [mixer.state_elements(2) > mixer.state_elements(1) for mixer in mixers]
-    attention = [i for i, mixer in enumerate(mixers) if mixer.state_from is None and grows[i]]
+    grows = {i: mixer.state_elements(2) > mixer.state_elements(1) for i, mixer in mixers.items()}
+    attention = [i for i, mixer in mixers.items() if mixer.state_from is None and grows[i]]
     if not attention:
         raise ConfigError("blocks: none of them has attention, and a layer of multi-token prediction needs it")
     full = [i for i in attention if getattr(mixers[i], "window", None) is None]

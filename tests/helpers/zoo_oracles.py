@@ -107,12 +107,13 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def renamed(name: str) -> str:
-    """The name that transformers has for a tensor of a published checkpoint; only Hy3's and Granite 4's differ from the
-    oracle's."""
+    """The name that transformers has for a tensor of a published checkpoint; only Hy3's, Granite 4's and Nemotron-H's
+    differ from the oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
     parts[".block_sparse_moe.input_linear.weight"] = ".block_sparse_moe.experts.gate_up_proj"
     parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
+    parts["backbone."] = "model."
     parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
     for published, own in parts.items():
         name = name.replace(published, own)
@@ -151,6 +152,7 @@ def stored_as(
         if name.endswith("experts.gate_up_proj"):
             pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
             found[name] = torch.stack(pairs)
-        else:
-            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
+        else:  # experts without a gate have "up_proj" too
+            own_name = down if name.endswith("experts.down_proj") else name.rpartition(".")[2]
+            found[name] = torch.stack([tensors[f"{at}.{e}.{own_name}.weight"] for e in each])
     return found

@@ -90,7 +90,9 @@ def test_decoding_waits_for_nothing(model: lm.CausalLM) -> None:
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    layers = [layer._asdict() if hasattr(layer, "_asdict") else vars(layer) for layer in state.layers]
+    layers = [
+        layer._asdict() if hasattr(layer, "_asdict") else vars(layer) for layer in state.layers if layer is not None
+    ]
     return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]
 
 

@@ -66,11 +66,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
     "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
+    "nemotron_h": even(zoo.CONFIGS["nemotron_h-latent-experts-and-biases"])
+    | {"n_groups": 2, "moe_intermediate_size": 30, "moe_shared_expert_intermediate_size": 44},
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
 values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions."""
+without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions;
+blocks of one layer, and latent experts without a gate."""
 
 
 def build(name: str) -> lm.CausalLM:
