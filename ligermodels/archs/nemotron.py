@@ -128,6 +128,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2Config:
         conv_width=fields.size("conv_kernel"),
         conv_bias=fields.flag("use_conv_bias", True),
         bias=bias,
+        out_bias=bias,
         time_step_limit=(fields.number("time_step_min", negative=False), math.inf),
         norm_eps=eps,
     )

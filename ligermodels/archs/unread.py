@@ -38,7 +38,7 @@ HARMLESS = frozenset(
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
     mamba_chunk_size num_logits_to_keep init_method
     chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
-    moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern
+    moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern mlp_expansion_factor
     """)
 )
 """Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
@@ -78,7 +78,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
-        attn_layer_indices z_loss_coefficient
+        attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias
         n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min expand residual_in_fp32
         layer_norm_epsilon moe_latent_size moe_shared_expert_intermediate_size hybrid_override_pattern
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
@@ -98,7 +98,9 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
-        use_pos_enc use_rotary_pos_emb block_use_swiglu
+        use_pos_enc use_rotary_pos_emb block_use_swiglu mamba_use_mlp
+        mlp_multipliers ssm_multipliers key_multiplier
+        attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier
         """),
         (1,),
     ),

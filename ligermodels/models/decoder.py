@@ -160,7 +160,8 @@ class Decoder(RefusesDropout):
         fields: dict[str, Any] = {"seq_lens": seq_lens, "tree": tree, "routing": routing or {}}
         if self.per_layer_inputs is not None:
             fields["per_layer_inputs"] = self._inputs_of_layers(layout, ids, x, per_layer_inputs)
-        x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
+        scale = self.config.input_scale * (self.config.token_scale if inputs_embeds is None else 1.0)
+        x = x if scale == 1.0 else x * scale
         context = self._context(layout, x, position_ids, state, **fields)
         if hidden_states is not None or token_indices is not None:
             return self.norm(self._run_in_steps(hidden_states, token_indices, x, context, state, router_outputs))

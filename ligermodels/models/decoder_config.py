@@ -26,6 +26,7 @@ class DecoderConfig:
         embed_scale: factor of token embeddings, rounded to their dtype.
         embed_norm_eps: eps of an RMSNorm without weight of token embeddings (Muse Glimmer), or None.
         input_scale: factor of the first block's input, `inputs_embeds` too.
+        token_scale: factor of the first block's input, but not of `inputs_embeds` (Falcon-H1).
         padding_idx: token whose embedding gets no gradient from the inputs.
         router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts in the whole loss.
         initializer_range: standard deviation of new weights.
@@ -45,6 +46,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     embed_norm_eps: float | None = None
     input_scale: float = 1.0
+    token_scale: float = 1.0
     padding_idx: int | None = None
     router_aux_loss_coef: float = 0.0
     initializer_range: float = 0.02

@@ -54,6 +54,19 @@ def test_experts_without_a_gate_in_one_tensor(name: str, tmp_path: Path) -> None
 
 
 @torch.no_grad()
+def test_falcon_h1_scales_tokens_but_no_given_embeddings(tmp_path: Path) -> None:
+    """And projects with a bias into Mamba2; transformers' left padding is wrong there."""
+    oracle = make_checkpoint(tmp_path, {**CONFIGS["falcon_h1"], "mamba_proj_bias": True})
+    model = lm.from_pretrained(tmp_path)
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    given = oracle.get_input_embeddings()(ids)
+    logits = model(inputs_embeds=given).logits
+    assert relative_error(logits, oracle(inputs_embeds=given).logits) < 2e-5
+    assert relative_error(logits, model(ids).logits) > 1e-2
+
+
+@torch.no_grad()
 def test_step_sizes_of_nemotron_h_have_a_lower_bound(tmp_path: Path) -> None:
     """`time_step_min`, as in transformers' forward pass over a text; its decoding steps are without it."""
     config = {**CONFIGS["nemotron_h-without-experts"], "time_step_min": 0.7}

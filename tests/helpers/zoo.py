@@ -256,7 +256,7 @@ WITHOUT_GATES = {name for name in NEWER if name.startswith("nemotron_h")}
 NEWER_MIXTURES = sorted(
     name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
 )
-ONLY_NATIVE = {*LATENT, "cohere2", *WITHOUT_GATES}
+ONLY_NATIVE = {*LATENT, "cohere2", *WITHOUT_GATES, *(name for name in NEWER if name.startswith("falcon_h1"))}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)
