@@ -69,6 +69,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
         use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
         moe_layer_num_skipped position_embedding_xdrope
+        expert_selection_fn shared_expert_combination_strategy prefix_dense_sliding_window_pattern
+        prefix_dense_intermediate_size
         num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
         moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length

@@ -64,6 +64,7 @@ class MoEConfig(LayerConfig):
         latent_bias: whether these two linear layers have biases.
         shared: a feed-forward layer for all tokens. Default: None.
         shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
+        output_scale: factor of the whole output, of the routed and the shared experts (Cohere 2 MoE).
         aux_loss: whether training may add a load-balancing loss.
 
     Raises:
@@ -98,6 +99,7 @@ class MoEConfig(LayerConfig):
     latent_bias: bool = False
     shared: MLPConfig | UngatedMLPConfig | None = None
     shared_gate: bool = False
+    output_scale: float = 1.0
     aux_loss: bool = True
 
     def __post_init__(self) -> None:
@@ -296,6 +298,7 @@ class MoE(ComposedExperts, Layer):
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
         out = out if self.latent_out is None else self.latent_out(out)
         out = (out if shared is None else out + shared).view_as(x)
+        out = out if self.config.output_scale == 1 else out * self.config.output_scale
         out = out if mesh is None else out.clone()  # FSDP2 warns of modules that return views
         logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
         return out, RouterOutput(logits, top_k, chosen, self.config.aux_loss)

@@ -66,6 +66,16 @@ def test_falcon_h1_scales_tokens_but_no_given_embeddings(tmp_path: Path) -> None
     assert relative_error(logits, model(ids).logits) > 1e-2
 
 
+def test_inner_size_of_falcon_h1() -> None:
+    """Null as `mamba_d_ssm` means mamba_expand * hidden_size."""
+    config = CONFIGS["falcon_h1-norms-and-biases"]
+    assert config["mamba_d_ssm"] == 2 * config["hidden_size"]
+    models = [lm.from_config({**config, "mamba_d_ssm": size}, device="meta") for size in (None, 108)]
+    assert models[0].config == models[1].config
+    with pytest.raises(ConfigError, match="12 heads of mamba_d_head 9 channels do not make mamba_d_ssm = 120"):
+        lm.from_config({**config, "mamba_d_head": 9, "mamba_d_ssm": 120}, device="meta")
+
+
 @torch.no_grad()
 def test_step_sizes_of_nemotron_h_have_a_lower_bound(tmp_path: Path) -> None:
     """`time_step_min`, as in transformers' forward pass over a text; its decoding steps are without it."""

@@ -253,10 +253,11 @@ MAMBAS = {name for name, config in CONFIGS.items() if {"mamba_n_heads", "mamba_n
 """Configs with layers of Mamba2."""
 WITHOUT_GATES = {name for name in NEWER if name.startswith("nemotron_h")}
 """Configs whose experts have no gate."""
-NEWER_MIXTURES = sorted(
+NEWER_MIXTURES = ["cohere2_moe", "cohere2_moe-root-mean-square-norms"]
+NEWER_MIXTURES += sorted(
     name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
 )
-ONLY_NATIVE = {*LATENT, "cohere2", *WITHOUT_GATES, *(name for name in NEWER if name.startswith("falcon_h1"))}
+ONLY_NATIVE = {*LATENT, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)
