@@ -36,6 +36,7 @@ HARMLESS = frozenset(
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
+    linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     mamba_chunk_size num_logits_to_keep init_method
     chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
     moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern mlp_expansion_factor
@@ -78,6 +79,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_allow_neg_eigval
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
         attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias

@@ -77,6 +77,35 @@ def test_inner_size_of_falcon_h1() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("published", [True, False], ids=["published", "modules"])
+def test_other_names_of_olmo_hybrid(published: bool, tmp_path: Path) -> None:
+    """Published checkpoints keep the names of norms by kind of layer, and the sizes of q, k and v; transformers saves
+    three equal parts. The names of its modules are read too."""
+    config = CONFIGS["olmo_hybrid"]
+    oracle = make_checkpoint(tmp_path / "model", config)
+    size = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in oracle.named_parameters():
+        if published and ".linear_attn.conv1d." in key:
+            parts = tensor.split([size, size, len(tensor) - 2 * size])
+            tensors |= {key.replace("conv1d", f"{part}_conv1d"): each for part, each in zip("qkv", parts, strict=True)}
+            continue
+        if published and ".3." not in key:
+            key = key.replace(".input_layernorm.", ".attention_layer_norm.")
+            key = key.replace(".post_attention_layernorm.", ".feedforward_layer_norm.")
+        tensors[key] = tensor
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    model = lm.from_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    model.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+
+@torch.no_grad()
 def test_step_sizes_of_nemotron_h_have_a_lower_bound(tmp_path: Path) -> None:
     """`time_step_min`, as in transformers' forward pass over a text; its decoding steps are without it."""
     config = {**CONFIGS["nemotron_h-without-experts"], "time_step_min": 0.7}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING, MAMBA
+from zoo_parts import BASE, DELTA, EXPERTS, LLAMA3_SCALING, MAMBA
 
 LFM2: dict[str, Any] = {
     **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps", "intermediate_size")},
@@ -12,6 +12,11 @@ LFM2: dict[str, Any] = {
     "conv_bias": False,
 }
 del LFM2["tie_word_embeddings"]
+OLMO_HYBRID: dict[str, Any] = {
+    **{name: value for name, value in {**BASE, **DELTA}.items() if name != "head_dim"},
+    "model_type": "olmo_hybrid",
+    "linear_value_head_dim": 12,  # A norm over few channels, with epsilon 1e-5, magnifies rounding.
+}
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in BASE.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
     "model_type": "nemotron_h",
@@ -338,6 +343,23 @@ NEWER: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "sliding_window": 9,
         "attention_bias": True,
+    },
+    "olmo_hybrid": {  # With the rope of published checkpoints: none.
+        **OLMO_HYBRID,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        "linear_allow_neg_eigval": True,
+        "linear_a_log_max": 16.0,
+    },
+    "olmo_hybrid-rope-and-other-sizes": {
+        **OLMO_HYBRID,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": True,
+        "rope_theta": 5e4,
+        "tie_word_embeddings": True,
     },
     "apertus": {
         **BASE,

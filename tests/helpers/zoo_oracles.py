@@ -107,13 +107,15 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def renamed(name: str) -> str:
-    """The name that transformers has for a tensor of a published checkpoint; only Hy3's, Granite 4's and Nemotron-H's
-    differ from the oracle's."""
+    """The name that transformers has for a tensor of a published checkpoint; only those of Hy3, Granite 4,
+    Nemotron-H and OLMo Hybrid differ from the oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
     parts[".block_sparse_moe.input_linear.weight"] = ".block_sparse_moe.experts.gate_up_proj"
     parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
     parts["backbone."] = "model."
+    parts[".attention_layer_norm."] = ".input_layernorm."
+    parts[".feedforward_layer_norm."] = ".post_attention_layernorm."
     parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
     for published, own in parts.items():
         name = name.replace(published, own)
@@ -134,12 +136,17 @@ def stored_as(
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
     per_expert = (".experts.", "block_sparse_moe")
     tensors = {name if name in own else renamed(name): t for name, t in tensors.items()}
-    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
+    elsewhere = (*per_expert, "_conv1d.")
+    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in elsewhere)}
     for name, parameter in own.items():
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")
         at = name.rpartition(".")[0]
+        if f"{layer.removesuffix('.conv1d.weight')}.q_conv1d.weight" in tensors:
+            thirds = [tensors[name.replace(".conv1d.", f".{third}_conv1d.")] for third in "qkv"]
+            found[name] = torch.cat(thirds)
+            continue
         if not at.endswith(".experts"):
             elsewhere = f"{layer}.block_sparse_moe.{part}"
             found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
