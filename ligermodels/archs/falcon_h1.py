@@ -33,13 +33,13 @@ def falcon_h1(config: Config) -> DecoderConfig:
     fields.choices("mamba_use_mlp", True, default=True)
     fields.choices("attn_layer_indices", None, default=None)
     bias = fields.flag("attention_bias", False)
-    *z_and_x, b, c, dt = _multipliers(fields, "ssm_multipliers", 5)
+    z, x, b, c, dt = _multipliers(fields, "ssm_multipliers", 5)
     mamba = replace(
         mamba2_layer(fields, "mamba_d_ssm"),
         out_bias=fields.flag("projectors_bias", False),
         norm_before_gate=fields.flag("mamba_norm_before_gate", True),
         has_norm=fields.flag("mamba_rms_norm", False),
-        part_scales=(*z_and_x, b, c, dt),
+        part_scales=(z, x, b, c, dt),
     )
     inputs = tuple(fields.number(f"{name}_in_multiplier", 1.0) for name in ("ssm", "attention"))
     outputs = tuple(fields.number(f"{name}_out_multiplier", 1.0) for name in ("ssm", "attention"))

@@ -79,7 +79,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-        linear_allow_neg_eigval
+        linear_allow_neg_eigval use_sandwich_norm use_attention_gate gating num_attention_heads_per_layer
+        moe_apply_router_weight_on_input moe_router_logit_softcapping
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
         attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias
@@ -100,7 +101,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         _names("""
         qk_scale_factor output_multiplier use_gated_activation
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
-        routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
+        routed_scaling_factor moe_routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
         use_pos_enc use_rotary_pos_emb block_use_swiglu mamba_use_mlp
         mlp_multipliers ssm_multipliers key_multiplier

@@ -193,8 +193,8 @@ class MoEConfig(LayerConfig):
             return joined(gate_up, sources["experts.gate_up"]), rename(down, sources["experts.down"])
         if "experts.gate_up_transposed" in sources:
             turned = experts_gate_up_transposed if self.gated else transposed
-            joined = turned(gate_up, sources["experts.gate_up_transposed"])
-            return joined, transposed(down, sources["experts.down_transposed"])
+            up = turned(gate_up, sources["experts.gate_up_transposed"])
+            return up, transposed(down, sources["experts.down_transposed"])
         if "experts.gate_up_pairs" in sources:
             pairs = transposed(gate_up, sources["experts.gate_up_pairs"])
             return pairs, transposed(down, sources["experts.down_transposed"])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, DELTA, EXPERTS, LLAMA3_SCALING, MAMBA
+from zoo_parts import BASE, DELTA, EXPERTS, LLAMA3_SCALING, MAMBA, YARN
 
 LFM2: dict[str, Any] = {
     **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps", "intermediate_size")},
@@ -16,6 +16,13 @@ OLMO_HYBRID: dict[str, Any] = {
     **{name: value for name, value in {**BASE, **DELTA}.items() if name != "head_dim"},
     "model_type": "olmo_hybrid",
     "linear_value_head_dim": 12,  # A norm over few channels, with epsilon 1e-5, magnifies rounding.
+}
+LFM3: dict[str, Any] = {
+    **{name: value for name, value in BASE.items() if name not in ("rms_norm_eps", "tie_word_embeddings")},
+    "model_type": "lfm3",
+    "head_dim": 16,
+    "norm_eps": 1e-5,
+    "sliding_window": 9,
 }
 NEMOTRON: dict[str, Any] = {
     **{name: value for name, value in BASE.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
@@ -360,6 +367,51 @@ NEWER: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_theta": 5e4,
         "tie_word_embeddings": True,
+    },
+    "lfm3": {
+        **LFM3,
+        "num_hidden_layers": 5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    },
+    "lfm3-without-gates-and-norms-after": {
+        **LFM3,
+        "layer_types": ["full_attention", "conv", "sliding_attention"],
+        "conv_L_cache": 3,
+        "use_attention_gate": False,
+        "use_sandwich_norm": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "laguna": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "laguna",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 9,
+        "num_attention_heads_per_layer": [6, 4, 4, 6],
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 43,
+        "moe_routed_scaling_factor": 2.5,
+        "gating": "per-head",
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "attention_factor": 1.1},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
+    "laguna-dense-and-biases": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "laguna",
+        "head_dim": 16,
+        "mlp_layer_types": ["sparse", "dense", "dense"],
+        "num_experts": 5,
+        "shared_expert_intermediate_size": 13,
+        "attention_bias": True,
     },
     "apertus": {
         **BASE,
