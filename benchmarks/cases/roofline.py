@@ -225,7 +225,8 @@ def _blocks(
         raise ValueError(f"no lower bound is known for {', '.join(sorted(other))}")
     blocks = cast(Sequence[Block], model.decoder.blocks)
     for index, (block, config) in enumerate(zip(blocks, model.config.blocks, strict=True)):
-        a, late = cast(AttentionConfig, config.mixer), {cast(Attention, block.mixer).o, *cast(Layer, block.mlp).modules()}
+        a, mlp = cast(AttentionConfig, config.mixer), cast(Layer, block.mlp)
+        late = {cast(Attention, block.mixer).o, *mlp.modules()}
         last, to_inputs = index == len(blocks) - 1, index > 0 or "weight" in gradients
         projections = []
         for m in _linears(block):

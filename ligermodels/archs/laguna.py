@@ -5,10 +5,18 @@ from __future__ import annotations
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder, gate_activation
 from ligermodels.archs.experts import published_layouts
 from ligermodels.archs.fields import DENSE, FULL, MOST, SLIDING, SPARSE
+from ligermodels.archs.lfm3 import ONLY_NEW_ROPE
 from ligermodels.convert.json_values import is_int, is_list_of
 from ligermodels.errors import ConfigError, short
-from ligermodels.layers import AttentionConfig, LayerConfig, MLPConfig, MoEConfig, NormConfig, QKNormConfig
-from ligermodels.layers import RouterConfig as Router
+from ligermodels.layers import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    QKNormConfig,
+    RouterConfig,
+)
 
 DEFAULTS = {
     "vocab_size": 100352,
@@ -35,7 +43,7 @@ ROPES = {
 }
 """The ropes of a config that names none."""
 UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that are written in `rope_parameters` alone."""
+"""Fields of rope that transformers does not read for this family: `rope_parameters` has all of it."""
 FIXED = {"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0, "output_router_logits": False}
 """Field -> its only implemented value."""
 
@@ -46,11 +54,11 @@ def laguna(config: Config) -> DecoderConfig:
     fields.choices("gating", True, "per-head", default=True)
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
-    for name in UNREAD_ROPE:
+    for name in UNREAD_ROPE if fields.config.get("rope_parameters") is None else ():
         fields.choices(name, None, default=None)
     windows = fields.windows(lambda layer: False)
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)
-    ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, partial=True)
+    ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE, partial=True)
     norm, bias = NormConfig(fields.number("rms_norm_eps", negative=False)), fields.flag("attention_bias", False)
     heads, sparse = _heads(fields), _mixture(fields)
     own = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm), "head_gate": "softplus"}
@@ -82,7 +90,7 @@ def _heads(fields: Fields) -> list[int]:
 
 def _mixture(fields: Fields) -> MoEConfig:
     activation = gate_activation(fields)
-    router = Router(
+    router = RouterConfig(
         *fields.experts("num_experts"),
         scores="sigmoid",
         selection_bias=True,
@@ -94,4 +102,6 @@ def _mixture(fields: Fields) -> MoEConfig:
 
 PUBLISHED = {"experts.selection_bias": "mlp.experts.e_score_correction_bias"}
 MODULES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
-FAMILIES = (Family("laguna", laguna, published_layouts(PUBLISHED, MODULES), default_theta=ROPES),)
+FAMILIES = (
+    Family("laguna", laguna, published_layouts(PUBLISHED, MODULES), default_theta=ROPES, attribute_map=ONLY_NEW_ROPE),
+)

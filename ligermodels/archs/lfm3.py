@@ -30,7 +30,9 @@ ROPES = {
 }
 """The ropes of a config that names none."""
 UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that are written in `rope_parameters` alone."""
+"""Fields of rope that transformers does not read for this family: `rope_parameters` has all of it."""
+ONLY_NEW_ROPE = dict.fromkeys(UNREAD_ROPE[:3], None)
+"""Older fields of rope. Exports leave them out: transformers would read them in place of settings by layer type."""
 
 
 def lfm3(config: Config) -> DecoderConfig:
@@ -40,10 +42,10 @@ def lfm3(config: Config) -> DecoderConfig:
     kinds = fields.kinds("layer_types", (CONV, SLIDING, FULL), _kind)
     window = fields.size("sliding_window") if SLIDING in kinds else None
     fields.ignore("sliding_window")
-    for name in UNREAD_ROPE:
+    for name in UNREAD_ROPE if fields.config.get("rope_parameters") is None else ():
         fields.choices(name, None, default=None)
     windows = [window if kind == SLIDING else None for kind in kinds]
-    ropes = fields.ropes(fields.size("head_dim"), ROPES, windows)
+    ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE)
     norm, bias = NormConfig(fields.number("norm_eps", negative=False)), fields.flag("attention_bias", False)
     conv = ShortConvConfig(fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias", False))
     own = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm)}
@@ -80,6 +82,7 @@ FAMILIES = (
         lfm3,
         [{"names": names} for names in (PUBLISHED, MODULES)],
         default_theta=ROPES,
+        attribute_map=ONLY_NEW_ROPE,
         module_layout={"names": MODULES},
     ),
 )

@@ -68,9 +68,10 @@ class AttentionConfig(LayerConfig):
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input. Checkpoints have it as a
     tensor of its own if the family names an "attention.gate" (AFMoE); otherwise within `q_proj`, for each head its rows
     of q, then its rows of the gate (Qwen3-Next). With `sinks` each query head has a learned logit, one more in the
-    denominator of its softmax (gpt-oss). With a `head_gate`
-    each head's output is multiplied by one number, that activation of a projection of the input (LFM3). `values` says how values come from the projection where they are not simply in
-    it. With `shares_kv`, later layers can attend to the keys and values of this one: see `SharedKVAttentionConfig`.
+    denominator of its softmax (gpt-oss). With a `head_gate` each head's output is multiplied by one number, that
+    activation of a projection of the input (LFM3). `values` says how values come from the projection where they are not
+    simply in it. With `shares_kv`, later layers can attend to the keys and values of this one: see
+    `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {

@@ -113,7 +113,6 @@ class ComposedExperts(Composed[ExpertCompute, ExpertUpdate]):
     weight_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up": ("gate_up",), "down": ("down",)}
     gate_up: nn.Parameter | None
     down: nn.Parameter | None
-    activation: Callable[..., Tensor]
 
     @property
     def product(self) -> Product:
