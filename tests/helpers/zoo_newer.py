@@ -370,6 +370,7 @@ NEWER: dict[str, dict[str, Any]] = {
     },
     "lfm3": {
         **LFM3,
+        "conv_L_cache": 7,
         "num_hidden_layers": 5,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
