@@ -59,8 +59,11 @@ def rope_parameters(
 def rope_fields(config: Mapping[str, Any], default_theta: float | Mapping[str, Any] = THETA) -> dict[str, Any]:
     """The fields that state the rotary settings of `config` in both schemas.
 
-    The v4 schema cannot state a scaling of layers other than full attention, nor an explicit `factor` of longrope.
+    The v4 schema cannot state a scaling of layers other than full attention, nor an explicit `factor` of longrope. A
+    config whose base is null in `rope_parameters` keeps its own fields: it has no rotation (OLMo Hybrid).
     """
+    if has_null_theta(config):
+        return {}
     by_default = default_theta if is_object(default_theta) and "rope_type" not in default_theta else {}
     types = dict.fromkeys([*by_default, *layer_types(object_field(config, "rope_parameters"))])
     if types:
@@ -83,6 +86,13 @@ def rope_fields(config: Mapping[str, Any], default_theta: float | Mapping[str, A
             fields["original_max_position_embeddings"] = original
     fields["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     return fields
+
+
+def has_null_theta(config: Mapping[str, Any]) -> bool:
+    """Whether `rope_parameters` of a config has null as its rotary base, and the config names no other."""
+    settings = config.get("rope_parameters")
+    is_null = is_object(settings) and "rope_theta" in settings and settings["rope_theta"] is None
+    return is_null and config.get("rope_theta") is None
 
 
 def layer_types(settings: Mapping[str, Any]) -> list[str]:

@@ -351,5 +351,5 @@ def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
     if not isinstance(backend, str) or not backends().get(backend, False):
         ready = ", ".join(name for name, installed in backends().items() if installed)
         raise BackendError(f"attention backend {short(backend)} is not installed or unknown; installed: {ready}")
-    blocks = (replace(block, mixer=block.mixer.with_attention_backend(backend)) for block in config.blocks)
+    blocks = (block.with_attention_backend(backend) for block in config.blocks)
     return replace(config, blocks=tuple(blocks))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, InputError
 from ligermodels.layers.norm import RMSNormAdd
+from ligermodels.models.state_dict import layout_in_memory
 from ligermodels.pretrained import from_pretrained
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -108,8 +109,10 @@ def verify(
     if ids.numel() == 0:
         raise InputError("verify needs at least one token")
     ids = ids.to(device)
-    names = modules_in_common(model.export_spec.weight_map) if model.export_spec else {}
-    ours = _outputs(model, names, ids)
+    spec = model.export_spec
+    layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
+    pairs = [modules_in_common(layout) for layout in layouts]
+    ours = _outputs(model, {name: None for names in pairs for name in names}, ids)
     del model
 
     path = folder if reference is None else reference
@@ -123,12 +126,14 @@ def verify(
     if hasattr(other.config, "_experts_implementation"):
         other.set_experts_implementation("eager")  # its default needs aligned sizes
     other.to(device).eval()
+    modules = dict(other.named_modules())  # published checkpoints may have names that differ from the modules'
+    names = max(pairs, key=lambda names: sum(name in modules for name in names.values()), default={})
     theirs = _outputs(other, names.values(), ids)
     names[LOGITS] = LOGITS
     places = [
         Place(name, names[name], relative_error(output, theirs[names[name]]))
         for name, output in ours.items()
-        if names[name] in theirs
+        if names.get(name) in theirs
     ]
     return Report(places, TOLERANCES[dtype] if tolerance is None else tolerance, ids.numel())
 

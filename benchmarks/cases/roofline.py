@@ -34,7 +34,7 @@ import ligermodels as lm
 from benchmarks.cases import attention
 from benchmarks.cases.projections import BOTH, IN_BF16, Call, Products, Shape, gemms
 from benchmarks.timing import measure
-from ligermodels.layers import AttentionConfig, Block
+from ligermodels.layers import Attention, AttentionConfig, Block, Layer
 
 ADAMW_BYTES = 14
 """Bytes per parameter: the parameter and two states read and written, the gradient read, all in bf16."""
@@ -225,7 +225,8 @@ def _blocks(
         raise ValueError(f"no lower bound is known for {', '.join(sorted(other))}")
     blocks = cast(Sequence[Block], model.decoder.blocks)
     for index, (block, config) in enumerate(zip(blocks, model.config.blocks, strict=True)):
-        a, late = cast(AttentionConfig, config.mixer), {block.mixer.o, *block.mlp.modules()}
+        a, mlp = cast(AttentionConfig, config.mixer), cast(Layer, block.mlp)
+        late = {cast(Attention, block.mixer).o, *mlp.modules()}
         last, to_inputs = index == len(blocks) - 1, index > 0 or "weight" in gradients
         projections = []
         for m in _linears(block):

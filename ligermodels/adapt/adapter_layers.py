@@ -85,11 +85,12 @@ def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> di
     check_config(config)
     paths = adapted_paths(headers)
     parameters = {container(name): leaf(name) for name in config.get("target_parameters") or ()}
-    named: dict[str, str] = {}
+    gates = not any(leaf(name) == "up_proj" for name in config.get("target_parameters") or ())
+    first, named = "gate_up_proj" if gates else "up_proj", dict[str, str]()
     for path in sorted(paths):
         alone = next((name for owner, name in parameters.items() if owner and path.endswith(owner)), "")
         if leaf(path) == "base_layer":
-            named[f"{container(path)}.gate_up_proj"] = path
+            named[f"{container(path)}.{first}"] = path
         elif name := "down_proj" if f"{path}.base_layer" in paths else alone:
             named[f"{path}.{name}"] = path
         else:

@@ -75,7 +75,8 @@ def _rows_of_expert(tensor: Tensor, expert: int, start: int, length: int) -> Ten
 
 
 def _stacked_name(path: str, projection: Projection, projections: Collection[Projection]) -> str:
-    """The name of the module that PEFT wraps: once for `gate_up_proj`, and the wrapper again for `down_proj`."""
+    """The name of the module that PEFT wraps: once for `gate_up_proj` (or `up_proj`), and the wrapper again for
+    `down_proj`."""
     inner = projection == "gate_up" and "down" in projections
     return f"{container(path)}.base_layer" if inner else container(path)
 
@@ -124,7 +125,7 @@ def find_experts(
                     "LoRA adapts all experts of a layer"
                 )
             found.setdefault("per_expert", {})[path] = layers
-        if name in ("gate_up_proj", "down_proj") and _is_stacked(name, experts, paths, target_parameters or ()):
+        if target.is_whole and _is_stacked(name, experts, paths, target_parameters or ()):
             found.setdefault("target_parameters", {})[path] = (path,)
     if len(found) > 1:
         raise CheckpointError(f"names experts in several formats: {', '.join(found)}")
@@ -166,11 +167,15 @@ def converted(
         The update, and its parameters by name.
 
     Raises:
-        InputError: gate and up have different scalings, or the family has no names for single experts.
+        InputError: gate and up have different scalings, the family has no names for single experts, or the format has
+            none for experts without a gate.
     """
     gate_up = update.parts_of("gate_up")
     is_joint = [part.leaf for part in gate_up] == ["gate_up_proj"]
-    change = bool(gate_up) and is_joint != (form == "target_parameters")
+    has_gate = not any(part.is_whole and part.leaf == "up_proj" for part in gate_up)
+    change = bool(gate_up) and has_gate and is_joint != (form == "target_parameters")
+    if form == "shared_outer" and not has_gate:
+        raise InputError("expert_format: 'shared_outer' has no names for experts without a gate; give 'per_expert'")
     shared = update.shared_outer and form == "shared_outer"
     if form == "per_expert" and any(not part.layers for part in update.parts):
         raise InputError(

@@ -26,8 +26,6 @@ from ligermodels.models.causal_lm import CausalLM
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-WHOLE = ("gate_up_proj", "down_proj")
-"""The experts' parameters in transformers."""
 
 
 def chosen_targets(
@@ -85,7 +83,7 @@ class _Names:
         """The paths that `target_parameters` names."""
         if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted or ()):
             raise InputError(f"target_parameters: must be a list of names, got {wanted!r}")
-        parameters = [path for path in self.experts if leaf(path) in WHOLE]
+        parameters = [path for path, target in self.experts.items() if target.is_whole]
         paths: list[str] = []
         for name in wanted or ():
             matching = [path for path in parameters if _ends_with(path, name)]
@@ -103,7 +101,7 @@ class _Names:
         for path, target in self.experts.items():
             if len(target.layers) == 1:
                 names[path] = list(target.layers[0])
-            elif not target.layers and leaf(path) in WHOLE:
+            elif not target.layers and target.is_whole:
                 names[path] = [path]
         try:
             every = [name for group in names.values() for name in group]
@@ -120,7 +118,7 @@ class _Names:
         for path, target in self.experts.items():
             layers = target.layers[0] if len(target.layers) == 1 else ()
             matching = {layer for layer in layers if _ends_with(layer, name)}
-            whole = leaf(path) in WHOLE and _ends_with(container(path), name)
+            whole = target.is_whole and _ends_with(container(path), name)
             if whole or _ends_with(path, name) or _all_or_none(name, layers, matching):
                 paths.append(path)
         return paths

@@ -19,7 +19,7 @@ from ligermodels.convert.mappings import (
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError
 from ligermodels.layers import Linear, MoE
-from ligermodels.layers.expert_lora import ExpertPart
+from ligermodels.layers.expert_lora import ExpertPart, same_rows
 from ligermodels.layers.expert_parts import Projection
 from ligermodels.layers.lora import LoRAPart
 from ligermodels.models.causal_lm import CausalLM
@@ -39,6 +39,11 @@ class Target:
     projection: Projection | None = None
     stacked: tuple[TensorView, ...] = ()
     layers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole parameter of experts, which `target_parameters` can name."""
+        return self.projection is not None and same_rows(self.views, self.stacked)
 
     def part(self, path: str, r: int, lora_alpha: float, use_rslora: bool) -> LoRAPart:
         """The part of an update for this target.
@@ -149,7 +154,8 @@ def expert_targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[Wei
     """Path -> part of the experts of a mixture that LoRA can adapt.
 
     `gate_up` and `down` have the paths of the parameters in transformers 5 ("...mlp.experts.gate_up_proj").
-    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`.
+    "...mlp.experts.gate_proj" and "...mlp.experts.up_proj" are the halves of `gate_up`. Experts without a gate have
+    "...experts.up_proj" alone.
 
     Args:
         model: the model.
@@ -166,12 +172,16 @@ def expert_targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[Wei
         first = gate_up.views[0].source
         path = container(first) if len(gate_up.views) == 1 else first.rpartition(".0.")[0]
         layers = _layers_of_experts([by_target, *others], name, experts, path.partition(".layers.")[0])
-        whole = _rows(gate_up, f"{path}.gate_up_proj", 2 * module.config.size)
-        found[f"{path}.gate_up_proj"] = Target(name, whole, "gate_up", whole, layers[:2])
-        for i, view in enumerate(interleaved_gate_up("", f"{path}.gate_proj", f"{path}.up_proj").views):
-            found[view.source] = Target(name, (view,), "gate_up", whole, layers[i : i + 1])
+        if module.config.gated:
+            whole = _rows(gate_up, f"{path}.gate_up_proj", module.config.rows)
+            found[f"{path}.gate_up_proj"] = Target(name, whole, "gate_up", whole, layers[:2])
+            for i, view in enumerate(interleaved_gate_up("", f"{path}.gate_proj", f"{path}.up_proj").views):
+                found[view.source] = Target(name, (view,), "gate_up", whole, layers[i : i + 1])
+        else:
+            whole = rename("", f"{path}.up_proj").views
+            found[f"{path}.up_proj"] = Target(name, whole, "gate_up", whole, layers[:1])
         rows = rename("", f"{path}.down_proj").views
-        found[f"{path}.down_proj"] = Target(name, rows, "down", rows, layers[2:])
+        found[f"{path}.down_proj"] = Target(name, rows, "down", rows, layers[-1:])
     return found
 
 
@@ -189,7 +199,7 @@ def _rows(mapping: WeightMapping, path: str, rows: int) -> tuple[TensorView, ...
 def _layers_of_experts(
     layouts: Sequence[Mapping[str, WeightMapping]], name: str, experts: int, stem: str
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of the linear layers of each expert, for gate, up and down; empty if no layout has them.
+    """Names of the linear layers of each expert, for gate (if there is one), up and down; empty if no layout has them.
 
     Args:
         layouts: name of a parameter -> its mapping, for each layout.
@@ -199,9 +209,10 @@ def _layers_of_experts(
     """
     for layout in layouts:
         gate_up, down = layout.get(f"{name}.gate_up"), layout.get(f"{name}.down")
-        if gate_up is None or down is None or len(gate_up.views) != 2 * experts:
+        if gate_up is None or down is None or len(down.views) != experts or len(gate_up.views) % experts:
             continue
-        sources: list[Sequence[TensorView]] = [gate_up.views[::2], gate_up.views[1::2], down.views]
+        step = len(gate_up.views) // experts  # gate and up of an expert follow each other
+        sources: list[Sequence[TensorView]] = [*(gate_up.views[i::step] for i in range(step)), down.views]
         names = tuple(tuple(view.source.removesuffix(".weight") for view in views) for views in sources)
         if names[0][0].partition(".layers.")[0] == stem:
             return names
@@ -210,7 +221,7 @@ def _layers_of_experts(
 
 def overlapping(known: Mapping[str, Target], paths: Sequence[str]) -> tuple[str, str] | None:
     """Two of the `paths` that adapt the same rows of experts; None if there are none."""
-    whole = {known[path].module: path for path in paths if leaf(path) == "gate_up_proj" and known[path].projection}
+    whole = {known[path].module: path for path in paths if known[path].projection == "gate_up" and known[path].is_whole}
     for path in paths:
         target = known[path]
         if target.projection == "gate_up" and whole.get(target.module, path) != path:

@@ -42,24 +42,32 @@ BAMBA_NAMES = {
 }
 
 
-def mamba2_layer(fields: Fields) -> Mamba2Config:
+def mamba2_layer(fields: Fields, inner_size: str | None = None) -> Mamba2Config:
     """The Mamba2 layer that the fields `mamba_*` of a config describe; its chunk size changes no result.
 
-    ConfigError, naming the field, for a field that is bad or not implemented.
+    Args:
+        fields: the config.
+        inner_size: name of the field with the channels of all heads, if the family has one; without a value of it they
+            are mamba_expand * hidden_size.
+
+    Raises:
+        ConfigError: a field is bad or not implemented; the message names it.
     """
     fields.ignore("mamba_chunk_size")
     fields.choices("hidden_act", "silu", "swish", default=None)  # also of the convolution
-    inner = fields.size("mamba_expand") * fields.size("hidden_size")
+    stated_inner = None if inner_size is None else fields.optional_size(inner_size)
+    inner = stated_inner or fields.size("mamba_expand") * fields.size("hidden_size")
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
     stated = fields.config.get("mamba_d_head")
     head_dim = inner // heads if stated in (None, "auto") else fields.size("mamba_d_head")
     if heads * head_dim != inner:
         raise ConfigError(
             f"{fields.where}: mamba_n_heads {heads} heads of mamba_d_head {head_dim} channels do not make "
-            f"mamba_expand * hidden_size = {inner}"
+            f"{inner_size if stated_inner else 'mamba_expand * hidden_size'} = {inner}"
         )
     if heads % groups:
         raise ConfigError(f"{fields.where}: mamba_n_groups {groups} does not divide mamba_n_heads {heads}")
+    bias = fields.flag("mamba_proj_bias", False)
     return Mamba2Config(
         num_heads=heads,
         head_dim=head_dim,
@@ -67,7 +75,8 @@ def mamba2_layer(fields: Fields) -> Mamba2Config:
         num_groups=groups,
         conv_width=fields.size("mamba_d_conv"),
         conv_bias=fields.flag("mamba_conv_bias", True),
-        bias=fields.flag("mamba_proj_bias", False),
+        bias=bias,
+        out_bias=bias,
         time_step_limit=time_step_limit(fields),
         norm_eps=fields.number("rms_norm_eps", negative=False),
     )

@@ -47,9 +47,9 @@ def decoder(
     final_norm: NormConfig | None = None,
     attention: Callable[[int, AttentionConfig], Mapping[str, Any]] = lambda layer, common: {},
     mlp: Callable[[int, MLPConfig], LayerConfig] = lambda layer, common: common,
-    feed_forward: Callable[[int], LayerConfig] | None = None,
-    mixer: Callable[[int, AttentionConfig], LayerConfig] = lambda layer, common: common,
-    block: Mapping[str, Any] | None = None,
+    feed_forward: Callable[[int], LayerConfig | None] | None = None,
+    mixer: Callable[[int, AttentionConfig], LayerConfig | None] = lambda layer, common: common,
+    block: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     head: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> DecoderConfig:
@@ -66,9 +66,11 @@ def decoder(
         attention: function (layer number, common AttentionConfig) -> fields in which this layer differs.
         mlp: function (layer number, common MLPConfig) -> config of this layer's feed-forward layer.
         feed_forward: function (layer number) -> config of this layer's feed-forward layer, for families without gated
-            layers of `intermediate_size` channels. `activation`, `mlp_bias` and `mlp` are then not used.
-        mixer: function (layer number, its AttentionConfig) -> config of this layer's token mixer.
-        block: further fields of all BlockConfigs.
+            layers of `intermediate_size` channels; None for a layer without one. `activation`, `mlp_bias` and `mlp` are
+            then not used.
+        mixer: function (layer number, its AttentionConfig) -> config of this layer's token mixer; None for a layer
+            without one.
+        block: further fields of all BlockConfigs, or a function (layer number) -> such fields of this layer's.
         head: further fields of HeadConfig.
         more: further fields of DecoderConfig.
 
@@ -89,11 +91,14 @@ def decoder(
     differences = [dict(attention(layer, common)) for layer in range(layers)]
     if any("rope" not in difference for difference in differences):
         common = replace(common, rope=fields.rope(head_dim, context, default_theta, partial=partial_rotary))
+    further = block if callable(block) else partial(lambda fields, layer: fields, block or {})
     composed = DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
         blocks=tuple(
-            BlockConfig(mixer(layer, replace(common, **differences[layer])), feed_forward(layer), norm, **(block or {}))
+            BlockConfig(
+                mixer(layer, replace(common, **differences[layer])), feed_forward(layer), norm, **further(layer)
+            )
             for layer in range(layers)
         ),
         norm=final_norm or norm,

@@ -143,19 +143,19 @@ class Fields:
         """The number above 0 in field `name`; None if it is missing or null."""
         return None if self._raw(name) is None else self.number(name, positive=True)
 
-    def kinds(self, name: str, known: tuple[str, str], otherwise: Callable[[int], str]) -> list[str]:
+    def kinds(self, name: str, known: tuple[str, ...], otherwise: Callable[[int], str]) -> list[str]:
         """The kind of each layer.
 
         Args:
             name: field with a list of kinds.
-            known: the two possible kinds.
+            known: the possible kinds.
             otherwise: function (layer number) -> kind, if the field is missing or null.
         """
         count, kinds = self.size("num_hidden_layers"), self._raw(name)
         if kinds is None:
             return [otherwise(layer) for layer in range(count)]
         if not is_list_of(kinds, lambda kind: kind in known) or len(kinds) != count:
-            raise self._fail(name, f"a list of num_hidden_layers = {count} times {known[0]!r} or {known[1]!r}")
+            raise self._fail(name, f"a list of num_hidden_layers = {count} times {' or '.join(map(repr, known))}")
         return list(kinds)
 
     def windows(self, slides: Callable[[int], bool]) -> list[int | None]:
@@ -288,6 +288,8 @@ class Fields:
         thetas: Mapping[str, Any],
         windows: Sequence[int | None],
         unread: Sequence[str] = (),
+        *,
+        partial: bool = False,
     ) -> list[RopeConfig]:
         """Each layer's rope, in families with one rope for sliding-window layers and one for full-attention layers.
 
@@ -297,13 +299,19 @@ class Fields:
             windows: each layer's sliding window, or None.
             unread: fields that releases of transformers read differently for this family. It is an error if one of
                 them makes a difference.
+            partial: whether the family can rotate a part of each head only.
         """
         context = self.size("max_position_embeddings")
         dims = dict.fromkeys((SLIDING, FULL), head_dim) if is_int(head_dim) else cast(Mapping[str, int], head_dim)
-        sliding, full = (self.rope(dims[layer_type], context, thetas, layer_type) for layer_type in (SLIDING, FULL))
+        sliding, full = (
+            self.rope(dims[layer_type], context, thetas, layer_type, partial=partial) for layer_type in (SLIDING, FULL)
+        )
         ropes = [full if window is None else sliding for window in windows]
         for name in unread:
-            if self.config.get(name) and self.replaced(**{name: None}).ropes(head_dim, thetas, windows) != ropes:
+            if (
+                self.config.get(name)
+                and self.replaced(**{name: None}).ropes(head_dim, thetas, windows, partial=partial) != ropes
+            ):
                 raise ConfigError(
                     f"{self.where}: {name} = {short(self.config[name])} does not mean the same to all readers of this "
                     f"model_type; write rope_parameters, with an object for each layer type, instead"

@@ -11,6 +11,7 @@ from ligermodels.archs import (
     deepseek,
     ernie,
     exaone,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
@@ -19,7 +20,9 @@ from ligermodels.archs import (
     gpt_oss,
     granite,
     hunyuan,
+    laguna,
     lfm2,
+    lfm3,
     llama,
     mellum,
     minimax,
@@ -28,6 +31,7 @@ from ligermodels.archs import (
     mistral4,
     mixtral,
     muse,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -44,7 +48,7 @@ from ligermodels.models.families import register
 MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
-    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba,
+    mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba, nemotron, falcon_h1, lfm3, laguna,
 )  # fmt: skip
 
 for _module in MODULES:

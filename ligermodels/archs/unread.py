@@ -36,12 +36,16 @@ HARMLESS = frozenset(
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
+    linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     mamba_chunk_size num_logits_to_keep init_method
+    chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
+    moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern mlp_expansion_factor
     """)
 )
 """Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
 split a computation without changing it; layers of multi-token prediction are not part of the model."""
 
+ACTIVATIONS = _names("activation activation_function mlp_activation mlp_hidden_act mamba_hidden_act")
 COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         _names("""
@@ -66,6 +70,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
         use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
         moe_layer_num_skipped position_embedding_xdrope
+        expert_selection_fn shared_expert_combination_strategy prefix_dense_sliding_window_pattern
+        prefix_dense_intermediate_size
         num_dense_layers route_scale route_norm score_func num_expert_groups num_limited_groups router_scaling_factor
         moe_router_use_sigmoid moe_router_enable_expert_bias enable_moe_fp32_combine
         experts_per_token swiglu_alpha swiglu_limit initial_context_length
@@ -73,9 +79,13 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         use_routing_bias shared_intermediate_size shared_moe_mode mlp_intermediate_size qk_norm_type
         kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
         linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_allow_neg_eigval use_sandwich_norm use_attention_gate gating num_attention_heads_per_layer
+        moe_apply_router_weight_on_input moe_router_logit_softcapping
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
-        attn_layer_indices z_loss_coefficient
+        attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias
+        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min expand residual_in_fp32
+        layer_norm_epsilon moe_latent_size moe_shared_expert_intermediate_size hybrid_override_pattern
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
         num_global_key_value_heads top_k_experts laurel_rank
         conv_L_cache conv_bias conv_dim conv_dim_out full_attn_idxs norm_eps num_heads tie_embedding use_expert_bias
@@ -91,13 +101,16 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         _names("""
         qk_scale_factor output_multiplier use_gated_activation
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
-        routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage rope_scaling_factor alpha
+        routed_scaling_factor moe_routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage
+        rope_scaling_factor alpha
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
-        use_pos_enc use_rotary_pos_emb block_use_swiglu
+        use_pos_enc use_rotary_pos_emb block_use_swiglu mamba_use_mlp
+        mlp_multipliers ssm_multipliers key_multiplier
+        attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier
         """),
         (1,),
     ),
-    **dict.fromkeys(("activation", "activation_function", "mlp_activation"), ("silu", "swiglu", "swish")),
+    **dict.fromkeys(ACTIVATIONS, ("silu", "swiglu", "swish")),
     "position_embedding_type": ("rope", "rotary"),
     "normalization_function": ("rmsnorm",),
 }

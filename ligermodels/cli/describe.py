@@ -121,9 +121,9 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mixers = [block.mixer for block in config.blocks]
+    mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
-    layers = [{**block.mixer.info(), **block.mlp.info()} for block in config.blocks]
+    layers = [block.info() for block in config.blocks]
     facts: dict[str, Any] = {
         "model_type": hf_config["model_type"],
         "layers": len(config.blocks),
@@ -131,8 +131,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         **{name: _common(each[name] for each in layers if name in each) for name in dict.fromkeys(chain(*layers))},
         "vocab_size": config.vocab_size,
         "context": config.max_position_embeddings,
-        "rope_type": rope["rope_type"],
-        "rope_theta": rope["rope_theta"],
+        **{name: rope[name] for name in ("rope_type", "rope_theta") if any(block.ropes for block in config.blocks)},
         "tied_embeddings": config.head.tied,
         "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
         "attention": attention_summary(config, device, dtype_of(hf_config)),

@@ -27,7 +27,8 @@ class DecodingState:
         `advances` is False: generation advances it in a kernel instead.
 
     Args:
-        mixers: the configs of the layers' mixers; layers with equal configs share one `LayerState`.
+        mixers: the configs of the layers' mixers, None for a layer without one; layers with equal configs share one
+            `LayerState`.
         batch_size: sequences.
         max_length: most tokens of a sequence, including the nodes of a tree.
         hidden_size: the model's hidden size.
@@ -40,7 +41,7 @@ class DecodingState:
 
     def __init__(
         self,
-        mixers: Sequence[LayerConfig],
+        mixers: Sequence[LayerConfig | None],
         batch_size: int,
         max_length: int,
         *,
@@ -50,12 +51,11 @@ class DecodingState:
     ) -> None:
         batch_size, max_length = check_count("batch_size", batch_size), check_count("max_length", max_length)
         self.batch_size, self.max_length, self.device = batch_size, max_length, device
+        own = Counter(mixer for mixer in mixers if mixer is not None and mixer.state_from is None)
+        options: dict[str, Any] = {"hidden_size": hidden_size, "dtype": dtype, "device": device}
         with memory_for(f"a decoding state of {batch_size} sequences of up to {max_length} tokens", device):
             self._states: dict[LayerConfig, LayerState | None] = {
-                config: config.new_state(
-                    count, batch_size, max_length, hidden_size=hidden_size, dtype=dtype, device=device
-                )
-                for config, count in Counter(mixer for mixer in mixers if mixer.state_from is None).items()
+                config: config.new_state(count, batch_size, max_length, **options) for config, count in own.items()
             }
         parts: dict[LayerConfig, Iterator[Any]] = {
             config: iter(()) if state is None else map(state.layer, range(len(mixers)))
@@ -63,8 +63,10 @@ class DecodingState:
         }
         self.layers: list[Any] = []
         for config in mixers:
-            source = config.state_from
-            self.layers.append(next(parts[config], None) if source is None else self.layers[source])
+            if config is None or config.state_from is None:
+                self.layers.append(None if config is None else next(parts[config], None))
+            else:
+                self.layers.append(self.layers[config.state_from])
         self.cache_seqlens: Tensor | None = None
         self.advances = True
         self._longest = 0

@@ -26,6 +26,11 @@ class HFAttention(OnModules, Attention):
     o = part_named("attention.o")
 
     @property
+    def gate(self) -> Any:  # type: ignore[override]
+        """The linear layer of the heads' gates, or None."""
+        return part(self.source, "attention.head_gate") if self.config.head_gate is not None else None
+
+    @property
     def sinks(self) -> Any:  # type: ignore[override]
         """Parameter (num_heads,), or None."""
         return part(self.source, "attention.sinks") if self.config.sinks else None

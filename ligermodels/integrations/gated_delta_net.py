@@ -54,7 +54,8 @@ class HFGatedDeltaNet(OnModules, GatedDeltaNet):
         projections, their rows are ordered by key head."""
         source, config = self.source, self.config
         if "delta.qkvz" not in native_of(source).names:
-            return torch.cat([part(source, f"delta.{name}")(x) for name in ("qkv", "z", "b", "a")], dim=-1)
+            qkv = "qkv" if "delta.q" in native_of(source).names else ("qkv",)
+            return torch.cat([part(source, f"delta.{name}")(x) for name in (*qkv, "z", "b", "a")], dim=-1)
         repeats = config.num_value_heads // config.num_key_heads
         keys, values = config.key_head_dim, repeats * config.value_head_dim
         channels: list[Tensor] = []

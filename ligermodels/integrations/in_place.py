@@ -92,7 +92,7 @@ def restore(model: Model) -> Model:
 
 def _native_backbone(backbone: Any, config: DecoderConfig, names: Mapping[str, str]) -> Native:
     """The native counterpart of a backbone; `names` are the family's names of parts."""
-    ropes = dict.fromkeys(rope for block in config.blocks for rope in block.mixer.ropes)
+    ropes = dict.fromkeys(rope for block in config.blocks for rope in block.ropes)
     with torch.device("cpu"):
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
     thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]

@@ -12,8 +12,9 @@ from ligermodels.integrations.modules import OnModules, first_of, is_ours, nativ
 from ligermodels.layers import DenseMoEConfig, ForwardContext, MLPConfig
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.dense_moe import DenseMoE
+from ligermodels.layers.expert_mix import mix_experts
 from ligermodels.layers.layer import Layer
-from ligermodels.layers.moe import MoEConfig, mix_experts
+from ligermodels.layers.moe import MoEConfig
 
 
 def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:

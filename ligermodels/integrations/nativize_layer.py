@@ -151,6 +151,8 @@ _MLPS: Mapping[type, Callable[[nn.Module, Any, Names], Names]] = {
 
 def check_supported(block: BlockConfig) -> None:
     """ConfigError, naming the class of the config, for a block with a layer that has no counterpart here."""
+    if block.mixer is None or block.mlp is None:
+        raise ConfigError("nativize: blocks of one layer are not supported")
     if type(block.mixer) not in _MIXERS:
         raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
     if type(block.mlp) not in _MLPS:

@@ -109,7 +109,7 @@ class HFBlock(OnModules, Block):
             return NormCall(source, f"norm.{name}", addition) if name in norms else default
 
         self.residual_scale = config.residual_scale
-        self.mixer_has_extra_output = config.mixer.has_extra_output
+        self.mixer_has_extra_output = config.mixer is not None and config.mixer.has_extra_output
         self.mixer_norm, self.mlp_norm = (norm(f"{part}_norm", "before", nn.Identity()) for part in ("mixer", "mlp"))
         self.mixer_post_norm, self.mlp_post_norm = (
             norm(f"{part}_post_norm", "after", None) for part in ("mixer", "mlp")

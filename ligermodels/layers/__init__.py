@@ -21,6 +21,7 @@ from ligermodels.layers.mamba2 import Mamba2, Mamba2Config
 from ligermodels.layers.mlp import GatedMLP, MLPConfig
 from ligermodels.layers.moe import MoE, MoEConfig
 from ligermodels.layers.norm import LayerNorm, NormConfig, RMSNorm
+from ligermodels.layers.parallel_mixers import ParallelMixers, ParallelMixersConfig
 from ligermodels.layers.per_layer_inputs import PerLayerInputConfig, PerLayerInputs, PerLayerInputsConfig
 from ligermodels.layers.recurrent_state import RecurrentState
 from ligermodels.layers.rope import (
@@ -84,6 +85,8 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "NormConfig",
+    "ParallelMixers",
+    "ParallelMixersConfig",
     "PerLayerInputConfig",
     "PerLayerInputs",
     "PerLayerInputsConfig",

@@ -1,4 +1,4 @@
-"""Gated activations as data: what a linear layer is called with, and what computes them by themselves."""
+"""Activations as data: what a linear layer is called with, and what computes them by themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.ops import Float8Form, GLUOptions
 
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x) ** 2 (So et al., 2021, https://arxiv.org/abs/2109.08668)."""
+    return x.relu().square()
+
+
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
     "gelu_tanh": ops.geglu,
     "gelu": partial(ops.geglu, approximate="none"),
 }
 """Gate activation -> op on pairs of gate and up (..., 2 I), or on both (..., I), with the result (..., I)."""
+
+UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {"relu2": squared_relu}
+"""Activation of layers without a gate -> function of (..., I)."""
 
 _FLOAT8: Mapping[str, Callable[..., Tensor]] = {
     "silu": ops.float8_swiglu,

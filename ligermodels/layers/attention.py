@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -33,10 +34,16 @@ class Attention(Layer):
     """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value, then
     the output gates of its query heads if there are any.
 
-    Parameter `sinks` (num_heads,), None where the config has none.
+    Parameter `sinks` (num_heads,), and module `gate`, a linear layer with an output for each head: None where the
+    config has none.
     """
 
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"qkv": "columns", "o": "rows", "sinks": 0}
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
+        "qkv": "columns",
+        "gate": "columns",
+        "o": "rows",
+        "sinks": 0,
+    }
     context_parallel: ClassVar[bool] = True
     sequence_parallel: ClassVar[bool] = True
     float8_linears: ClassVar[Mapping[str, str | None]] = {"qkv": INPUT, "o": None}
@@ -50,6 +57,7 @@ class Attention(Layer):
         self.split = _split_class(config.qk_norm)(*shape, config.qk_norm, config.values)
         self.o = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.gate = None if config.head_gate is None else Linear(hidden_size, config.num_heads, bias=False)
         self.init_weights()
 
     def init_weights(self, std: float = 0.02) -> None:
@@ -79,11 +87,17 @@ class Attention(Layer):
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
-        out = out.flatten(2)
+        out = (out if self.gate is None else out * self._head_gates(self.gate(x))[..., None]).flatten(2)
         out = self.o(out if gate is None else out * gate.sigmoid())
         if not self.config.shares_kv:
             return out
         return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
+
+    def _head_gates(self, logits: Tensor) -> Tensor:
+        """The factors of the heads' outputs, from the projection `gate` of the input: (B, T, num_heads)."""
+        if self.config.head_gate == "sigmoid":
+            return logits.sigmoid()
+        return F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""

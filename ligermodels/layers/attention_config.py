@@ -68,8 +68,10 @@ class AttentionConfig(LayerConfig):
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input. Checkpoints have it as a
     tensor of its own if the family names an "attention.gate" (AFMoE); otherwise within `q_proj`, for each head its rows
     of q, then its rows of the gate (Qwen3-Next). With `sinks` each query head has a learned logit, one more in the
-    denominator of its softmax (gpt-oss). `values` says how values come from the projection where they are not simply in
-    it. With `shares_kv`, later layers can attend to the keys and values of this one: see `SharedKVAttentionConfig`.
+    denominator of its softmax (gpt-oss). With a `head_gate` each head's output is multiplied by one number, that
+    activation of a projection of the input (LFM3). `values` says how values come from the projection where they are not
+    simply in it. With `shares_kv`, later layers can attend to the keys and values of this one: see
+    `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -77,6 +79,7 @@ class AttentionConfig(LayerConfig):
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.sinks": "self_attn.sinks",
+        "attention.head_gate": "self_attn.g_proj",
     }
 
     num_heads: int
@@ -93,6 +96,7 @@ class AttentionConfig(LayerConfig):
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
     sinks: bool = False
+    head_gate: Literal["sigmoid", "softplus"] | None = None
     values: ValueConfig | None = None
     shares_kv: bool = False
     backend: str = field(default="auto", compare=False)
@@ -101,6 +105,7 @@ class AttentionConfig(LayerConfig):
         check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
         check_multiple(self, "num_heads", "num_kv_heads")
         check_numbers(self, "softcap", positive=True)
+        check_choice(self, "head_gate", (None, "sigmoid", "softplus"))
         if self.rope is not None and self.rope.channels > self.head_dim:
             raise ConfigError(f"rope: rotates {self.rope.channels} channels of heads that have {self.head_dim}")
         for name, has_it in (("stored_as_pairs", self.stored_as_pairs), ("values", self._values_from_keys)):
@@ -172,6 +177,8 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv(target, q, k, None if self._values_from_keys else v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+        if self.head_gate is not None:
+            found.append(rename(f"{native}.gate.weight", f"{there['attention.head_gate']}.weight"))
         if self.sinks:
             found.append(rename(f"{native}.sinks", there["attention.sinks"]))
         return [*found, *self._norm_mappings(native, there, pairs)]

@@ -1,10 +1,10 @@
-"""Decoder block: a token mixer and a feed-forward layer, each with its norms and a residual connection."""
+"""Decoder block: a token mixer, a feed-forward layer or both, each with its norms and a residual connection."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,21 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.context import ForwardContext, KeysValues, RouterOutput
 from ligermodels.layers.layer import Layer, built_layer, declared
 from ligermodels.layers.norm import NormConfig, adds_residual
+from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.sharding import TensorSharding
+
+if TYPE_CHECKING:
+    from ligermodels.layers.router import RouterConfig
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The parts of one decoder block: any token mixer and any feed-forward layer.
+    """The parts of one decoder block: any token mixer, any feed-forward layer, or one of each.
 
     Args:
-        mixer: config of the token mixer.
-        mlp: config of the feed-forward layer. If it `normalizes`, the block passes it the residual stream as it is.
+        mixer: config of the token mixer; None for a block of a feed-forward layer alone (Nemotron-H).
+        mlp: config of the feed-forward layer; None for a block of a token mixer alone. If it `normalizes`, the block
+            passes it the residual stream as it is.
         norm: config of the norms.
         pre_norm: normalise the inputs of the two layers.
         post_norm: normalise their outputs (Gemma 2 has both norms, OLMo 2 only this one).
@@ -43,8 +48,8 @@ class BlockConfig:
         "norm.mlp_post_norm": "post_feedforward_layernorm",
     }
 
-    mixer: LayerConfig
-    mlp: LayerConfig
+    mixer: LayerConfig | None
+    mlp: LayerConfig | None
     norm: NormConfig
     pre_norm: bool = True
     post_norm: bool = False
@@ -53,6 +58,41 @@ class BlockConfig:
     residual_scale: float = 1.0
     after: LayerConfig | None = None
     layer_scalar: bool = False
+
+    @property
+    def layers(self) -> dict[str, LayerConfig]:
+        """The configs of the block's layers by their names in `Block`, in the order of the computation."""
+        layers = {"mixer": self.mixer, "mlp": self.mlp, "after": self.after}
+        return {name: layer for name, layer in layers.items() if layer is not None}
+
+    @property
+    def expert_router(self) -> RouterConfig | None:
+        """See `LayerConfig.expert_router`."""
+        return None if self.mlp is None else self.mlp.expert_router
+
+    @property
+    def ropes(self) -> Sequence[RopeConfig]:
+        """The rotary tables that the layers read, without repetition."""
+        return tuple(dict.fromkeys(rope for layer in self.layers.values() for rope in layer.ropes))
+
+    def tensor_shard(self, ranks: int) -> BlockConfig:
+        """The config of one rank's shard of the block: see `LayerConfig.tensor_shard`."""
+        shards: dict[str, Any] = {name: layer.tensor_shard(ranks) for name, layer in self.layers.items()}
+        return replace(self, **shards)
+
+    def with_attention_backend(self, name: str) -> BlockConfig:
+        """The config with another attention backend."""
+        return self if self.mixer is None else replace(self, mixer=self.mixer.with_attention_backend(name))
+
+    def unused(self, checkpoint: str, names: Mapping[str, str]) -> list[str]:
+        """Patterns of tensors of the mixer that are not needed: see `LayerConfig.unused`."""
+        return [] if self.mixer is None else self.mixer.unused(checkpoint, names)
+
+    def info(self) -> dict[str, Any]:
+        """Sizes of the mixer and the feed-forward layer: see `LayerConfig.info`."""
+        return {
+            key: size for layer in (self.mixer, self.mlp) if layer is not None for key, size in layer.info().items()
+        }
 
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
@@ -70,17 +110,16 @@ class BlockConfig:
             own_names["norm.mlp_norm"] = "post_attention_layernorm"
         own_names |= names
         norms = [f"{part}_norm" for part in ("mixer", "mlp") if self._norm_before(part)]
-        norms += [f"{part}_post_norm" for part in ("mixer", "mlp") if self.post_norm]
+        norms += [f"{part}_post_norm" for part in ("mixer", "mlp") if self.post_norm and part in self.layers]
         kinds = ("weight", "bias") if self.norm.bias else ("weight",)
-        after = (
-            [] if self.after is None else self.after.weight_mappings(hidden_size, f"{native}.after", checkpoint, names)
-        )
         scalar = [rename(f"{native}.layer_scalar", f"{checkpoint}.layer_scalar")] if self.layer_scalar else []
         return [
-            *after,
             *scalar,
-            *self.mixer.weight_mappings(hidden_size, f"{native}.mixer", checkpoint, names),
-            *self.mlp.weight_mappings(hidden_size, f"{native}.mlp", checkpoint, names),
+            *(
+                mapping
+                for name, layer in self.layers.items()
+                for mapping in layer.weight_mappings(hidden_size, f"{native}.{name}", checkpoint, names)
+            ),
             *(
                 rename(f"{native}.{norm}.{kind}", f"{checkpoint}.{own_names[f'norm.{norm}']}.{kind}")
                 for norm in norms
@@ -92,18 +131,25 @@ class BlockConfig:
         """The norm before the layer `part`, "mixer" or "mlp"; the identity if there is none."""
         return self.norm.build_before(hidden_size) if self._norm_before(part) else nn.Identity()
 
-    def build_norm_after(self, hidden_size: int) -> nn.Module | None:
-        """The norm after a layer, or None."""
-        return (self.output_norm or self.norm).build_after(hidden_size) if self.post_norm else None
+    def build_norm_after(self, part: str, hidden_size: int) -> nn.Module | None:
+        """The norm after the layer `part`, "mixer" or "mlp", or None."""
+        if not self.post_norm or part not in self.layers:
+            return None
+        return (self.output_norm or self.norm).build_after(hidden_size)
 
     def __post_init__(self) -> None:
+        if self.mixer is None and self.mlp is None:
+            raise ConfigError("mixer: a block needs a token mixer, a feed-forward layer or both")
+        if self.parallel and (self.mixer is None or self.mlp is None):
+            raise ConfigError("parallel: needs both a token mixer and a feed-forward layer")
         if self.output_norm is not None and (not self.post_norm or self.output_norm.bias != self.norm.bias):
             raise ConfigError("output_norm: needs post_norm, and a bias exactly if norm has one")
-        if self.parallel and self.mlp.normalizes:
+        if self.parallel and self.mlp is not None and self.mlp.normalizes:
             raise ConfigError("parallel: the feed-forward layer normalises the residual stream itself; set it to False")
 
     def _norm_before(self, part: str) -> bool:
-        return self.pre_norm and not (part == "mlp" and (self.mlp.normalizes or self.parallel))
+        layer = self.layers.get(part)
+        return self.pre_norm and layer is not None and not (part == "mlp" and (layer.normalizes or self.parallel))
 
 
 class BlockOutput(NamedTuple):
@@ -123,7 +169,7 @@ class BlockOutput(NamedTuple):
 
 class Block(nn.Module):
     """x + post_norm(mixer(pre_norm(x))), then the same with the feed-forward layer; then `after` and `layer_scalar` of
-    the config, if it has them.
+    the config. What the config does not have is left out, and is None.
 
     Buffer `layer_scalar` (1,), if there is one: as in transformers it is no parameter, and optimizers leave it alone.
 
@@ -140,15 +186,15 @@ class Block(nn.Module):
 
         self.hidden_size, self.config = hidden_size, config
         self.residual_scale = config.residual_scale
-        self.mixer_has_extra_output = config.mixer.has_extra_output
-        self.mlp_has_extra_output = config.mlp.has_extra_output
+        self.mixer_has_extra_output = config.mixer is not None and config.mixer.has_extra_output
+        self.mlp_has_extra_output = config.mlp is not None and config.mlp.has_extra_output
         self.mixer_norm = config.build_norm_before("mixer", hidden_size)
         self.mixer = built_layer("mixer", config.mixer, hidden_size)
-        self.mixer_post_norm = config.build_norm_after(hidden_size)
+        self.mixer_post_norm = config.build_norm_after("mixer", hidden_size)
         self.mlp_norm = config.build_norm_before("mlp", hidden_size)
         self.mlp = built_layer("mlp", config.mlp, hidden_size)
-        self.mlp_post_norm = config.build_norm_after(hidden_size)
-        self.after = None if config.after is None else built_layer("after", config.after, hidden_size)
+        self.mlp_post_norm = config.build_norm_after("mlp", hidden_size)
+        self.after = built_layer("after", config.after, hidden_size)
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -193,17 +239,20 @@ class Block(nn.Module):
             The hidden states, and the keys and values and the router's output where the layers give them. All of them
             leave by the return value, because FSDP2's hooks see only the gradients of returned tensors.
         """
-        normed, residual = self._add_and_norm(self.mixer_norm, x, pending, self.mixer)
-        mixed = self.mixer(normed, context, state)
-        branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
-        residual, pending = self._add(self.mixer_post_norm, residual, branch)
-        if not self.config.parallel:
-            normed, residual = self._add_and_norm(self.mlp_norm, residual, pending, self.mlp)
-        elif pending is not None:
-            residual = residual + pending.to(residual.dtype)
-        fed = self.mlp(normed, context)
-        branch, router = fed if self.mlp_has_extra_output else (fed, None)
-        residual, pending = self._add(self.mlp_post_norm, residual, branch)
+        residual, normed, keys_values, router = x, x, None, None
+        if self.mixer is not None:
+            normed, residual = self._add_and_norm(self.mixer_norm, residual, pending, self.mixer)
+            mixed = self.mixer(normed, context, state)
+            branch, keys_values = mixed if self.mixer_has_extra_output else (mixed, None)
+            residual, pending = self._add(self.mixer_post_norm, residual, branch)
+        if self.mlp is not None:
+            if not self.config.parallel:
+                normed, residual = self._add_and_norm(self.mlp_norm, residual, pending, self.mlp)
+            elif pending is not None:
+                residual = residual + pending.to(residual.dtype)
+            fed = self.mlp(normed, context)
+            branch, router = fed if self.mlp_has_extra_output else (fed, None)
+            residual, pending = self._add(self.mlp_post_norm, residual, branch)
         if defer and self.after is None and self.layer_scalar is None:
             return BlockOutput(residual, keys_values, router, pending)
         hidden = residual if pending is None else residual + pending

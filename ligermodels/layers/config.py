@@ -77,6 +77,11 @@ class LayerConfig(ABC):
         return False
 
     @property
+    def parts(self) -> Sequence[LayerConfig]:
+        """The configs of the layers that are computed side by side in this layer; itself if it is only one."""
+        return (self,)
+
+    @property
     def state_from(self) -> int | None:
         """Number of an earlier layer: this layer has no decoding state of its own and reads that layer's state."""
         return None

@@ -30,11 +30,11 @@ def check_numbers(config: Any, *names: str, positive: bool = False) -> None:
             raise ConfigError(f"{name}: must be a number {bound} 0, got {short(value)}")
 
 
-def check_choice(config: Any, name: str, choices: Collection[str]) -> None:
+def check_choice(config: Any, name: str, choices: Collection[str | None]) -> None:
     """Raise ConfigError unless the field `name` of `config` is one of `choices`."""
     ((_, value),) = _fields(config, name)
     if value not in tuple(choices):
-        raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {short(value)}")
+        raise ConfigError(f"{name}: must be one of {', '.join(map(str, choices))}, got {short(value)}")
 
 
 def check_multiple(config: Any, name: str, divisor: str) -> None:

@@ -26,8 +26,8 @@ class ExpertPart(LoRAPart):
     """A part of the rows of `gate_up` or `down` that has an A and a B of its own, for each expert.
 
     Args:
-        name: of the parameter in transformers ("model.layers.0.mlp.experts.gate_up_proj"), or with `gate_proj` or
-            `up_proj` in place of `gate_up_proj` for half of its rows.
+        name: of the parameter in transformers ("model.layers.0.mlp.experts.gate_up_proj"; of experts without a gate
+            "...up_proj"), or with `gate_proj` or `up_proj` in place of `gate_up_proj` for half of its rows.
         views: the part's rows in the native weight of one expert; see `TensorView`.
         r, lora_alpha, use_rslora: see `LoRAPart`.
         projection: "gate_up" or "down".
@@ -44,6 +44,16 @@ class ExpertPart(LoRAPart):
     def leaf(self) -> str:
         """The last component of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part has all rows of its projection."""
+        return same_rows(self.views, self.stacked)
+
+
+def same_rows(views: Sequence[TensorView], stacked: Sequence[TensorView]) -> bool:
+    """Whether the views of a part are the views of the whole parameter, `stacked`."""
+    return [view.source for view in views] == [view.source for view in stacked]
 
 
 class ExpertLoRA(ExpertUpdate):

@@ -1,9 +1,11 @@
-"""Gated DeltaNet (Yang et al., 2024, https://arxiv.org/abs/2412.06464), as in Qwen3-Next and Qwen3.5."""
+"""Gated DeltaNet (Yang et al., 2024, https://arxiv.org/abs/2412.06464), as in Qwen3-Next, Qwen3.5 and OLMo
+Hybrid."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +30,9 @@ class GatedDeltaNetConfig(LayerConfig):
     """Config of a Gated DeltaNet layer. Value head j uses key head j // (num_value_heads / num_key_heads).
 
     `conv_width` is the number of tokens in the convolution, the current token included. `norm_eps` is the epsilon of
-    the output's norm. `backend` is the backend of `ops.gated_delta_rule` in training and prefill; comparisons of
-    configs ignore it.
+    the output's norm. `beta_scale` is a factor of beta, how far a token moves the state: with 2 the transition may have
+    negative eigenvalues (OLMo Hybrid; Grazzi et al., 2024, https://arxiv.org/abs/2411.12537). `backend` is the backend
+    of `ops.gated_delta_rule` in training and prefill; comparisons of configs ignore it.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -50,12 +53,13 @@ class GatedDeltaNetConfig(LayerConfig):
     value_head_dim: int
     conv_width: int = 4
     norm_eps: float = 1e-6
+    beta_scale: float = 1.0
     backend: str = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")
         check_multiple(self, "num_value_heads", "num_key_heads")
-        check_numbers(self, "norm_eps")
+        check_numbers(self, "norm_eps", "beta_scale")
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedDeltaNet(hidden_size, self)
@@ -97,8 +101,10 @@ class GatedDeltaNetConfig(LayerConfig):
     def weight_mappings(
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
-        """Mappings of the layer's tensors. The input projection is stored in four tensors (qkv, z, b, a), or in two if
-        `names` has "delta.qkvz" and "delta.ba": these have the rows of each key head together.
+        """Mappings of the layer's tensors. The input projection is stored in four tensors (qkv, z, b, a); in six if
+        `names` has "delta.q", "delta.k" and "delta.v"; or in two if it has "delta.qkvz" and "delta.ba": these have the
+        rows of each key head together. The convolution is stored in one tensor, or in three, whose name has {part} for
+        q, k and v: "delta.conv_parts", or, of equal sizes as by torch.chunk, "delta.conv_chunks".
 
         Args:
             hidden_size: channels of the hidden states.
@@ -107,22 +113,38 @@ class GatedDeltaNetConfig(LayerConfig):
             names: part -> name in this family.
         """
         sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        parts = self._packed_rows() if "delta.qkvz" in names else self._rows()
+        parts = self._packed_rows() if "delta.qkvz" in names else self._rows("delta.q" in names)
         pieces = ((f"{sources[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in parts)
         return [
             rows(f"{native}.in_proj.weight", pieces),
-            WeightMapping(
-                f"{native}.conv.weight", (TensorView(f"{sources['delta.conv']}.weight", with_input_channel),)
-            ),
+            WeightMapping(f"{native}.conv.weight", tuple(self._conv_views(sources))),
             rename(f"{native}.decay.log_rate", sources["delta.A_log"]),
             rename(f"{native}.decay.bias", sources["delta.dt_bias"]),
             rename(f"{native}.norm.weight", f"{sources['delta.norm']}.weight"),
             rename(f"{native}.out.weight", f"{sources['delta.out']}.weight"),
         ]
 
-    def _rows(self) -> Iterator[tuple[str, int, int, int]]:
-        """Pieces for `rows`: part, its first row in the checkpoint, its first native row, number of rows."""
-        sizes = {"qkv": self.conv_channels, "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
+    def _conv_views(self, sources: Mapping[str, str]) -> Iterator[TensorView]:
+        """The views of the convolution's weight; sources: part -> its name in the checkpoint."""
+        if "delta.conv_parts" in sources:
+            name, sizes = sources["delta.conv_parts"], self.conv_parts
+        elif "delta.conv_chunks" in sources:
+            size = -(-self.conv_channels // 3)
+            name, sizes = sources["delta.conv_chunks"], (size, size, self.conv_channels - 2 * size)
+        else:
+            yield TensorView(f"{sources['delta.conv']}.weight", with_input_channel)
+            return
+        start = 0
+        for part, size in zip("qkv", sizes, strict=True):
+            view = partial(_channels_with_input_channel, start=start, length=size)
+            yield TensorView(f"{name.format(part=part)}.weight", view)
+            start += size
+
+    def _rows(self, apart: bool) -> Iterator[tuple[str, int, int, int]]:
+        """Pieces for `rows`: part, its first row in the checkpoint, its first native row, number of rows. q, k and v
+        are three parts if they are `apart`, and one part otherwise."""
+        qkv = dict(zip("qkv", self.conv_parts, strict=True)) if apart else {"qkv": self.conv_channels}
+        sizes = {**qkv, "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
         start = 0
         for part, size in sizes.items():
             yield part, 0, start, size
@@ -208,6 +230,7 @@ class GatedDeltaNet(Layer):
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
         inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
+        beta = beta if config.beta_scale == 1 else beta * config.beta_scale
         if context.seq_lens is not None:  # padding must not change the state
             real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
@@ -351,3 +374,8 @@ def _shares(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
 def with_input_channel(weight: Tensor) -> Tensor:
     """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
     return weight.unsqueeze(1)
+
+
+def _channels_with_input_channel(weight: Tensor, start: int, length: int) -> Tensor:
+    """Some of the channels, (channels, width) -> (length, 1, width)."""
+    return weight.narrow(0, start, length).unsqueeze(1)

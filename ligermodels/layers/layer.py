@@ -90,19 +90,19 @@ def declared(module: nn.Module) -> Layer:
     return module if isinstance(module, Layer) else _DEFAULTS
 
 
-def built_layer(field: str, config: LayerConfig, hidden_size: int) -> Layer:
-    """The module that the config of a layer builds.
+def built_layer(field: str, config: LayerConfig | None, hidden_size: int) -> Layer | None:
+    """The module that the config of a layer builds; None for None.
 
     Args:
         field: name of the block's field that holds the config, for the error.
-        config: the layer's config.
+        config: the layer's config, or None.
         hidden_size: hidden size of the model.
 
     Raises:
         ConfigError: the module's class does not derive from `Layer`.
     """
-    module = config.build(hidden_size)
-    if isinstance(module, Layer):
+    module = None if config is None else config.build(hidden_size)
+    if module is None or isinstance(module, Layer):
         return module
     name = type(module).__name__
     raise ConfigError(

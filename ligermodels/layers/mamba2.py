@@ -1,4 +1,5 @@
-"""Mamba2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060), as in Bamba and Granite 4."""
+"""Mamba2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060), as in Bamba, Granite 4, Nemotron-H and
+Falcon-H1."""
 
 from __future__ import annotations
 
@@ -37,10 +38,13 @@ class Mamba2Config(LayerConfig):
         num_groups: groups of B and C, and of the output's norm.
         conv_width: number of tokens in the convolution, the current token included.
         conv_bias: whether the convolution has a bias.
-        bias: whether the input and output projections have biases.
+        bias: whether the input projection has a bias.
+        out_bias: whether the output projection has a bias.
         time_step_limit: smallest and largest step size, after softplus.
         norm_eps: epsilon of the output's norm.
         norm_before_gate: whether the output is normalised before it is multiplied by the gate, instead of after it.
+        has_norm: whether the output is normalised at all, or only multiplied by the gate (Falcon-H1).
+        part_scales: factors of the gate z, of x, B and C, and of the step sizes dt, bias included (Falcon-H1).
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -60,9 +64,12 @@ class Mamba2Config(LayerConfig):
     conv_width: int = 4
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     norm_eps: float = 1e-5
     norm_before_gate: bool = False
+    has_norm: bool = True
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups", "conv_width")
@@ -110,13 +117,14 @@ class Mamba2Config(LayerConfig):
             rename(f"{native}.steps.log_rate", sources["mamba.A_log"]),
             rename(f"{native}.steps.bias", sources["mamba.dt_bias"]),
             rename(f"{native}.steps.skip", sources["mamba.D"]),
-            rename(f"{native}.norm.weight", f"{sources['mamba.norm']}.weight"),
         ]
+        if self.has_norm:
+            found.append(rename(f"{native}.norm.weight", f"{sources['mamba.norm']}.weight"))
         if self.conv_bias:
             found.append(rename(f"{native}.conv.bias", f"{sources['mamba.conv']}.bias"))
-        for kind in ("weight", "bias") if self.bias else ("weight",):
-            found.append(rename(f"{native}.in_proj.{kind}", f"{sources['mamba.in']}.{kind}"))
-            found.append(rename(f"{native}.out.{kind}", f"{sources['mamba.out']}.{kind}"))
+        for native_name, part, bias in (("in_proj", "in", self.bias), ("out", "out", self.out_bias)):
+            for kind in ("weight", "bias") if bias else ("weight",):
+                found.append(rename(f"{native}.{native_name}.{kind}", f"{sources[f'mamba.{part}']}.{kind}"))
         return found
 
     def tensor_shard(self, ranks: int) -> Mamba2Config:
@@ -155,8 +163,8 @@ class Mamba2(Layer):
         self.in_proj = Linear(hidden_size, width, bias=config.bias)
         self.conv = CausalConv(config.conv_parts, config.conv_width, bias=config.conv_bias)
         self.steps = Steps(config.num_heads, config.time_step_limit)
-        self.norm = GatedGroupNorm(config)
-        self.out = Linear(config.inner_size, hidden_size, bias=config.bias)
+        self.norm = GatedGroupNorm(config) if config.has_norm else None
+        self.out = Linear(config.inner_size, hidden_size, bias=config.out_bias)
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """Mix tokens.
@@ -175,7 +183,7 @@ class Mamba2(Layer):
         ranks = sum(parts) // projected.shape[-1]  # number of ranks that groups are divided over
         inner, of_groups, _ = (part // ranks for part in config.conv_parts)
         heads = config.num_heads // ranks
-        z, inputs, dt = projected.split([inner, inner + 2 * of_groups, heads], dim=-1)
+        z, inputs, dt = self._scaled(projected, inner, of_groups, heads)
         dt, rates, skip = self.steps(dt)
         if context.seq_lens is not None:  # padding must not change the state
             dt = dt * (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
@@ -198,7 +206,24 @@ class Mamba2(Layer):
         else:
             y, last = ops.ssd(*operands, initial_state=state.matrix)
             state.advance(inputs, last, context.seq_lens)
-        return self.out(self.norm(y.to(z.dtype).flatten(2), z))
+        y = y.to(z.dtype).flatten(2)
+        return self.out(ops.swiglu(z, y) if self.norm is None else self.norm(y, z))
+
+    def _scaled(self, projected: Tensor, inner: int, of_groups: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The gate z, the inputs x, B and C of the convolution, and dt, each times its factor.
+
+        Args:
+            projected: (B, T, 2 * inner + 2 * of_groups + heads).
+            inner: channels of z and of x.
+            of_groups: channels of B and of C.
+            heads: channels of dt.
+        """
+        scale_z, *scales, scale_dt = self.config.part_scales
+        z, inputs, dt = projected.split([inner, inner + 2 * of_groups, heads], dim=-1)
+        if any(scale != 1 for scale in scales):
+            parts = zip(inputs.split([inner, of_groups, of_groups], dim=-1), scales, strict=True)
+            inputs = torch.cat([part * scale for part, scale in parts], dim=-1)
+        return z if scale_z == 1 else z * scale_z, inputs, dt if scale_dt == 1 else dt * scale_dt
 
 
 class Steps(FullPrecision):

@@ -1,15 +1,15 @@
-"""Mixture of experts: a router sends each token to a few of many gated feed-forward layers."""
+"""Mixture of experts: a router sends each token to a few of many feed-forward layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels import ops
 from ligermodels.convert.mappings import (
     WeightMapping,
     experts_gate_up,
@@ -21,14 +21,15 @@ from ligermodels.convert.mappings import (
     transposed,
 )
 from ligermodels.errors import ConfigError
-from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
+from ligermodels.layers.activation import ACTIVATIONS, UNGATED, GatedActivation
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext, RouterOutput
-from ligermodels.layers.expert_parallel import ExpertExchange, Experts, Pending
-from ligermodels.layers.expert_parts import ComposedExperts, Mix, Product, plain_product
+from ligermodels.layers.expert_mix import mix_experts, of_rows
+from ligermodels.layers.expert_parallel import ExpertExchange, Pending
+from ligermodels.layers.expert_parts import ComposedExperts
 from ligermodels.layers.layer import Layer
-from ligermodels.layers.linear import Linear, options_of
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
 from ligermodels.layers.router import Router, RouterConfig
 from ligermodels.layers.sharding import (
@@ -42,23 +43,28 @@ from ligermodels.layers.sharding import (
     sum_over_ranks,
     used_in_parts,
 )
+from ligermodels.layers.ungated_mlp import UngatedMLPConfig
 
 
 @dataclass(frozen=True)
 class MoEConfig(LayerConfig):
-    """Config of a mixture of experts: gated feed-forward layers, some of them chosen for each token.
+    """Config of a mixture of experts: feed-forward layers, some of them chosen for each token.
 
     Args:
         router: config of the router, which chooses the experts.
         size: intermediate channels of an expert.
-        activation: a key of ACTIVATIONS.
+        activation: a key of ACTIVATIONS; or a key of UNGATED for experts without a gate (Nemotron-H).
         alpha: factor of the gate: up + up_offset is multiplied by activation(alpha * gate) / alpha (gpt-oss). Default:
             1.
         limit: gate is clamped to at most `limit`, and up to [-limit, limit]. Default: None, no clamping.
         up_offset: is added to up. Default: 0.
         bias: whether the experts' projections have biases.
+        latent_size: channels of the experts' inputs and outputs, if they differ from the hidden size: a linear layer
+            leads into them, and another one out of them (Nemotron-H). Default: None.
+        latent_bias: whether these two linear layers have biases.
         shared: a feed-forward layer for all tokens. Default: None.
         shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
+        output_scale: factor of the whole output, of the routed and the shared experts (Cohere 2 MoE).
         aux_loss: whether training may add a load-balancing loss.
 
     Raises:
@@ -76,6 +82,8 @@ class MoEConfig(LayerConfig):
         "experts.router_bias": "mlp.gate.bias",
         "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
         "experts.down_bias": "mlp.experts.down_proj_bias",
+        "experts.latent_in": "mlp.fc1_latent_proj",
+        "experts.latent_out": "mlp.fc2_latent_proj",
         "experts.shared": "mlp.shared_expert.{part}_proj",
         "experts.shared_gate": "mlp.shared_expert_gate.weight",
     }
@@ -87,16 +95,33 @@ class MoEConfig(LayerConfig):
     limit: float | None = None
     up_offset: float = 0.0
     bias: bool = False
-    shared: MLPConfig | None = None
+    latent_size: int | None = None
+    latent_bias: bool = False
+    shared: MLPConfig | UngatedMLPConfig | None = None
     shared_gate: bool = False
+    output_scale: float = 1.0
     aux_loss: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, "size")
-        check_choice(self, "activation", ACTIVATIONS)
+        check_sizes(self, "size", "latent_size")
+        check_choice(self, "activation", (*ACTIVATIONS, *UNGATED))
         check_numbers(self, "alpha", "limit", positive=True)
+        if not self.gated and (self.alpha, self.limit, self.up_offset) != (1.0, None, 0.0):
+            raise ConfigError(f"activation: {self.activation!r} has no gate; leave out alpha, limit and up_offset")
+        if self.latent_bias and self.latent_size is None:
+            raise ConfigError("latent_bias: there are no latent projections that it could be added to; set latent_size")
         if self.shared_gate and self.shared is None:
             raise ConfigError("shared_gate: there is no shared expert that it could gate; set shared")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate."""
+        return self.activation in ACTIVATIONS
+
+    @property
+    def rows(self) -> int:
+        """Rows of `gate_up` of each expert: pairs of gate and up, or up alone."""
+        return (2 if self.gated else 1) * self.size
 
     @property
     def activation_options(self) -> dict[str, Any]:
@@ -120,8 +145,9 @@ class MoEConfig(LayerConfig):
     ) -> list[WeightMapping]:
         """The mappings of the layer; see `LayerConfig.weight_mappings`. Biases are one tensor for all experts.
 
-        A checkpoint has tensors for each expert, or one tensor for all experts: `names` contains "experts.gate_up",
-        for transposed matrices "experts.gate_up_transposed", or if gate and up alternate "experts.gate_up_pairs".
+        A checkpoint has tensors for each expert, or one tensor for all experts: `names` contains "experts.gate_up" (of
+        experts without a gate the name of up), for transposed matrices "experts.gate_up_transposed", or if gate and up
+        alternate "experts.gate_up_pairs".
         It may have the selection bias as a matrix of one row: "experts.selection_bias_row", and gate and up of the
         shared expert in one tensor: "experts.shared_gate_up".
 
@@ -148,6 +174,9 @@ class MoEConfig(LayerConfig):
         ]
         if self.router.selection_bias and bias_is_row:
             mappings.append(row(f"{native}.router.selection_bias", sources["experts.selection_bias_row"]))
+        kinds = ("weight", "bias") if self.latent_bias else ("weight",)
+        for part in ("latent_in", "latent_out") if self.latent_size is not None else ():
+            mappings += [rename(f"{native}.{part}.{kind}", f"{sources[f'experts.{part}']}.{kind}") for kind in kinds]
         if self.shared is not None:
             parts = {f"mlp.{part}": names["experts.shared"].format(part=part) for part in ("gate", "up", "down")}
             if "experts.shared_gate_up" in names:
@@ -160,11 +189,12 @@ class MoEConfig(LayerConfig):
     def _expert_mappings(self, gate_up: str, down: str, sources: Mapping[str, str]) -> tuple[WeightMapping, ...]:
         """The mappings of the experts' weights `gate_up` and `down`; sources: name of a part -> its tensor."""
         if "experts.gate_up" in sources:
-            joined = experts_gate_up_in_one(gate_up, sources["experts.gate_up"])
-            return joined, rename(down, sources["experts.down"])
+            joined = experts_gate_up_in_one if self.gated else rename
+            return joined(gate_up, sources["experts.gate_up"]), rename(down, sources["experts.down"])
         if "experts.gate_up_transposed" in sources:
-            joined = experts_gate_up_transposed(gate_up, sources["experts.gate_up_transposed"])
-            return joined, transposed(down, sources["experts.down_transposed"])
+            turned = experts_gate_up_transposed if self.gated else transposed
+            up = turned(gate_up, sources["experts.gate_up_transposed"])
+            return up, transposed(down, sources["experts.down_transposed"])
         if "experts.gate_up_pairs" in sources:
             pairs = transposed(gate_up, sources["experts.gate_up_pairs"])
             return pairs, transposed(down, sources["experts.down_transposed"])
@@ -172,7 +202,8 @@ class MoEConfig(LayerConfig):
             [sources[f"experts.{part}"].format(expert=expert) for expert in range(self.router.num_experts)]
             for part in ("gate", "up", "down")
         )
-        return experts_gate_up(gate_up, gates, ups), stack(down, downs)
+        up = experts_gate_up(gate_up, gates, ups) if self.gated else stack(gate_up, ups)
+        return up, stack(down, downs)
 
     def tensor_shard(self, ranks: int) -> MoEConfig:
         """Divides the channels of each expert."""
@@ -186,10 +217,13 @@ class MoEConfig(LayerConfig):
 
 class MoE(ComposedExperts, Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
+    Experts without a gate compute down_e(activation(up_e(x))).
 
-    Modules: `router` (a `Router`), `shared` (a `GatedMLP`, or None) and `shared_gate` (a linear layer with one output
-    or None). Parameters: `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`; `down` (E, H,
-    size); `gate_up_bias` (E, 2 * size) or None; `down_bias` (E, H) or None. Optional parts are `compute` (weights in 4
+    Modules: `router` (a `Router`), `shared` (a feed-forward layer, or None), `shared_gate` (a linear layer with one
+    output or None), and `latent_in` and `latent_out` (linear layers before and after the experts, or None). Parameters:
+    `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`, without a gate the up rows (E, size,
+    H); `down` (E, H, size); `gate_up_bias` (E, rows of `gate_up`) or None; `down_bias` (E, H) or None. Here H is
+    `latent_size`, if there is one. Optional parts are `compute` (weights in 4
     or 8 bits, and the parameters are then None; or products in float8) and `update` (LoRA). Experts have no capacity
     limit, so no token is dropped.
     """
@@ -200,10 +234,13 @@ class MoE(ComposedExperts, Layer):
         "gate_up_bias": 1,
         "down_bias": "replicated",
         "shared_gate": "replicated",
+        "latent_in": "replicated",
+        "latent_out": "replicated",
     }
     context_parallel: ClassVar[bool] = True  # the load-balancing loss sums over ranks
     sequence_parallel: ClassVar[bool] = True
     reads_experts: ClassVar[bool] = True
+    float8_linears: ClassVar[Mapping[str, str | None]] = {"latent_in": None, "latent_out": None}
     expert_parallel: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias", "update")
     _expert_mesh: Any = None  # the DeviceMesh over which `parallel.expert` divides the experts
 
@@ -211,22 +248,20 @@ class MoE(ComposedExperts, Layer):
         super().__init__()
         self.config = config
         self.token_wise = not config.aux_loss  # that loss is one of all tokens
-        num_experts = config.router.num_experts
+        num_experts, size = config.router.num_experts, config.latent_size or hidden_size
+        self.sizes = (num_experts, config.rows, size), (num_experts, size, config.size)
+        """Shapes of `gate_up` and `down`, also if `compute` keeps the weights."""
         self.router = Router(hidden_size, config.router)
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * config.size, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, config.size))
-        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * config.size)) if config.bias else None
-        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if config.bias else None
-        self.activation = GatedActivation(config.activation, **config.activation_options)
+        self.gate_up, self.down = (nn.Parameter(torch.empty(shape)) for shape in self.sizes)
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, config.rows)) if config.bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, size)) if config.bias else None
+        gated = partial(GatedActivation, config.activation, **config.activation_options)
+        self.activation = gated() if config.gated else UNGATED[config.activation]
+        self.latent_in = None if config.latent_size is None else Linear(hidden_size, size, bias=config.latent_bias)
+        self.latent_out = None if config.latent_size is None else Linear(size, hidden_size, bias=config.latent_bias)
         self.shared = None if config.shared is None else config.shared.build(hidden_size)
         self.shared_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self.init_weights()
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Shapes of `gate_up` and `down`, also if `compute` keeps the weights."""
-        experts, hidden = self.router.weight.shape
-        return (experts, 2 * self.config.size, hidden), (experts, hidden, self.config.size)
 
     def init_weights(self, std: float = 0.02) -> None:
         """The experts' weights: normal(0, std); their biases zero."""
@@ -251,7 +286,8 @@ class MoE(ComposedExperts, Layer):
             (..., H), dtype of x, and the router's output.
         """
         tokens = x.flatten(0, -2)
-        rows, top_k, mesh = used_in_parts(self, tokens), self.config.router.top_k, self._expert_mesh
+        latent = tokens if self.latent_in is None else self.latent_in(tokens)
+        rows, top_k, mesh = used_in_parts(self, latent), self.config.router.top_k, self._expert_mesh
         exchange = None if mesh is None else ExpertExchange(rows, top_k, mesh, context)
         given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
@@ -260,7 +296,9 @@ class MoE(ComposedExperts, Layer):
         if shared is not None and self.shared_gate is not None:
             shared = self.shared_gate(tokens).sigmoid() * shared
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
+        out = out if self.latent_out is None else self.latent_out(out)
         out = (out if shared is None else out + shared).view_as(x)
+        out = out if self.config.output_scale == 1 else out * self.config.output_scale
         out = out if mesh is None else out.clone()  # FSDP2 warns of modules that return views
         logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
         return out, RouterOutput(logits, top_k, chosen, self.config.aux_loss)
@@ -285,82 +323,3 @@ class MoE(ComposedExperts, Layer):
         compute = of_rows(gate_up, down, self.activation, (gate_up_bias, down_bias), self.product)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         return exchange.sum_of(experts, weights, self.config.router.num_experts, compute)
-
-
-def mix_experts(
-    tokens: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    gate_up: Tensor | None,
-    down: Tensor | None,
-    activation: Callable[[Tensor], Tensor],
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    product: Product = plain_product,
-    num_experts: int | None = None,
-    mix: Mix | None = None,
-) -> Tensor:
-    """The weighted sum of down_e(activation(gate_up_e(x))) over the chosen experts e of each token x.
-
-    Args:
-        tokens: (N, H).
-        weights: (N, top_k), weights of the chosen experts.
-        experts: long (N, top_k) in [0, E), the chosen experts.
-        gate_up: (E, 2 * size, H).
-        down: (E, H, size).
-        activation: (R, 2 * size) -> (R, size).
-        biases: biases (E, 2 * size) of gate_up and (E, H) of down. Default: none.
-        product: computes gate_up and down; experts with parts have their own. Default: `plain_product`.
-        num_experts: number E of experts. Default: the rows of `gate_up`.
-        mix: computes all at once; it may return None. Default: None.
-
-    Returns:
-        (N, H), in the dtype of the experts' computation.
-    """
-    activates = options_of(activation) or activation
-    if mix is not None and isinstance(activates, ops.GLUOptions):
-        mixed = mix(tokens, weights, experts, activates, biases)
-        if mixed is not None:
-            return mixed
-    if product is plain_product:
-        return ops.mix_experts(
-            tokens, weights, experts, cast(Tensor, gate_up), cast(Tensor, down), *biases, activation=activates
-        )
-    count = num_experts or len(cast(Tensor, gate_up))
-    return ops.by_expert(tokens, weights, experts, count, of_rows(gate_up, down, activation, biases, product))
-
-
-def of_rows(
-    gate_up: Tensor | None,
-    down: Tensor | None,
-    activation: Callable[[Tensor], Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    product: Product,
-) -> Experts:
-    """A function that computes experts for rows that are sorted by expert.
-
-    Args:
-        gate_up: (E, 2 * size, H).
-        down: (E, H, size).
-        activation: (R, 2 * size) -> (R, size).
-        biases: biases (E, 2 * size) of gate_up and (E, H) of down.
-        product: computes gate_up and down; see `mix_experts`.
-
-    Returns:
-        The function: rows (R, H) and the offsets (E,) where the rows of each expert end -> (R, H).
-    """
-
-    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        if product is plain_product:
-            return ops.grouped_mlp(
-                rows,
-                offsets,
-                cast(Tensor, gate_up),
-                cast(Tensor, down),
-                *biases,
-                activation=options_of(activation) or activation,
-            )
-        ops.require_grouped_mm("experts with LoRA, or with weights in 4 or 8 bits,")
-        hidden = activation(product("gate_up", rows, offsets, gate_up, biases[0]))
-        return product("down", hidden, offsets, down, biases[1])
-
-    return compute

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.layers.activation import squared_relu
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_sizes
 from ligermodels.layers.context import ForwardContext
@@ -109,4 +110,4 @@ class UngatedMLP(Layer):
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """x (..., H) -> (..., H)."""
         y = self.up(x)
-        return cast(Tensor, self.down(y.relu().square() if self.activation is None else self.activation(y)))
+        return cast(Tensor, self.down(squared_relu(y) if self.activation is None else self.activation(y)))

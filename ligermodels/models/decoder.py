@@ -79,11 +79,13 @@ class Decoder(RefusesDropout):
         self.blocks = nn.ModuleList(Block(config.hidden_size, block) for block in config.blocks)
         self._ends_token_wise = cast(Block, self.blocks[-1]).token_wise
         self.norm = config.norm.build(config.hidden_size)
-        ropes = dict.fromkeys(rope for block in config.blocks for rope in (*block.mixer.ropes, *block.mlp.ropes))
+        ropes = dict.fromkeys(rope for block in config.blocks for rope in block.ropes)
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        routers = ((number, block.mlp.expert_router) for number, block in enumerate(config.blocks))
+        routers = ((number, block.expert_router) for number, block in enumerate(config.blocks))
         self.expert_routers = {number: router for number, router in routers if router is not None}
-        self.has_routers = bool(self.expert_routers) or any(block.mlp.has_extra_output for block in config.blocks)
+        self.has_routers = bool(self.expert_routers) or any(
+            cast(Block, block).mlp_has_extra_output for block in self.blocks
+        )
         if config.dropout:
             self.eval()
 
@@ -158,7 +160,8 @@ class Decoder(RefusesDropout):
         fields: dict[str, Any] = {"seq_lens": seq_lens, "tree": tree, "routing": routing or {}}
         if self.per_layer_inputs is not None:
             fields["per_layer_inputs"] = self._inputs_of_layers(layout, ids, x, per_layer_inputs)
-        x = x if self.config.input_scale == 1.0 else x * self.config.input_scale
+        scale = self.config.input_scale * (self.config.token_scale if inputs_embeds is None else 1.0)
+        x = x if scale == 1.0 else x * scale
         context = self._context(layout, x, position_ids, state, **fields)
         if hidden_states is not None or token_indices is not None:
             return self.norm(self._run_in_steps(hidden_states, token_indices, x, context, state, router_outputs))
@@ -340,10 +343,10 @@ class Decoder(RefusesDropout):
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         ranks = self._tensor_ranks
-        mixers = [block.mixer if ranks == 1 else block.mixer.tensor_shard(ranks) for block in self.config.blocks]
+        blocks = self.config.blocks if ranks == 1 else [block.tensor_shard(ranks) for block in self.config.blocks]
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
-        return DecodingState(mixers, batch_size, max_length, **sizes)
+        return DecodingState([block.mixer for block in blocks], batch_size, max_length, **sizes)
 
 
 def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTokens | None:

@@ -26,6 +26,7 @@ class DecoderConfig:
         embed_scale: factor of token embeddings, rounded to their dtype.
         embed_norm_eps: eps of an RMSNorm without weight of token embeddings (Muse Glimmer), or None.
         input_scale: factor of the first block's input, `inputs_embeds` too.
+        token_scale: factor of the first block's input, but not of `inputs_embeds` (Falcon-H1).
         padding_idx: token whose embedding gets no gradient from the inputs.
         router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts in the whole loss.
         initializer_range: standard deviation of new weights.
@@ -45,6 +46,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     embed_norm_eps: float | None = None
     input_scale: float = 1.0
+    token_scale: float = 1.0
     padding_idx: int | None = None
     router_aux_loss_coef: float = 0.0
     initializer_range: float = 0.02
@@ -67,10 +69,10 @@ class DecoderConfig:
             prefix: prefix of the names `layers`, `embed_tokens` and `norm`.
             head: name of the language-model head.
             names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs; and
-                the name of the final norm, "decoder.norm".
+                the names of the embedding and the final norm, "decoder.embed" and "decoder.norm".
             ignored: patterns of tensors of the checkpoint to skip.
         """
-        embedding = f"{prefix}.embed_tokens.weight"
+        embedding = f"{prefix}.{(names or {}).get('decoder.embed', 'embed_tokens')}.weight"
         entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
         unused: list[str] = []
         norm = (names or {}).get("decoder.norm", "norm")
@@ -79,7 +81,7 @@ class DecoderConfig:
         for layer, block in enumerate(self.blocks):
             here, there = f"decoder.blocks.{layer}", f"{prefix}.layers.{layer}"
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
-            unused += block.mixer.unused(there, names or {})
+            unused += block.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
             entries.append(rename(f"decoder.norm.{kind}", f"{prefix}.{norm}.{kind}"))
         if not self.head.tied:

@@ -37,6 +37,8 @@ class Family:
         mtp: how checkpoints of this family store layers of multi-token prediction.
         architecture: class of transformers that opens the language model alone, for exports of a config that names no
             `architectures`. By default the `model_type` as the name of a class: "Qwen3MoeForCausalLM".
+        module_layout: the layout with the names of transformers' modules, for families whose checkpoints have other
+            names, and whose experts do not tell.
         added_fields: fields of published checkpoints that servers need, though transformers does not. Exports of a
             config without them add them.
 
@@ -54,6 +56,7 @@ class Family:
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     mtp: MTPFormat = field(default_factory=MTPFormat)
     architecture: str | None = None
+    module_layout: Mapping[str, Any] | None = None
     added_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,6 +70,8 @@ class Family:
     def stacked_layouts(self) -> list[Mapping[str, Any]]:
         """The layouts with the names of transformers' modules, in which one parameter has all experts of a layer;
         published checkpoints of Granite 4 have it as the `weight` of a module."""
+        if self.module_layout is not None:
+            return [self.module_layout]
         named = ((layout, layout.get("names", {}).get("experts.gate_up", ".weight")) for layout in self.layouts)
         return [layout for layout, name in named if not name.endswith(".weight")]
 

@@ -86,7 +86,7 @@ class MTPFormat:
                 ]
             own = f"{native}.block" if index == 0 or self.separate else native
             mappings += block.weight_mappings(config.hidden_size, own, stored, names)
-            ignored += block.mixer.unused(stored, names)
+            ignored += block.unused(stored, names)
         others = f"^(?!{'|'.join(map(re.escape, prefixes))})"
         return WeightMap(mappings, ignored=[others, *ignored])
 
@@ -162,7 +162,8 @@ embedding and the head."""
 def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
     """The model's block that an MTP layer copies: its layer number and its config.
 
-    It is the last block with full attention or, without one, the last with sliding-window attention.
+    It is the last block with full attention or, without one, the last with sliding-window attention; of mixers side by
+    side it has the attention alone.
 
     Raises:
         ConfigError: the model has no attention, or its blocks take per-layer inputs beside hidden states.
@@ -172,15 +173,17 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
             "per_layer_inputs: the blocks of this model take an embedding of each token for each layer; multi-token "
             "prediction is not implemented for such models"
         )
-    mixers = [block.mixer for block in config.blocks]
+    mixers = [(i, part) for i, block in enumerate(config.blocks) if block.mixer for part in block.mixer.parts]
     # The state of attention grows with each token, the state of a recurrent mixer does not.
-    grows = [mixer.state_elements(2) > mixer.state_elements(1) for mixer in mixers]
-    attention = [i for i, mixer in enumerate(mixers) if mixer.state_from is None and grows[i]]
+    attention = [
+        (i, mixer)
+        for i, mixer in mixers
+        if mixer.state_from is None and mixer.state_elements(2) > mixer.state_elements(1)
+    ]
     if not attention:
         raise ConfigError("blocks: none of them has attention, and a layer of multi-token prediction needs it")
-    full = [i for i in attention if getattr(mixers[i], "window", None) is None]
-    layer = (full or attention)[-1]
-    block, mixer = config.blocks[layer], mixers[layer]
+    full = [(i, mixer) for i, mixer in attention if getattr(mixer, "window", None) is None]
+    layer, mixer = (full or attention)[-1]
     if mixer.has_extra_output:  # keys and values, for later layers
-        block = replace(block, mixer=replace(mixer, shares_kv=False))  # type: ignore[type-var]
-    return layer, block
+        mixer = replace(mixer, shares_kv=False)  # type: ignore[type-var]
+    return layer, replace(config.blocks[layer], mixer=mixer)

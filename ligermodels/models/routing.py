@@ -17,7 +17,7 @@ from ligermodels.layers import (
     load_balancing_loss,
     router_z_loss,
 )
-from ligermodels.layers.layer import declared
+from ligermodels.layers.layer import Layer, declared
 from ligermodels.layers.router import NOT_ROUTED, ROUTING_DTYPES
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.ops.runtime.checks import assert_async, check_plain
@@ -96,7 +96,7 @@ def check_routing(decoder: Decoder, routing: Any, return_routing: bool, tokens: 
     if routing is None:
         return
     for number in routers:
-        mlp = cast(Block, decoder.blocks[number]).mlp
+        mlp = cast(Layer, cast(Block, decoder.blocks[number]).mlp)
         if not declared(mlp).reads_experts:
             raise InputError(
                 f"routing: blocks[{number}].mlp ({type(mlp).__name__}) would ignore the given experts: its class does "

@@ -95,26 +95,22 @@ class ModelSize:
         """The sizes of a model on any device, the meta device included."""
         counts = _multiplied(model)
         parameters = list(model.parameters())
-        mixers = [block.mixer.info() for block in model.config.blocks]
+        sizes = [block.info() for block in model.config.blocks]
         experts = [p for _, mixture in mixtures(model) for p in of_experts(mixture).values()]
         return cls(
             weights=_bytes(parameters),
             gradients=_bytes(p for p in parameters if p.requires_grad),
             used=sum(count for _, count in counts),
             trained=sum(count for p, count in counts if p.requires_grad),
-            attention=sum(info.get("heads", 0) * info.get("head_dim", 0) for info in mixers),
+            attention=sum(info.get("heads", 0) * info.get("head_dim", 0) for info in sizes),
             num_layers=len(model.config.blocks),
             hidden_size=model.config.hidden_size,
             itemsize=model.dtype.itemsize,
-            keys_values=sum(2 * info.get("kv_heads", 0) * info.get("head_dim", 0) for info in mixers),
+            keys_values=sum(2 * info.get("kv_heads", 0) * info.get("head_dim", 0) for info in sizes),
             experts=_bytes(experts),
             expert_gradients=_bytes(p for p in experts if p.requires_grad),
             gathered=sum(linear.out_features for linear in gathered_linears(model)),
-            routed=tuple(
-                info["experts_per_token"]
-                for info in (block.mlp.info() for block in model.config.blocks)
-                if "experts_per_token" in info
-            ),
+            routed=tuple(info["experts_per_token"] for info in sizes if "experts_per_token" in info),
         )
 
 
@@ -147,7 +143,7 @@ def gathered_linears(model: nn.Module) -> Iterator[Any]:
 
 def _share_used(block: BlockConfig) -> float:
     """Fraction of a mixture's experts that a token is sent to; 1 for other feed-forward layers."""
-    info = block.mlp.info()
+    info = block.info()
     return float(info["experts_per_token"] / info["experts"]) if "experts" in info else 1.0
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Block, Layer, Linear
-from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.initialization import allocate, skip_init
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sequence_parallel import divide_tokens
@@ -123,8 +122,8 @@ def _check(config: DecoderConfig, ranks: int) -> None:
         return
     seen = set()
     for i, block in enumerate(config.blocks):
-        for part, layer in (("mixer", block.mixer), ("mlp", block.mlp), ("after", block.after)):
-            if layer is not None and layer not in seen:
+        for part, layer in block.layers.items():
+            if layer not in seen:
                 seen.add(layer)
                 try:
                     layer.tensor_shard(ranks)
@@ -223,13 +222,7 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
     config, ranks = model.config, mesh.size()
     check_tensor_parallel(config, ranks)
 
-    def split(layer: LayerConfig) -> LayerConfig:
-        return layer.tensor_shard(ranks)
-
-    per_layer, blocks = config.per_layer_inputs, []
-    for block in config.blocks:
-        after = None if block.after is None else split(block.after)
-        blocks.append(replace(block, mixer=split(block.mixer), mlp=split(block.mlp), after=after))
+    per_layer, blocks = config.per_layer_inputs, [block.tensor_shard(ranks) for block in config.blocks]
     if per_layer is not None:
         per_layer = replace(per_layer, vocab_size=-(-per_layer.vocab_size // ranks), padding_idx=None)
     vocab_size = -(-config.vocab_size // ranks)

@@ -15,7 +15,7 @@ from ligermodels.arguments import check_count
 from ligermodels.convert.mappings import WeightMapping, concat, rename
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers import AttentionConfig, KeysValues, RotaryEmbedding
+from ligermodels.layers import AttentionConfig, KeysValues, LayerConfig, RotaryEmbedding
 from ligermodels.layers.block import BlockConfig
 from ligermodels.layers.linear import Linear
 from ligermodels.models.decoder import DecoderConfig
@@ -222,8 +222,10 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.mixer_norm, self.mlp_norm = config.norm.build(hidden_size), config.norm.build_before(hidden_size)
         self.mixer = BlockAttention(hidden_size, cast(AttentionConfig, config.mixer))
-        self.mlp = config.mlp.build(hidden_size)
-        self.mixer_post_norm, self.mlp_post_norm = (config.build_norm_after(hidden_size) for _ in range(2))
+        self.mlp = cast(LayerConfig, config.mlp).build(hidden_size)
+        self.mixer_post_norm, self.mlp_post_norm = (
+            config.build_norm_after(part, hidden_size) for part in ("mixer", "mlp")
+        )
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -285,7 +287,7 @@ class BlockHead(nn.Module):
         self.fc = Linear(len(config.boundaries) * config.target_hidden_size, size, bias=False)
         self.hidden_norm, self.norm = decoder.norm.build(size), decoder.norm.build(size)
         self.layers = nn.ModuleList(BlockLayer(size, block) for block in decoder.blocks)
-        self.rope = RotaryEmbedding(next(iter(decoder.blocks[0].mixer.ropes)))
+        self.rope = RotaryEmbedding(decoder.blocks[0].ropes[0])
         self.markov: MarkovHead | None = None
         if config.markov_rank:
             sizes = decoder.vocab_size, config.draft_vocab_size, size, config.markov_rank

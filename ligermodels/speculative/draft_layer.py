@@ -29,7 +29,8 @@ def layer_like(config: DecoderConfig, kind: str, num_layers: int = 1) -> dict[st
         channels (or all), and the feed-forward layer 3 times the hidden size.
     """
     size = config.hidden_size
-    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
+    parts = [part for block in config.blocks if block.mixer is not None for part in block.mixer.parts]
+    mixers = [mixer for mixer in parts if isinstance(mixer, AttentionConfig)]
     sizes = [block.mlp.size for block in config.blocks if isinstance(block.mlp, MLPConfig)]
     mixer = next((mixer for mixer in reversed(mixers) if mixer.window is None), mixers[-1] if mixers else None)
     head_dim = (128 if size % 128 == 0 else size) if mixer is None else mixer.head_dim

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ligermodels.arguments import check_number
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.layers import LayerConfig
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
@@ -144,7 +145,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
     }  # fmt: skip
     entries += [rename(f"head.{ours}.weight", f"{prefix}.{theirs}.weight") for ours, theirs in norms.items()]
     entries += config.mixer.weight_mappings(size, "head.mixer", prefix, {})
-    entries += block.mlp.weight_mappings(size, "head.mlp", prefix, {})
+    entries += cast(LayerConfig, block.mlp).weight_mappings(size, "head.mlp", prefix, {})
     entries.append(rename("head.norm.weight", "norm.weight"))
     if lm_head:
         entries.append(rename("lm_head.weight", "lm_head.weight"))

@@ -19,6 +19,7 @@ from ligermodels.layers import (
     AttentionConfig,
     ForwardContext,
     KeysValues,
+    LayerConfig,
     NormConfig,
     RotaryEmbedding,
     TreeTokens,
@@ -172,9 +173,9 @@ class Eagle3Head(nn.Module):
         self.reader = FeatureReader(config)
         self.embedding_norm, self.hidden_norm = decoder.norm.build(size), decoder.norm.build(size)
         self.mixer = TwoStreamAttention(size, config.mixer)
-        self.mlp_norm, self.mlp = decoder.norm.build_before(size), block.mlp.build(size)
+        self.mlp_norm, self.mlp = decoder.norm.build_before(size), cast(LayerConfig, block.mlp).build(size)
         self.norm = decoder.norm.build(size)
-        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in block.mixer.ropes)
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in block.ropes)
 
     def forward(
         self,

@@ -49,9 +49,7 @@ class MTPHead(nn.Module):
         later = (MTPHead(config) if separate else Block(size, block) for _ in range(num_layers - 1))
         self.later: nn.ModuleList = nn.ModuleList(later)
         self.separate = separate
-        self.ropes = nn.ModuleList(
-            RotaryEmbedding(rope) for rope in dict.fromkeys((*block.mixer.ropes, *block.mlp.ropes))
-        )
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in block.ropes)
 
     @property
     def num_layers(self) -> int:

@@ -1,12 +1,17 @@
 """Draft heads and weights in 4 bits of the families that differ from others by their configuration alone."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from zoo import CONFIGS, NEWER, make_checkpoint, relative_error
+from safetensors.torch import load_file, save_file
+from zoo import CONFIGS, NEWER, WITHOUT_GATES, make_checkpoint, relative_error
+from zoo_oracles import kept_tensors
 
 import ligermodels as lm
+from ligermodels.errors import ConfigError
 
 
 @pytest.fixture(params=[*NEWER, "deepseek_v2"])
@@ -29,6 +34,109 @@ def test_new_mtp_heads_are_lossless_and_come_back(folder: Path, tmp_path: Path) 
     model.save_pretrained(tmp_path / "out")
     again = lm.MTPModel.from_pretrained(tmp_path / "out").head.state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.head.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(WITHOUT_GATES) if "moe_intermediate_size" in CONFIGS[name]])
+def test_experts_without_a_gate_in_one_tensor(name: str, tmp_path: Path) -> None:
+    """The layout of transformers' modules: loaded, and written back as it came."""
+    oracle = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    tensors = kept_tensors(oracle)
+    assert any(key.endswith("experts.up_proj") for key in tensors)
+    save_file({key: tensor.detach() for key, tensor in tensors.items()}, tmp_path / "model" / "model.safetensors")
+    model = lm.from_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    model.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+
+@torch.no_grad()
+def test_falcon_h1_scales_tokens_but_no_given_embeddings(tmp_path: Path) -> None:
+    """And projects with a bias into Mamba2; transformers' left padding is wrong there."""
+    oracle = make_checkpoint(tmp_path, {**CONFIGS["falcon_h1"], "mamba_proj_bias": True})
+    model = lm.from_pretrained(tmp_path)
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    given = oracle.get_input_embeddings()(ids)
+    logits = model(inputs_embeds=given).logits
+    assert relative_error(logits, oracle(inputs_embeds=given).logits) < 2e-5
+    assert relative_error(logits, model(ids).logits) > 1e-2
+
+
+def test_inner_size_of_falcon_h1() -> None:
+    """Null as `mamba_d_ssm` means mamba_expand * hidden_size."""
+    config = CONFIGS["falcon_h1-norms-and-biases"]
+    assert config["mamba_d_ssm"] == 2 * config["hidden_size"]
+    models = [lm.from_config({**config, "mamba_d_ssm": size}, device="meta") for size in (None, 108)]
+    assert models[0].config == models[1].config
+    with pytest.raises(ConfigError, match="12 heads of mamba_d_head 9 channels do not make mamba_d_ssm = 120"):
+        lm.from_config({**config, "mamba_d_head": 9, "mamba_d_ssm": 120}, device="meta")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("published", [True, False], ids=["published", "modules"])
+def test_other_names_of_olmo_hybrid(published: bool, tmp_path: Path) -> None:
+    """Published checkpoints keep the names of norms by kind of layer, and the sizes of q, k and v; transformers saves
+    three equal parts. The names of its modules are read too."""
+    config = CONFIGS["olmo_hybrid"]
+    oracle = make_checkpoint(tmp_path / "model", config)
+    size = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in oracle.named_parameters():
+        if published and ".linear_attn.conv1d." in key:
+            parts = tensor.split([size, size, len(tensor) - 2 * size])
+            tensors |= {key.replace("conv1d", f"{part}_conv1d"): each for part, each in zip("qkv", parts, strict=True)}
+            continue
+        if published and ".3." not in key:
+            key = key.replace(".input_layernorm.", ".attention_layer_norm.")
+            key = key.replace(".post_attention_layernorm.", ".feedforward_layer_norm.")
+        tensors[key] = tensor
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    model = lm.from_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    model.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+
+@torch.no_grad()
+def test_step_sizes_of_nemotron_h_have_a_lower_bound(tmp_path: Path) -> None:
+    """`time_step_min`, as in transformers' forward pass over a text; its decoding steps are without it."""
+    config = {**CONFIGS["nemotron_h-without-experts"], "time_step_min": 0.7}
+    oracle = make_checkpoint(tmp_path, config)
+    model, unbounded = lm.from_pretrained(tmp_path), lm.from_config({**config, "time_step_min": 0.0})
+    unbounded.load_state_dict(model.state_dict())
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    assert relative_error(unbounded.eval()(ids).logits, oracle(ids).logits) > 1e-2
+    text = model.generate(ids, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(model(text[:, :-1]).logits[:, 8:].argmax(-1), text[:, 9:])  # steps as in one pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers_block_type": ["mamba", "conv"]}, "'layers_block_type' must have one of linear_attention, full_att"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "M?"}, "'hybrid_override_pattern' must have one of M"),
+        ({"hybrid_override_pattern": "M*"}, "layers_block_type and hybrid_override_pattern contradict each other"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers = 4 contradicts the 5 layers of layers_block_type"),
+        ({"attention_bias": True}, "attention_bias = True is not implemented"),
+        ({"time_step_limit": [0.1, 1.0]}, "time_step_limit is not implemented; the lower bound is time_step_min"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias = True is not implemented; use_bias gives these biases"),
+        ({"residual_in_fp32": True}, "residual_in_fp32 = True is not implemented"),
+        ({"n_groups": 5}, "n_groups 5 does not divide mamba_num_heads 12"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented"),
+    ],
+)
+def test_fields_of_nemotron_h_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lm.from_config({**CONFIGS["nemotron_h-without-experts"], **fields}, device="meta")
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ LATENT = {
 }
 GEMMA4 = {**SIZES, "num_key_value_heads": 1, "global_head_dim": 32}
 DENSE, ATTENTION = ("mlp.gate_up", "mlp.down"), ("mixer.qkv", "mixer.o")
+UNGATED = ("mlp.shared.up", "mlp.shared.down")
 SHARED = ("mlp.shared.gate_up", "mlp.shared.down")
 LATENT_LINEARS = tuple(f"mixer.{name}" for name in ("q_a", "q_b", "kv_a", "kv_b", "o"))
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -62,6 +63,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {*ATTENTION, *DENSE},
     ),
     "arcee, ungated": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
+    "nemotron_h, with latent experts": (
+        {**CONFIGS["nemotron_h-latent-experts-and-biases"], **SIZES, "moe_latent_size": 32, "n_group": 1}
+        | {"num_experts_per_tok": 6, "moe_intermediate_size": 32, "topk_group": 1}
+        | {"moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 16, "mamba_head_dim": 4}
+        | {"n_groups": 2, "ssm_state_size": 16},
+        {*ATTENTION, "mixer.in_proj", "mixer.out", "mlp.latent_in", "mlp.latent_out", *UNGATED},
+    ),
     "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
     "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
 }

@@ -249,10 +249,15 @@ HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}
 """Configs with gated short convolutions."""
-MAMBAS = {name for name, config in CONFIGS.items() if "mamba_n_heads" in config}
+MAMBAS = {name for name, config in CONFIGS.items() if {"mamba_n_heads", "mamba_num_heads"} & config.keys()}
 """Configs with layers of Mamba2."""
-NEWER_MIXTURES = sorted(name for name, config in NEWER.items() if "moe_intermediate_size" in config)
-ONLY_NATIVE = {*LATENT, "cohere2"}
+WITHOUT_GATES = {name for name in NEWER if name.startswith("nemotron_h")}
+"""Configs whose experts have no gate."""
+NEWER_MIXTURES = ["cohere2_moe", "cohere2_moe-root-mean-square-norms"]
+NEWER_MIXTURES += sorted(
+    name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
+)
+ONLY_NATIVE = {*LATENT, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -107,12 +107,18 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def renamed(name: str) -> str:
-    """The name that transformers has for a tensor of a published checkpoint; only Hy3's and Granite 4's differ from the
-    oracle's."""
+    """The name that transformers has for a tensor of a published checkpoint; only those of Hy3, Granite 4,
+    Nemotron-H and OLMo Hybrid differ from the oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
     parts[".block_sparse_moe.input_linear.weight"] = ".block_sparse_moe.experts.gate_up_proj"
     parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
+    parts["backbone."] = "model."
+    parts[".self_attn.gate_proj."] = ".self_attn.g_proj."
+    parts[".mlp.experts.e_score_correction_bias"] = ".mlp.gate.e_score_correction_bias"
+    parts[".mlp.shared_expert."] = ".mlp.shared_experts."
+    parts[".attention_layer_norm."] = ".input_layernorm."
+    parts[".feedforward_layer_norm."] = ".post_attention_layernorm."
     parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
     for published, own in parts.items():
         name = name.replace(published, own)
@@ -133,12 +139,17 @@ def stored_as(
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
     per_expert = (".experts.", "block_sparse_moe")
     tensors = {name if name in own else renamed(name): t for name, t in tensors.items()}
-    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in per_expert)}
+    elsewhere = (*per_expert, "_conv1d.")
+    found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in elsewhere)}
     for name, parameter in own.items():
         if name in found:
             continue
         layer, _, part = name.partition(".mlp.")
         at = name.rpartition(".")[0]
+        if f"{layer.removesuffix('.conv1d.weight')}.q_conv1d.weight" in tensors:
+            thirds = [tensors[name.replace(".conv1d.", f".{third}_conv1d.")] for third in "qkv"]
+            found[name] = torch.cat(thirds)
+            continue
         if not at.endswith(".experts"):
             elsewhere = f"{layer}.block_sparse_moe.{part}"
             found |= {name: tensors[elsewhere]} if elsewhere in tensors else {}
@@ -151,6 +162,7 @@ def stored_as(
         if name.endswith("experts.gate_up_proj"):
             pairs = [torch.cat([tensors[f"{at}.{e}.{x}.weight"] for x in (gate, up)]) for e in each]
             found[name] = torch.stack(pairs)
-        else:
-            found[name] = torch.stack([tensors[f"{at}.{e}.{down}.weight"] for e in each])
+        else:  # experts without a gate have "up_proj" too
+            own_name = down if name.endswith("experts.down_proj") else name.rpartition(".")[2]
+            found[name] = torch.stack([tensors[f"{at}.{e}.{own_name}.weight"] for e in each])
     return found

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_lora_peft import draw, in_peft, tokens
 from torch import Tensor
-from zoo import CONFIGS, make_checkpoint, relative_error
+from zoo import CONFIGS, WITHOUT_GATES, make_checkpoint, relative_error
 
 pytest.importorskip("peft", reason="needs ligermodels[integrations]")
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,6 +21,7 @@ from ligermodels.adapt.lora import lora_layers
 
 TOLERANCE = 1e-5
 FAMILIES = ["qwen3_moe-normalised", "mixtral", "gpt_oss", "gemma4_text-experts", "glm4_moe", "qwen3_5_moe_text"]
+FAMILIES += ["nemotron_h", "nemotron_h-latent-experts-and-biases"]
 LINEAR = ["gate_proj", "up_proj", "down_proj"]
 HALVES = {"mixtral": ["w1", "w3", "w2"]}
 CONVERTED = ("qwen3_moe", "mixtral")
@@ -78,6 +79,7 @@ def test_a_matrix_for_each_projection(pair: tuple[str, Path, Any], form: Any, tm
     if form == "per_expert" and not name.startswith(CONVERTED):
         pytest.skip("PEFT converts layers of experts for Qwen and Mixtral alone")
     targets = HALVES.get(name, ["experts.gate_proj", "experts.up_proj", "down_proj"])
+    targets = [target for target in targets if "gate" not in target or name not in WITHOUT_GATES]
     targets = [*targets, "q_proj"] if form == "target_parameters" else [*HALVES.get(name, LINEAR), "q_proj"]
     rslora = form == "target_parameters"
     model = draw(lm.add_lora(lm.from_pretrained(folder), r=3, target_modules=targets, use_rslora=rslora))
@@ -89,8 +91,9 @@ def test_a_matrix_for_each_projection(pair: tuple[str, Path, Any], form: Any, tm
 @pytest.mark.parametrize("kind", ["target_parameters", "target_modules"])
 def test_theirs_in_ours(pair: tuple[str, Path, Any], kind: str, tmp_path: Path) -> None:
     name, folder, oracle = pair
-    options: dict[str, Any] = {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"]}
-    options["rank_pattern"], options["alpha_pattern"] = {"layers.1.*experts.gate_up_proj": 2}, {"k_proj": 3}
+    first, layers = ("up_proj", "[35]") if name in WITHOUT_GATES else ("gate_up_proj", "1")
+    options: dict[str, Any] = {"target_modules": ["k_proj"], "target_parameters": [f"experts.{first}"]}
+    options["rank_pattern"], options["alpha_pattern"] = {f"layers.{layers}.*experts.{first}": 2}, {"k_proj": 3}
     if kind == "target_modules":
         if not name.startswith(CONVERTED):
             pytest.skip("PEFT converts names of experts for Qwen and Mixtral alone")

@@ -90,7 +90,8 @@ def test_decoding_waits_for_nothing(model: lm.CausalLM) -> None:
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    layers = [layer._asdict() if hasattr(layer, "_asdict") else vars(layer) for layer in state.layers]
+    parts = [part for layer in state.layers for part in (layer if type(layer) is tuple else (layer,))]
+    layers = [part._asdict() if hasattr(part, "_asdict") else vars(part) for part in parts if part is not None]
     return [tensor for layer in layers for tensor in layer.values() if isinstance(tensor, Tensor)]
 
 

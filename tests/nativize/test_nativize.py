@@ -113,7 +113,8 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
 def test_layers_without_a_counterpart_are_refused(name: str) -> None:
     """Before anything is changed."""
     hf = make(name)
-    words = r"nativize: (a mixer of LatentAttentionConfig is|norms of kind 'layer' are) not supported"
+    reasons = "a mixer of (Latent|Parallel)[A-Za-z]+Config is|norms of kind 'layer' are|blocks of one layer are"
+    words = rf"nativize: ({reasons}) not supported"
     with pytest.raises(ConfigError, match=words):
         lm.nativize(hf)
     assert not any({"native", "forward"} & vars(module).keys() for module in hf.modules())

@@ -66,11 +66,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
     "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
+    "falcon_h1": even(zoo.CONFIGS["falcon_h1"]) | {"mamba_n_groups": 2},
+    "nemotron_h": even(zoo.CONFIGS["nemotron_h-latent-experts-and-biases"])
+    | {"n_groups": 2, "moe_intermediate_size": 30, "moe_shared_expert_intermediate_size": 44},
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
 values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions."""
+without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions;
+blocks of one layer, and latent experts without a gate; attention and Mamba2 side by side."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -340,6 +344,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
         ("qwen3_5", "muse_glimmer", "lfm2", "bamba"),
+        ("nemotron_h", "falcon_h1"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:

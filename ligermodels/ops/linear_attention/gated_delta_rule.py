@@ -60,7 +60,7 @@ def gated_delta_rule(
         k: (B, T, G, K), of q's dtype; the op normalises it.
         v: (B, T, R, V), of q's dtype, R a multiple of G. Value head j uses query and key head j // (R / G).
         g: (B, T, R), floating, logarithm of the decay of the state before each token, finite and at most 0.
-        beta: (B, T, R), floating, how far each token moves the state to its value, within [0, 1].
+        beta: (B, T, R), floating, how far each token moves the state to its value, within [0, 2].
         initial_state: (B, R, K, V), floating, the state before the first token; zero when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T. The first
             document starts from `initial_state`, the others from a state of zero.
