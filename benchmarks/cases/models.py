@@ -36,6 +36,12 @@ GRANITE_4: dict[str, Any] = {
     "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625, "rms_norm_eps": 1e-5,
     "position_embedding_type": "nope",
 }  # fmt: skip
+NEMOTRON_3: dict[str, Any] = {
+    "ssm_state_size": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256, 8192, **LLAMA_3),
@@ -94,6 +100,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "granitemoehybrid", 2048, 8192, 40, 32, 8, 100352, 131072, tied=True, **GRANITE_4,
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
     ),
+    "nemotron-3-nano-4-layers": _config(
+        "nemotron_h", 2688, 1856, 4, 32, 2, 10048, 262144, head_dim=128, **NEMOTRON_3,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    ),
     "muse-glimmer-4-layers": _config(
         "muse_glimmer_text", 6656, 19968, 4, 32, 2, 15488, 131072, head_dim=128, sliding_window=2048,
         layer_types=["sliding_attention"] * 3 + ["full_attention"], final_logit_softcapping=20.0,
@@ -107,6 +117,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
     "granite-4.0-h-micro": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
     "muse-glimmer-4-layers": {},
+    "nemotron-3-nano-4-layers": {"n_routed_experts": 8},
     "qwen3.5-9b": {"num_hidden_layers": 4},
     "gemma-4-e2b": {
         "num_hidden_layers": 10,

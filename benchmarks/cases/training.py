@@ -36,7 +36,10 @@ from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = {FLOAT8: 0.3, TORCHAO: 0.3}
 """Largest relative error of the providers in float8; the other providers have 0.05."""
-FIRST_NORM = ("blocks.0.mixer_norm.weight", "layers.0.input_layernorm.weight", "layers.0.operator_norm.weight")
+FIRST_NORM = (
+    *("blocks.0.mixer_norm.weight", "layers.0.input_layernorm.weight", "layers.0.operator_norm.weight"),
+    "layers.0.norm.weight",
+)
 """Ends of the name of the first layer's input norm, here and in transformers."""
 WARM_UP, STEPS = 2, 5
 COLUMNS = ("step_ms", "tokens_per_s", "of_floor", "peak_gib", "error")
@@ -83,6 +86,7 @@ CASES = [
     Case("lfm2-1.2b", 4, 4096),
     Case("granite-4.0-h-micro", 1, 4096),
     Case("muse-glimmer-4-layers", 2, 4096),
+    Case("nemotron-3-nano-4-layers", 2, 4096),
 ]
 
 
