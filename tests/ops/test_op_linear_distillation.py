@@ -158,9 +158,10 @@ def test_great_logits(where: Where, divergence: str) -> None:
 
 
 def test_a_teacher_of_another_dtype(where: Where) -> None:
+    """The dtype is read in one place, whatever the divergence."""
     for teacher in {torch.float32, torch.bfloat16} - {where.dtype}:
-        for divergence in DIVERGENCES.values():
-            Heads(where, (7,), 12, 300, teacher=teacher).compare(memory_budget=TINY, **divergence)
+        for divergence in ("forward", "jsd", "lk"):
+            Heads(where, (7,), 12, 300, teacher=teacher).compare(memory_budget=TINY, **DIVERGENCES[divergence])
 
 
 @pytest.mark.parametrize("memory_budget", [TINY, AMPLE])
