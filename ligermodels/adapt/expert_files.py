@@ -173,15 +173,9 @@ def converted(
     gate_up = update.parts_of("gate_up")
     is_joint = [part.leaf for part in gate_up] == ["gate_up_proj"]
     has_gate = not any(part.is_whole and part.leaf == "up_proj" for part in gate_up)
+    _check_names(update, form, has_gate)
     change = bool(gate_up) and has_gate and is_joint != (form == "target_parameters")
-    if form == "shared_outer" and not has_gate:
-        raise InputError("expert_format: 'shared_outer' has no names for experts without a gate; give 'per_expert'")
     shared = update.shared_outer and form == "shared_outer"
-    if form == "per_expert" and any(not part.layers for part in update.parts):
-        raise InputError(
-            f"expert_format: {form!r}: checkpoints of this family have no names for the layers of single experts, such "
-            f"as {container(update.parts[0].name)}.0.gate_proj; give 'target_parameters'"
-        )
     if not change and shared == update.shared_outer:
         return update, tensors
     whole = {name: gathered(tensor.detach()) for name, tensor in tensors.items()}
@@ -194,6 +188,17 @@ def converted(
         sizes["gate_up"], sizes["down"], parts, dropout=update.dropout, device="meta", shared_outer=shared
     )
     return result, {name: whole[name].expand(p.shape) for name, p in result.lora_parameters().items()}
+
+
+def _check_names(update: ExpertLoRA, form: ExpertFormat, has_gate: bool) -> None:
+    """Raise InputError unless a format has names for the parts of an update of experts with or without a gate."""
+    if form == "shared_outer" and not has_gate:
+        raise InputError("expert_format: 'shared_outer' has no names for experts without a gate; give 'per_expert'")
+    if form == "per_expert" and any(not part.layers for part in update.parts):
+        raise InputError(
+            f"expert_format: {form!r}: checkpoints of this family have no names for the layers of single experts, such "
+            f"as {container(update.parts[0].name)}.0.gate_proj; give 'target_parameters'"
+        )
 
 
 def _split(part: ExpertPart, tensors: dict[str, Tensor]) -> list[ExpertPart]:

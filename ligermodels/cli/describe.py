@@ -100,12 +100,9 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Facts about the checkpoint in `folder`."""
     import torch
 
-    from ligermodels.archs import family_of
-    from ligermodels.archs.fields import FULL
     from ligermodels.convert.config_json import dtype_of, read_json
     from ligermodels.convert.dequantize import dequantized
     from ligermodels.convert.quantization import without_quantization
-    from ligermodels.convert.rope_settings import rope_parameters
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
     from ligermodels.models.attention_summary import attention_summary
@@ -116,8 +113,6 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
     model = from_config(hf_config, device="meta")
     config = model.config
-    thetas = family_of(model.hf_config).default_theta
-    rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +126,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         **{name: _common(each[name] for each in layers if name in each) for name in dict.fromkeys(chain(*layers))},
         "vocab_size": config.vocab_size,
         "context": config.max_position_embeddings,
-        **{name: rope[name] for name in ("rope_type", "rope_theta") if any(block.ropes for block in config.blocks)},
+        **_rope_facts(model),
         "tied_embeddings": config.head.tied,
         "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
         "attention": attention_summary(config, device, dtype_of(hf_config)),
@@ -151,6 +146,19 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
             if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:
                 facts["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
     return facts
+
+
+def _rope_facts(model: Any) -> dict[str, Any]:
+    """Type and base of the rotary positions of a model, of full attention if there are several; empty for none."""
+    from ligermodels.archs import family_of
+    from ligermodels.archs.fields import FULL
+    from ligermodels.convert.rope_settings import rope_parameters
+
+    if not any(block.ropes for block in model.config.blocks):
+        return {}
+    thetas = family_of(model.hf_config).default_theta
+    rope = rope_parameters(model.hf_config, thetas, FULL if isinstance(thetas, Mapping) and FULL in thetas else None)
+    return {name: rope[name] for name in ("rope_type", "rope_theta")}
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
