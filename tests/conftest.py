@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def reference_ops() -> Iterator[None]:
         return
     from ligermodels.ops.runtime import dispatch  # defines every kernel, with the interpreter still asked for
 
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
     with pytest.MonkeyPatch.context() as environment, dispatch.set_backend("reference"):
         environment.delenv("TRITON_INTERPRET")
         yield

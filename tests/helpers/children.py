@@ -12,9 +12,12 @@ import pytest
 # would be without.
 PRELOADED = [
     "pytest",
-    "torch._dynamo",
+    "torch._dynamo.testing",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
+    "torch.utils.tensorboard",
     "ligermodels.archs",
     "ligermodels.cli",
     "ligermodels.parallel",

@@ -6,7 +6,7 @@ between launches: tiles, memory, dtypes. They take a third of the time; LLVM and
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ class AllocatedError(Exception):
 class Stages:
     """Triton's hook of its stages, and its instrumentation of a backend.
 
-    machine_code: whether the next launch is compiled to the end, or until its memory is allocated.
-
     NVIDIA GPUs share results. Two GPUs of one generation run the same code for a launch. A newer generation also runs
     the older code of a kernel without matrix products and tensor descriptors. If that code needs at most half of the
     newer GPU's shared memory, layouts that differ a little cannot exceed the limit, and it is not compiled again.
@@ -38,37 +36,44 @@ class Stages:
     """
 
     def __init__(self, shared_memory: int, cache: Path) -> None:
-        self.machine_code = True
         self._shared_memory, self._cache = shared_memory, cache
         self._module: Any = None
+        self._launch, self._machine_code, self._products = "", True, False
+
+    def begin(self, launch: str, machine_code: bool) -> None:
+        """Before a launch is compiled: to the end with `machine_code`, else until its memory is allocated.
+
+        Args:
+            launch: a hash of what Triton compiles.
+        """
+        self._launch, self._machine_code = launch, machine_code
+
+    def memory_on_older(self, launch: str, capability: int, machine_code: bool) -> int | None:
+        """The shared memory of a launch that an older GPU has shown; None if this GPU has to compile it."""
+        names = [f"{launch}-machine-code"] if machine_code else [launch, f"{launch}-machine-code"]
+        for older in PORTABLE:
+            for path in (self._cache / f"shared-{older}" / name for name in names):
+                if older < capability and path.exists():
+                    shared, products = map(int, path.read_text().split())
+                    if older // 10 == capability // 10 or (not products and 2 * shared <= self._shared_memory):
+                        return shared
+        return None
 
     def __call__(self, *arguments: Any) -> tuple[str, str] | None:
         if not arguments:
-            return ("machine code" if self.machine_code else "memory"), ""  # a part of the key in Triton's cache
-        backend, stages, options, _, capability = arguments
+            return ("machine code" if self._machine_code else "memory"), ""  # a part of the key in Triton's cache
+        backend, stages, _, _, capability = arguments
         type(backend).instrumentation = self
-        record: list[Path] = []  # of this launch, if newer GPUs may run it
         to_ttir, to_llir = stages["ttir"], stages["llir"]
 
         def ttir(source: Any, metadata: dict[str, Any]) -> Any:
             module = to_ttir(source, metadata)
-            if capability is None:
-                return module  # AMD
             text = str(module)
-            launch = metadata["triton_version"], self.machine_code, options.num_warps, options.num_stages, text
-            name = hashlib.sha256(repr(launch).encode()).hexdigest()
-            products = "tt.dot" in text or "descriptor" in text
-            for older in PORTABLE:
-                path = self._cache / f"shared-{older}" / name
-                if older == capability:
-                    record.append(path)
-                elif self._covers(path, older, capability, products):
-                    metadata.update(shared=int(path.read_text()), tmem_size=None, name="")
-                    return ""
+            self._products = "tt.dot" in text or "descriptor" in text
             return module
 
         def llir(module: Any, metadata: dict[str, Any]) -> Any:
-            if self.machine_code:
+            if self._machine_code:
                 return to_llir(module, metadata)
             self._module = module
             try:
@@ -83,9 +88,12 @@ class Stages:
         def last(stage: Callable[..., Any]) -> Callable[..., Any]:
             def binary(code: Any, metadata: dict[str, Any]) -> Any:
                 made = stage(code, metadata) if code else b""
-                for path in record:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(str(metadata["shared"]))
+                if capability in PORTABLE:
+                    folder = self._cache / f"shared-{capability}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    partial = folder / f"{self._launch}-{os.getpid()}"  # another process may read at any moment
+                    partial.write_text(f"{metadata['shared']} {int(self._products)}")
+                    partial.rename(folder / (self._launch + "-machine-code" * self._machine_code))
                 return made
 
             return binary
@@ -96,13 +104,6 @@ class Stages:
             stages[name] = unless_empty(stages[name])
         stages[end] = last(stages[end])
         return None
-
-    def _covers(self, record: Path, older: int, capability: int, products: bool) -> bool:
-        if older > capability or not record.exists():
-            return False
-        if older // 10 == capability // 10:
-            return True
-        return not products and 2 * int(record.read_text()) <= self._shared_memory
 
     def load_dialects(self, context: Any) -> None:
         """Nothing: a part of Triton's interface."""

@@ -8,8 +8,10 @@ the calls of that module.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import math
 import os
 import pkgutil
 import subprocess
@@ -88,6 +90,20 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return name_of(self.kernel)
 
+    @property
+    def hash(self) -> str:
+        """Of all that Triton compiles but the target."""
+        from triton import __version__
+        from triton.compiler import ASTSource
+
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return hashlib.sha256(f"{__version__} {source.hash()} {sorted(self.options.items())}".encode()).hexdigest()
+
+    @property
+    def tile_size(self) -> int:
+        """The product of the sizes among its constants."""
+        return math.prod(filter(is_size, self.constants.values()))
+
     def __str__(self) -> str:
         names = self.kernel.arg_names
         constants = {names[place]: value for (place, *_), value in self.constants.items()}
@@ -118,16 +134,17 @@ class Recording:
 
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
 
-    With `compiles`, each launch is compiled until its memory is allocated, and to machine code if it is the kernel's
-    first launch with one of its dtypes, or on the oldest GPUs with the value of a flag. faults: the launches that do
-    not compile, or need more than the GPU has. For the latter, OutOfResources is raised where Triton would raise it, so
-    that an op may launch smaller tiles; only an op that does not is a fault.
+    With `compiles`, each launch is compiled until its memory is allocated, and some to machine code: the fewest that
+    contain each kernel with each of its dtypes, and on the oldest GPUs with each value of a flag. faults: the launches
+    that do not compile, or need more than the GPU has. For the latter, OutOfResources is raised where Triton would
+    raise it, so that an op may launch smaller tiles; only an op that does not is a fault.
     """
 
     def __init__(self, gpu: str, calls_in: str = "op_calls", *, compiles: bool = False) -> None:
         import triton
 
         importlib.import_module("layer_calls")  # adds to those of op_calls
+        planned = Recording(gpu, calls_in).launches if compiles else {}
         self._gpu, self.driver = gpu, Driver(gpu)
         self.launches: dict[Any, Launch] = {}
         self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
@@ -135,6 +152,7 @@ class Recording:
         self._compiles, self._kernels = compiles, set[str]()
         self._lacking: dict[Any, OutOfResources] = {}  # launch -> what it needs that the GPU has not
         self._stages, self._seen = Stages(GPUS[gpu].shared_memory, CACHE), set[Any]()
+        self._to_machine_code = self._covering(planned)
         torch.cuda.current_device = lambda: self.driver.device
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
@@ -151,6 +169,27 @@ class Recording:
                     self.faults.append(f"{op} {call.args} {call.keywords}: {error}")
                 else:
                     self.calls[op].append(sorted(self._kernels))
+        if compiles:  # after an error an op may launch other tiles than were planned
+            run = {known: launch for known, launch in self.launches.items() if known not in self._lacking}
+            self._to_machine_code = self._covering(run)
+            for known in self._to_machine_code:
+                self._compile(known, run[known])
+
+    def _covering(self, launches: dict[Any, Launch]) -> dict[Any, None]:
+        """The fewest launches that have all parts of `launches` that machine code has not been made of.
+
+        First those that an older GPU has shown. Then the launch with the most parts that are missing is next, the one
+        with the smallest tiles of equal ones.
+        """
+        ordered = sorted(launches, key=lambda known: launches[known].tile_size)
+        parts = {known: machine_code_of(launches[known], every=self._gpu in OLDEST) - self._seen for known in ordered}
+        chosen = dict.fromkeys(known for known in ordered if self._on_older(launches[known], True))
+        missing = set().union(*parts.values()).difference(*(parts[known] for known in chosen))
+        while missing:
+            best = max(ordered, key=lambda known: len(parts[known] & missing))
+            chosen[best] = None
+            missing -= parts[best]
+        return chosen
 
     def _record(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
@@ -168,11 +207,14 @@ class Recording:
     def _compile(self, known: Any, launch: Launch) -> None:
         from triton.compiler import ASTSource, compile
 
+        machine_code = known in self._to_machine_code
+        if machine_code:
+            self._seen |= machine_code_of(launch, every=self._gpu in OLDEST)
+        if self._on_older(launch, machine_code):
+            return
         print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
-        parts = machine_code_of(launch, every=self._gpu in OLDEST)
-        self._stages.machine_code = not parts <= self._seen
-        self._seen |= parts
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        self._stages.begin(launch.hash, machine_code)
         try:
             made = compile(source, target=self.driver.target, options=launch.options).metadata
         except Exception as error:
@@ -186,6 +228,14 @@ class Recording:
         for resource, (needed, there) in needs.items():
             if needed > there:
                 self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
+
+    def _on_older(self, launch: Launch, machine_code: bool) -> bool:
+        """Whether an older GPU has shown that the launch runs on this one."""
+        if GPUS[self._gpu].hip:
+            return False
+        major, minor = GPUS[self._gpu].capability
+        shared = self._stages.memory_on_older(launch.hash, 10 * major + minor, machine_code)
+        return shared is not None and shared <= GPUS[self._gpu].shared_memory
 
 
 def machine_code_of(launch: Launch, every: bool) -> set[tuple[str, ...]]:

@@ -245,6 +245,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values())
 """The first config of each model_type, for tests of what does not depend on a family's options."""
+OF_EACH_KIND = (
+    "afmoe", "apertus", "bamba", "cohere2", "deepseek_v3", "gemma2", "gemma4_text", "glm4", "gpt_oss", "granite",
+    "lfm2", "llama-2", "minimax_m2", "mistral-window", "mixtral", "muse_glimmer_text", "olmo2", "qwen3", "qwen3_5_text",
+    "qwen3_next",
+)  # fmt: skip
+"""Of EACH_FAMILY those that together have every kind of norm, mixer, feed-forward layer and scaling, for tests of code
+that goes by layers, not by families."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}

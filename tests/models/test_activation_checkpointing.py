@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
-from zoo import CONFIGS, EACH_FAMILY
+from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 from ligermodels.errors import InputError
@@ -33,7 +33,7 @@ def gradients(model: lm.CausalLM, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", EACH_FAMILY)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_same_gradients(name: str, mode: str) -> None:
     model, ids = make(name), torch.randint(100, (2, 19))
     wanted = gradients(model, ids)

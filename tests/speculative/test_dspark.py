@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from zoo import CONFIGS, EACH_FAMILY, MIXTURES
+from zoo import CONFIGS, MIXTURES, OF_EACH_KIND
 
 import ligermodels as lm
 from ligermodels import ops
@@ -440,15 +440,15 @@ def test_padding_masked_labels_and_normalisers(kind: str) -> None:
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EACH_FAMILY)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_greedy_tokens_are_those_of_plain_decoding(name: str) -> None:
-    """For every family, batches of unequal prompts; a chain and a tree in turn."""
+    """For every kind of layer, batches of unequal prompts; a chain and a tree in turn."""
     base = target(ALL[name], "float32")
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
     options: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0, "repetition_penalty": 1.0}
     plain = base.generate(prompts, do_sample=False, **options)
     ways = (("rnn", None), ("dflash", Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])))
-    kind, tree = ways[EACH_FAMILY.index(name) % 2]
+    kind, tree = ways[OF_EACH_KIND.index(name) % 2]
     assert torch.equal(stirred(kind, base).generate(prompts, tree=tree, **options), plain)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from zoo import CONFIGS, EACH_FAMILY, MIXTURES
+from zoo import CONFIGS, MIXTURES, OF_EACH_KIND
 
 import ligermodels as lm
 from ligermodels import ops
@@ -274,16 +274,16 @@ def test_ranks_beyond_a_reduced_vocabulary() -> None:
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EACH_FAMILY)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_greedy_tokens_are_those_of_plain_decoding(name: str) -> None:
-    """For every family, batches of unequal prompts; a chain, a tree and a dynamic tree in turn."""
+    """For every kind of layer, batches of unequal prompts; a chain, a tree and a dynamic tree in turn."""
     base = target(ALL[name], "float32")
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
     options: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0, "repetition_penalty": 1.0}
     plain = base.generate(prompts, do_sample=False, **options)
     model = stirred(base, 3, norm_before_residual=True)
     trees = (None, Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)]), DynamicTree(3, 2, 6))
-    assert torch.equal(model.generate(prompts, tree=trees[EACH_FAMILY.index(name) % 3], **options), plain)
+    assert torch.equal(model.generate(prompts, tree=trees[OF_EACH_KIND.index(name) % 3], **options), plain)
 
 
 @pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(EVERY_THIRD, 61)], ids=["whole", "reduced"])

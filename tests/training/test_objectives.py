@@ -355,7 +355,7 @@ def test_steps_in_cuda_graphs(
     found = run("graph", "bfloat16")
     assert len(found) == 3 and found[0] != found[-1] and found == run("padded", "bfloat16")
     assert equal_heads(tmp_path / "bfloat16/graph", tmp_path / "bfloat16/padded")
-    if device == "cpu":
+    if device == "cpu" and objective in ("dpo", "orpo", "kto", "distill"):  # with a reference, without, by completion
         plain, graph = (np.asarray([each[1:3] for each in run(way, "float64")]) for way in ("plain", "graph"))
         assert graph == pytest.approx(plain, rel=1e-7)
     assert all(len(each._graphs) >= 1 for each in graphs)

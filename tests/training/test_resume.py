@@ -42,7 +42,7 @@ def write_recipe(recipe: MedusaRecipe, path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("changes", "targets"),
-    [({"steps": 40}, (None, 3, 9, 18, 30, 40)), ({**STAGE_2, "steps": 16}, (2, 5, 9, 16))],
+    [({"steps": 24}, (None, 3, 13, 24)), ({**STAGE_2, "steps": 12}, (2, 7, 12))],
     ids=["stage 1", "stage 2"],
 )
 def test_killed_anywhere_a_run_comes_out_the_same(
@@ -74,7 +74,7 @@ def test_killed_anywhere_a_run_comes_out_the_same(
         child.kill()
         child.join()
         reached |= set(Checkpoints(checkpoints).steps())
-    assert len(reached) >= len(targets) - 2, reached
+    assert len(reached) >= 2, reached
     child = start("killed")
     child.join(60)
     assert child.exitcode == 0

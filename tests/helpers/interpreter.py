@@ -1,0 +1,114 @@
+"""Triton's interpreter without the work that it repeats, so that tests of kernels take less time.
+
+The interpreter runs a kernel as Python. At each launch, and at each call of a device function, it searches all of
+`triton.language` for the functions that it replaces; each operation builds and checks the types of its blocks anew,
+and each sum of integers is computed a second time, to look for an overflow of which nobody is told. Here the
+replacements are searched for once, a device function finds them in place, and block types of one shape share their
+parts. The operations themselves are the interpreter's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+
+def quicken() -> None:
+    """Replace the functions that repeat themselves, in this process."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    core, builder = language.core, interpreter.interpreter_builder
+    if not builder.options.debug:  # else the overflow would be an error
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = Patches(interpreter, language)
+    interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+    core.block_type.__init__ = sharing_parts(core.block_type.__init__, core._unwrap_if_constexpr)
+    core.tensor.__init__ = of_its_type(core)
+
+
+class Patches:
+    """`_patch_lang` of the interpreter, and the scope that it returns: what a launch replaces, and restores at its end.
+
+    A device function, which Triton patches for again, finds everything replaced.
+
+    Args:
+        interpreter: `triton.runtime.interpreter`.
+        language: `triton.language`.
+    """
+
+    def __init__(self, interpreter: Any, language: Any) -> None:
+        self._patch, self._missing = interpreter._patch_lang, interpreter._MISSING
+        self._sees_all = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+        self._changes: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was, what it is in a launch
+        self._active = False
+
+    def __call__(self, function: Any) -> "Patches":
+        if not self._active:
+            self._active = True
+            if not self._changes:
+                self._search()
+            for owner, name, _, replacement in self._changes:
+                setattr(owner, name, replacement)
+        return self
+
+    def _search(self) -> None:
+        originals: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for owner, name, original in self._patch(self._sees_all)._changes:
+            originals.setdefault((id(owner), name), (owner, name, original))  # the first of several patches
+        self._changes = [(*change, getattr(*change[:2])) for change in originals.values()]
+
+    def restore(self) -> None:
+        for owner, name, original, _ in self._changes:
+            if original is self._missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._active = False
+
+
+def by_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`_get_np_dtype` of the interpreter, called once for each type's name."""
+    found: dict[str, Any] = {}
+
+    def remembered(dtype: Any) -> Any:
+        name = dtype.name
+        if name not in found:
+            found[name] = np_dtype_of(dtype)
+        return found[name]
+
+    return remembered
+
+
+def sharing_parts(initialize: Callable[..., None], unwrap: Callable[[Any], Any]) -> Callable[..., None]:
+    """`block_type.__init__`, called once for each shape and name of an element type."""
+    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def shared(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size if type(size) is int else unwrap(size) for size in shape]
+        key = element_ty.name, *sizes
+        if key in found and all(type(size) is int for size in sizes):
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = found[key]
+        else:
+            initialize(self, element_ty, shape)
+            found[key] = self.shape, self.numel, self.name
+
+    return shared
+
+
+def of_its_type(core: Any) -> Callable[..., None]:
+    """`tensor.__init__`; tensors of one shape share it."""
+    found: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def initialize(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in found:
+            numel = 1
+            for size in sizes:
+                numel *= size
+            found[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = found[sizes]
+
+    return initialize
