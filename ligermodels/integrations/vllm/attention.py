@@ -1,0 +1,75 @@
+"""vLLM's attention layers in place of the attention of a native model's mixers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from vllm.config import CacheConfig
+from vllm.model_executor.layers.attention import Attention as EngineAttention
+
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.vllm.plan import AttentionPlan
+from ligermodels.layers.external_attention import AttentionLayer
+from ligermodels.models.decoder import Decoder
+
+
+def replace_attention(
+    decoder: Decoder, plans: Sequence[AttentionPlan], cache_config: CacheConfig, prefix: str
+) -> nn.ModuleList:
+    """Let vLLM compute the attention of all blocks of a decoder, with its paged cache.
+
+    Args:
+        decoder: the decoder, with its parameters on the device; its mixers get an `external` attention.
+        plans: the plan of each block.
+        cache_config: vLLM's config of the cache.
+        prefix: prefix of the names of the layers in vLLM.
+
+    Returns:
+        vLLM's layers, which must become a submodule of vLLM's model.
+
+    Raises:
+        ConfigError: the module of a mixer has no place for another attention; the message names its class.
+    """
+    cache_config = copy.copy(cache_config)
+    cache_config.sliding_window = None  # the default of layers without a window
+    names = [f"{prefix}.layers.{number}.self_attn.attn".removeprefix(".") for number in range(len(plans))]
+    layers = nn.ModuleList()
+    for number, (block, plan) in enumerate(zip(decoder.blocks, plans, strict=True)):
+        mixer = block.mixer
+        if not isinstance(mixer, AttentionLayer):
+            raise ConfigError(
+                f"blocks[{number}].mixer: {type(mixer).__name__} has no place for vLLM's attention; derive it from "
+                "ligermodels.layers.external_attention.AttentionLayer"
+            )
+        options: dict[str, Any] = {"cache_config": cache_config, "prefix": names[number]}
+        if (sinks := getattr(mixer, "sinks", None)) is not None:
+            options["sinks"] = sinks
+        if plan.kv_from is not None:
+            options["kv_sharing_target_layer_name"] = names[plan.kv_from]
+        layer = EngineAttention(
+            plan.num_heads, plan.head_dim, plan.scale, plan.num_kv_heads,
+            logits_soft_cap=plan.softcap, per_layer_sliding_window=plan.window, **options,
+        )  # fmt: skip
+        mixer.external = _External(layer, plan)
+        layers.append(layer)
+    return layers
+
+
+class _External:
+    """One attention layer of vLLM as `ExternalAttention`. No module, so that it is no part of the native model."""
+
+    def __init__(self, layer: EngineAttention, plan: AttentionPlan) -> None:
+        self.layer, self.plan = layer, plan
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """See `ExternalAttention`. vLLM's values have as many channels as its keys: others are padded with zeros."""
+        plan, dtype = self.plan, q.dtype
+        if v is not None and plan.value_dim < plan.head_dim:
+            v = pad(v, (0, plan.head_dim - plan.value_dim))
+        flat = [None if x is None else x.to(dtype).reshape(-1, x.shape[2] * x.shape[3]) for x in (q, k, v)]
+        out: Tensor = self.layer(*flat)
+        return out.view(*q.shape[:2], plan.num_heads, plan.head_dim)[..., : plan.value_dim]
