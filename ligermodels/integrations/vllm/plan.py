@@ -54,8 +54,8 @@ def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan
         if not isinstance(mixer, AttentionConfig | LatentAttentionConfig):
             name = type(mixer).__name__.removesuffix("Config")
             raise ConfigError(
-                f"blocks[{number}].mixer: {name} does not run inside vLLM, which needs softmax attention here; serve "
-                "the checkpoint with vLLM's own model (leave out --hf-overrides)"
+                f"blocks[{number}].mixer: {name} does not run inside vLLM, where only softmax attention is implemented; "
+                "leave out --hf-overrides to serve the checkpoint with vLLM's own model"
             )
         for rope in (*mixer.ropes, *block.mlp.ropes):
             _check_rope(rope, max_length)
