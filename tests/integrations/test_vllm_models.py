@@ -123,5 +123,5 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
         plan_attention(config, 65)
     config = lm.from_config(CONFIGS["phi3-long"], device="meta").config
     assert len(plan_attention(config, 4)) == 3
-    with pytest.raises(ConfigError, match="rope: LongRopeScaling .* give --max-model-len 4 or less"):
+    with pytest.raises(ConfigError, match=r"rope: LongRopeScaling .* give --max-model-len 4 or less"):
         plan_attention(config, 5)

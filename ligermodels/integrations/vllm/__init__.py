@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ligermodels.integrations.vllm.weights import update_weights
 
 ARCHITECTURE = "LigerModelsForCausalLM"
-"""Name to give to vLLM as the model's architecture: `--hf-overrides '{"architectures": ["LigerModelsForCausalLM"]}'`."""
+"""Name of the model class for vLLM: `--hf-overrides '{"architectures": ["LigerModelsForCausalLM"]}'`."""
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.convert.weight_stream import WeightStream
 from ligermodels.errors import ConfigError
@@ -132,8 +133,8 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
     if model.use_mla:
         raise ConfigError(
-            "latent attention: runs here with keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, so that "
-            "vLLM lays out its cache for them"
+            "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "
+            "so that vLLM lays out its cache for them"
         )
 
 
@@ -151,9 +152,9 @@ def _check_feed_forward(model: CausalLM) -> None:
 
 
 def _layouts(model: CausalLM) -> list[WeightMap]:
-    """The weight maps by which a checkpoint of the model's family may store it, the model's own checkpoint first."""
+    """The weight maps by which weights may come: the layout of the model's own checkpoint, then all of its family, and
+    of the family of its language model where the checkpoint holds more than one."""
     spec = model.require_export_spec()
-    if spec.source is None:
-        return [spec.weight_map, *family_of(spec.hf_config).weight_maps(model.config)]
-    families = {id(family): family for family in map(family_of, (spec.source.hf_config, spec.hf_config))}
-    return [spec.source.weight_map, *(each for family in families.values() for each in family.weight_maps(model.config))]
+    source = cast(SourceCheckpoint, spec.source)
+    families = {family.model_type: family for family in map(family_of, (source.hf_config, spec.hf_config))}
+    return [source.weight_map, *(layout for each in families.values() for layout in each.weight_maps(model.config))]

@@ -45,8 +45,8 @@ def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan
         A plan for each block.
 
     Raises:
-        ConfigError: a mixer is not softmax attention, so it has no place in vLLM's cache of keys and values; or a rotary
-            scaling changes within `max_length` tokens. The message names it.
+        ConfigError: a mixer is not softmax attention, or a rotary scaling changes within `max_length` tokens; the
+            message names it.
     """
     plans = []
     for number, block in enumerate(config.blocks):
@@ -54,8 +54,8 @@ def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan
         if not isinstance(mixer, AttentionConfig | LatentAttentionConfig):
             name = type(mixer).__name__.removesuffix("Config")
             raise ConfigError(
-                f"blocks[{number}].mixer: {name} does not run inside vLLM, where only softmax attention is implemented; "
-                "leave out --hf-overrides to serve the checkpoint with vLLM's own model"
+                f"blocks[{number}].mixer: {name} does not run inside vLLM, where only softmax attention is "
+                "implemented; leave out --hf-overrides to serve the checkpoint with vLLM's own model"
             )
         for rope in (*mixer.ropes, *block.mlp.ropes):
             _check_rope(rope, max_length)

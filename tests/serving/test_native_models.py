@@ -1,0 +1,142 @@
+"""Native models inside vLLM 0.32 on the CPU: its tokens and log-probabilities are ours, in float32.
+
+`make test-serving` makes the environment and runs this; or LIGERMODELS_VLLM_PYTHON names the Python of one in which
+this package is installed too.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zoo import CONFIGS
+
+import ligermodels as lm
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.vllm.plan import plan_attention
+from ligermodels.layers.initialization import persistent_tensors
+
+PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGERMODELS_VLLM_PYTHON names no interpreter")
+
+LENGTHS, NEW = (70, 5, 41, 23), 12
+PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+HEAD_DIM = 32
+"""vLLM's attention on the CPU has no odd widths of heads; tests/integrations/test_vllm_models.py has them."""
+WIDTHS = ({"head_dim": HEAD_DIM, "hidden_size": HEAD_DIM * 6}, {"head_dim": HEAD_DIM})
+"""Sizes to try: families without a field `head_dim` divide the hidden size by the heads."""
+ROTATED = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10}
+NEED_STATES = {"linear_num_key_heads", "conv_L_cache", "mamba_n_heads"}
+NAMES = [name for name, config in CONFIGS.items() if name != "phi3-long" and not NEED_STATES & {*config}]
+FACTORS = {"short_factor": [1 + 0.03 * i for i in range(16)], "long_factor": [1.5 + 0.4 * i for i in range(16)]}
+
+
+def as_served(config: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:
+    """A config of the zoo with heads of widths that vLLM has."""
+    config = {name: value for name, value in config.items() if not name.startswith("_x")} | widths
+    if "qk_rope_head_dim" in config:
+        config |= ROTATED
+    if "global_head_dim" in config:
+        config["global_head_dim"] = 2 * HEAD_DIM
+    if "short_factor" in (config.get("rope_scaling") or {}):
+        config["rope_scaling"] = {**config["rope_scaling"], **FACTORS}
+    return config
+
+
+def servable(name: str) -> dict[str, Any]:
+    """The config of the zoo in sizes that vLLM has on the CPU."""
+    for widths in WIDTHS:
+        config = as_served(CONFIGS[name], widths)
+        try:
+            plans = plan_attention(lm.from_config(config, device="meta").config, 128)
+        except ConfigError:  # a family whose heads do not go with these sizes
+            continue
+        if {plan.head_dim for plan in plans} <= {HEAD_DIM, 2 * HEAD_DIM}:
+            return config
+    raise AssertionError(f"{name}: no sizes give heads of {HEAD_DIM} channels")
+
+
+def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm.CausalLM:
+    """A checkpoint none of whose tensors has its initial value, and its model."""
+    torch.manual_seed(seed)
+    model = lm.from_config(config, dtype="float32").eval()
+    with torch.no_grad():
+        for tensor in persistent_tensors(model).values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
+    """Greedy tokens after PROMPTS, and their log-probabilities by one forward pass over all tokens."""
+    found: dict[str, list[Any]] = {"tokens": [], "log_probs": []}
+    for prompt in PROMPTS:
+        ids = model.generate([prompt], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        with torch.no_grad():
+            log_probs = model.log_probs(ids, ids).log_probs
+        assert log_probs is not None
+        found["tokens"].append(ids[0, len(prompt) :].tolist())
+        found["log_probs"].append(log_probs[0, len(prompt) - 1 : -1].tolist())
+    return found
+
+
+def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What vLLM answers for each model, in one process."""
+    file = folder / "asked.json"
+    file.write_text(json.dumps([{"prompts": PROMPTS, "max_tokens": NEW, "options": {}, **each} for each in asked]))
+    command = [str(PYTHON), str(Path(__file__).with_name("serve_native.py")), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
+    assert "error" not in theirs, theirs["error"]
+    assert theirs["tokens"] == wanted["tokens"]
+    assert len({tuple(tokens) for tokens in wanted["tokens"]}) == len(PROMPTS)  # a model that repeats one shows little
+    torch.testing.assert_close(torch.tensor(theirs["log_probs"]), torch.tensor(wanted["log_probs"]), atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]:
+    """What vLLM and this package generate for each config."""
+    folder = tmp_path_factory.mktemp("native")
+    wanted = [ours(random_checkpoint(folder / name, servable(name))) for name in NAMES]
+    found = served([{"model": str(folder / name)} for name in NAMES], folder)
+    return dict(zip(NAMES, zip(found, wanted, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_log_probs(name: str, answers: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]) -> None:
+    """Four requests at once, with prefills in parts of 32 tokens."""
+    assert_equal(*answers[name])
+
+
+def test_updates(tmp_path: Path) -> None:
+    """New weights in a running engine, from a model in the process and by vLLM's own reload; nothing is left over."""
+    config = {**servable("qwen3_moe"), "tie_word_embeddings": True}
+    old, new = (random_checkpoint(tmp_path / f"{seed}", config, seed) for seed in range(2))
+    asked = {"model": str(tmp_path / "0"), "options": {"enable_prefix_caching": True}}
+    steps = [None, ["update_weights", str(tmp_path / "1")], ["reload_weights", str(tmp_path / "0")]]
+    found = served([{**asked, "steps": steps}], tmp_path)
+    wanted = [ours(old), ours(new), ours(old)]
+    assert wanted[0]["tokens"] != wanted[1]["tokens"]
+    for theirs, each in zip(found, wanted, strict=True):
+        assert_equal(theirs, each)
+
+
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("bamba", {}, r"ConfigError: blocks\[0\].mixer: Mamba2 does not run inside vLLM"),
+    ("phi3-long", {}, "ConfigError: rope: LongRopeScaling .* give --max-model-len 4 or less"),
+    ("llama-3", {"quantization": "fp8"}, "ConfigError: quantization: fp8 "),
+    ("llama-3", {"enable_lora": True}, "ConfigError: enable_lora: "),
+])  # fmt: skip
+def test_refusals(name: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lm.from_config(CONFIGS[name]).save_pretrained(tmp_path / "model")
+    (answer,) = served([{"model": str(tmp_path / "model"), "options": options}], tmp_path)
+    assert re.search(message, answer["error"])
