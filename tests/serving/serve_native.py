@@ -19,7 +19,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_MLA_DISABLE": "1",
+    "VLLM_MLA_DISABLE": os.environ.get("VLLM_MLA_DISABLE", "1"),
 }
 
 from vllm import LLM, SamplingParams  # reads the environment
@@ -30,10 +30,11 @@ from ligermodels.integrations.vllm import ARCHITECTURE, update_weights
 
 def started(model: str, options: dict[str, Any]) -> LLM:
     """An engine in this process, in which chunks of 32 tokens of a prefill share batches with other requests."""
-    return LLM(
-        model, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32,
-        block_size=32, skip_tokenizer_init=True, hf_overrides={"architectures": [ARCHITECTURE]}, **options,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4, "block_size": 32,
+        "max_num_batched_tokens": 32, "skip_tokenizer_init": True, "hf_overrides": {"architectures": [ARCHITECTURE]},
+    }  # fmt: skip
+    return LLM(model, **{**arguments, **options})
 
 
 def generated(engine: LLM, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:

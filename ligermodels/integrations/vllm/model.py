@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
@@ -20,14 +22,15 @@ from ligermodels.layers import Block
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
+from ligermodels.models.inputs import check_boundaries
 from ligermodels.pretrained import from_pretrained
 
 NATIVE = "native"
 """Name of the native model in vLLM's, and so the prefix of its parameters."""
 
 
-class LigerModelsForCausalLM(nn.Module):
-    """A native `CausalLM` in vLLM's interface for text generation.
+class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
+    """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
     checkpoint, tensor by tensor, from whatever loader vLLM uses.
@@ -57,6 +60,7 @@ class LigerModelsForCausalLM(nn.Module):
             initialize_buffers(model, model.config.initializer_range)
         self.native = model.requires_grad_(False)
         self.attention = replace_attention(model.decoder, plans, vllm_config.cache_config, prefix)
+        self._boundaries: tuple[int, ...] = ()
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
         self._layouts = _layouts(model)
@@ -72,7 +76,7 @@ class LigerModelsForCausalLM(nn.Module):
         positions: Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm.
 
         Args:
@@ -82,19 +86,35 @@ class LigerModelsForCausalLM(nn.Module):
             inputs_embeds: (tokens, H), in place of `input_ids`.
 
         Returns:
-            (tokens, H).
+            (tokens, H); with layers set for a draft head also the residual streams (tokens, H) before these layers.
         """
+        states = dict.fromkeys(self._boundaries, positions)  # the decoder replaces the values
         hidden: Tensor = self.native.decoder(
             None if input_ids is None or inputs_embeds is not None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             position_ids=positions[None],
+            hidden_states=states or None,
         )
-        return hidden[0]
+        return (hidden[0], [states[boundary][0] for boundary in self._boundaries]) if states else hidden[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits (tokens, V) of hidden states (tokens, H)."""
         logits: Tensor = self.native.head(hidden_states)
         return logits
+
+    @property
+    def model(self) -> Any:
+        """Where vLLM looks for the embedding that an EAGLE-3 head may share."""
+        return SimpleNamespace(embed_tokens=self.native.decoder.embed)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Let `forward` return the residual stream before these layers, counted from 0, for a draft head."""
+        self._boundaries = tuple(sorted(set(check_boundaries("layers", layers, len(self.native.decoder.blocks)))))
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """The layers of EAGLE-3 where its config names none, as for vLLM's models."""
+        count = len(self.native.decoder.blocks)
+        return 2, count // 2, count - 3
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy checkpoint tensors into the model: all of them, or the part that an update sends.
