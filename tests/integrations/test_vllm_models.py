@@ -5,6 +5,7 @@ A small engine of torch's own stands in for vLLM, of which tests/serving runs th
 
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.integrations.vllm import update_weights
 from ligermodels.integrations.vllm.plan import AttentionPlan, plan_attention
 from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.initialization import persistent_tensors
@@ -125,3 +127,14 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
     assert len(plan_attention(config, 4)) == 3
     with pytest.raises(ConfigError, match=r"rope: LongRopeScaling .* give --max-model-len 4 or less"):
         plan_attention(config, 5)
+
+
+@pytest.mark.parametrize(("unfinished", "message"), [
+    (None, "engine: must be a vllm.LLM, got a SimpleNamespace"),
+    (True, "engine: has unfinished requests"),
+    (False, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+])  # fmt: skip
+def test_engines_that_take_no_weights(unfinished: bool | None, message: str) -> None:
+    parts = {} if unfinished is None else {"llm_engine": SimpleNamespace(has_unfinished_requests=lambda: unfinished)}
+    with pytest.raises(InputError, match=message):
+        update_weights(SimpleNamespace(**parts), lm.from_config(CONFIGS["llama-3"], device="meta"))

@@ -43,8 +43,6 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
 
 def _served(engine: Any) -> Any:
     """The `LigerModelsForCausalLM` of an engine in this process; InputError if there is none."""
-    from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
-
     core = getattr(engine, "llm_engine", None)
     if core is None:
         raise InputError(f"engine: must be a vllm.LLM, got a {type(engine).__name__}")
@@ -56,6 +54,8 @@ def _served(engine: Any) -> Any:
             "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is made, or use vLLM's "
             "weight transfer with model.iter_hf_weights"
         )
+    from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
+
     (model,) = core.apply_model(lambda model: model)
     if not isinstance(model, LigerModelsForCausalLM):
         raise InputError(
