@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.mappings import TensorView
 from ligermodels.convert.weight_map import FLOATS, UNCASTABLE, WeightMap
 from ligermodels.errors import CheckpointError
 
@@ -33,10 +32,11 @@ class _Layout:
 
     def __init__(self, weight_map: WeightMap, state: Mapping[str, Tensor]) -> None:
         self.weight_map = weight_map
-        self.parts: defaultdict[str, list[_Part]] = defaultdict(list)
+        parts: defaultdict[str, list[_Part]] = defaultdict(list)
         for mapping in weight_map.mappings:
             for view, part in mapping.split(state[mapping.target].detach()):
-                self.parts[view.source].append(_part(mapping.target, view, part))
+                parts[view.source].append(_Part(mapping.target, part, view.shape(part), view.start))
+        self.parts = dict(parts)
 
     def source(self, name: str) -> str:
         """The checkpoint tensor that `name` stands for: `name`, or the tensor that this alias repeats."""
@@ -54,13 +54,9 @@ class _Layout:
             return self.shape(source) == tuple(tensor.shape)
         return self.weight_map.ignores(name)
 
-    def places(self, source: str) -> list[tuple[object, ...]]:
+    def places(self, source: str) -> set[tuple[object, ...]]:
         """Where the elements of a checkpoint tensor go."""
-        return [part.place for part in self.parts[source]]
-
-
-def _part(target: str, view: TensorView, part: Tensor) -> _Part:
-    return _Part(target, part, view.shape(part), view.start)
+        return {part.place for part in self.parts[source]}
 
 
 class WeightStream:
@@ -127,7 +123,8 @@ class WeightStream:
         """The first layout that fits this tensor and those before; the others are dropped."""
         fitting = [layout for layout in self._layouts if layout.takes(name, tensor)]
         if not fitting:
-            shapes = {layout.shape(layout.source(name)) for layout in self._layouts if name in layout.parts}
+            named = [layout for layout in self._layouts if layout.source(name) in layout.parts]
+            shapes = {layout.shape(layout.source(name)) for layout in named}
             expected = " or ".join(str(list(shape)) for shape in sorted(shapes))
             reason = f"of shape {list(tensor.shape)} instead of {expected}" if shapes else "not expected"
             raise CheckpointError(f"the weights do not fit the model: {name} is {reason}")

@@ -33,7 +33,8 @@ PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n
 HEAD_DIM = 32
 """vLLM's attention on the CPU has no odd widths of heads; tests/integrations/test_vllm_models.py has them."""
 WIDTHS = {"head_dim": HEAD_DIM, "hidden_size": 6 * HEAD_DIM}
-ROTATED = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10}
+LATENT = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10, "v_head_dim": 18}
+WIDE_VALUES = {"deepseek_v3-without-experts": {"v_head_dim": 2 * HEAD_DIM}}
 NEED_STATES = {"linear_num_key_heads", "conv_L_cache", "mamba_n_heads"}
 UNKNOWN = {"internlm3", "iquestcoder"}
 """vLLM reads config.json by transformers, which does not have these types."""
@@ -47,7 +48,7 @@ def servable(name: str) -> dict[str, Any]:
     """A config of the zoo with heads of widths that vLLM has."""
     config = {field: value for field, value in CONFIGS[name].items() if not field.startswith("_x")} | WIDTHS
     if "qk_rope_head_dim" in config:
-        config |= ROTATED
+        config |= {**LATENT, **WIDE_VALUES.get(name, {})}
     if "global_head_dim" in config:
         config["global_head_dim"] = 2 * HEAD_DIM
     if "short_factor" in (config.get("rope_scaling") or {}):
@@ -129,6 +130,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {}, r"blocks\[0\].mixer: Mamba2 does not run inside vLLM"),
     ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
     ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
+    ("llama-2", {"enable_lora": True}, "enable_lora: "),
 ]
 
 

@@ -51,7 +51,7 @@ def replace_attention(
         if plan.kv_from is not None:
             options["kv_sharing_target_layer_name"] = names[plan.kv_from]
         layer = EngineAttention(
-            plan.num_heads, plan.head_dim, plan.scale, plan.num_kv_heads,
+            plan.num_heads, plan.cache_dim, plan.scale, plan.num_kv_heads,
             logits_soft_cap=plan.softcap, per_layer_sliding_window=plan.window, **options,
         )  # fmt: skip
         mixer.external = _External(layer, plan)
@@ -66,10 +66,10 @@ class _External:
         self.layer, self.plan = layer, plan
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """See `ExternalAttention`. vLLM's values have as many channels as its keys: others are padded with zeros."""
-        plan, dtype = self.plan, q.dtype
-        if v is not None and plan.value_dim < plan.head_dim:
-            v = pad(v, (0, plan.head_dim - plan.value_dim))
-        flat = [None if x is None else x.to(dtype).reshape(-1, x.shape[2] * x.shape[3]) for x in (q, k, v)]
+        """See `ExternalAttention`. Zeros pad the narrower of keys and values: they change no score and no output."""
+        width, flat = self.plan.cache_dim, []
+        for x in (q, k, v):
+            x = x if x is None or x.shape[3] == width else pad(x, (0, width - x.shape[3]))
+            flat.append(None if x is None else x.to(q.dtype).reshape(-1, x.shape[2] * width))
         out: Tensor = self.layer(*flat)
-        return out.view(*q.shape[:2], plan.num_heads, plan.head_dim)[..., : plan.value_dim]
+        return out.view(*q.shape[:2], self.plan.num_heads, width)[..., : self.plan.value_dim]

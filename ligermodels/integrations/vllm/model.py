@@ -52,8 +52,10 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         device = torch.get_default_device()
         with set_default_torch_dtype(torch.float32):
             model = from_pretrained(
-                model_config.model, dtype=model_config.dtype, device="meta", revision=model_config.revision
-            )
+                model_config.model, dtype=model_config.dtype, device="meta", revision=model_config.revision,
+                token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
+                cache_dir=vllm_config.load_config.download_dir,
+            )  # fmt: skip
             plans = plan_attention(model.config, model_config.max_model_len)
             _check_feed_forward(model)
             allocate(model, model_config.dtype, device)
@@ -151,6 +153,8 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
+    if model.uses_mrope:
+        raise ConfigError("mrope_section: positions of images are not implemented; serve the language model alone")
     if model.use_mla:
         raise ConfigError(
             "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "

@@ -33,6 +33,11 @@ class AttentionPlan:
     softcap: float | None = None
     kv_from: int | None = None
 
+    @property
+    def cache_dim(self) -> int:
+        """Channels of a key and of a value in the cache, which has the same number for both."""
+        return max(self.head_dim, self.value_dim)
+
 
 def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan]:
     """The attention layers that vLLM has to provide for a model.
