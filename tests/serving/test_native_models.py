@@ -49,6 +49,7 @@ def servable(name: str) -> dict[str, Any]:
     config = {field: value for field, value in CONFIGS[name].items() if not field.startswith("_x")} | WIDTHS
     if "qk_rope_head_dim" in config:
         config |= {**LATENT, **WIDE_VALUES.get(name, {})}
+        del config["head_dim"]
     if "global_head_dim" in config:
         config["global_head_dim"] = 2 * HEAD_DIM
     if "short_factor" in (config.get("rope_scaling") or {}):
