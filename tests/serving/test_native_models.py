@@ -23,6 +23,8 @@ import torch
 from zoo import CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.vllm.plan import plan_attention
 from ligermodels.layers.initialization import persistent_tensors
 
 PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
@@ -34,12 +36,10 @@ HEAD_DIM = 32
 """vLLM's attention on the CPU has no odd widths of heads; tests/integrations/test_vllm_models.py has them."""
 LATENT = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10, "v_head_dim": 18}
 WIDE_VALUES = {"deepseek_v3-without-experts": {"v_head_dim": 2 * HEAD_DIM}}
-NEED_STATES = {"linear_num_key_heads", "conv_L_cache", "mamba_n_heads"}
 UNKNOWN = {"internlm3", "iquestcoder"}
 """vLLM reads config.json by transformers, which does not have these types."""
 OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
 OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}
-NAMES = sorted(name for name in {*EACH_FAMILY, *OPTIONS} - UNKNOWN if not NEED_STATES & {*CONFIGS[name]})
 FACTORS = {"short_factor": [1 + 0.03 * i for i in range(16)], "long_factor": [1.5 + 0.4 * i for i in range(16)]}
 
 
@@ -55,6 +55,17 @@ def servable(name: str) -> dict[str, Any]:
     if "short_factor" in (config.get("rope_scaling") or {}):
         config["rope_scaling"] = {**config["rope_scaling"], **FACTORS}
     return config
+
+
+def is_served(name: str) -> bool:
+    """Whether all mixers of a config are softmax attention."""
+    try:
+        return bool(plan_attention(lm.from_config(servable(name), device="meta").config, 128))
+    except ConfigError:
+        return False
+
+
+NAMES = sorted(filter(is_served, {*EACH_FAMILY, *OPTIONS} - UNKNOWN)) if PYTHON else []
 
 
 def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm.CausalLM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from ligermodels.models.decoder import Decoder
 
 
 def replace_attention(
-    decoder: Decoder, plans: Sequence[AttentionPlan], cache_config: CacheConfig, prefix: str
+    decoder: Decoder, plans: Mapping[int, AttentionPlan], cache_config: CacheConfig, prefix: str
 ) -> nn.ModuleList:
     """Let vLLM compute the attention of all blocks of a decoder, with its paged cache.
 
     Args:
         decoder: the decoder, with its parameters on the device; its mixers get an `external` attention.
-        plans: the plan of each block.
+        plans: the plan of each block with a token mixer, by the number of the block.
         cache_config: vLLM's config of the cache.
         prefix: prefix of the names of the layers in vLLM.
 
@@ -36,10 +36,10 @@ def replace_attention(
     """
     cache_config = copy.copy(cache_config)
     cache_config.sliding_window = None  # the default of layers without a window
-    names = [f"{prefix}.layers.{number}.self_attn.attn".removeprefix(".") for number in range(len(plans))]
+    names = {number: f"{prefix}.layers.{number}.self_attn.attn".removeprefix(".") for number in plans}
     layers = nn.ModuleList()
-    for number, (block, plan) in enumerate(zip(decoder.blocks, plans, strict=True)):
-        mixer = block.mixer
+    for number, plan in plans.items():
+        mixer = decoder.blocks[number].mixer
         if not isinstance(mixer, AttentionLayer):
             raise ConfigError(
                 f"blocks[{number}].mixer: {type(mixer).__name__} has no place for vLLM's attention; derive it from "

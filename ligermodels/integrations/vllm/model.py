@@ -167,7 +167,7 @@ def _check_feed_forward(model: CausalLM) -> None:
     for number, config in enumerate(model.config.blocks):
         layers = cast(Block, model.decoder.blocks[number]).declarations()
         for name in layers.keys() - {"mixer"}:
-            routed = name == "mlp" and config.mlp.expert_router is not None  # mixes tokens in its loss alone
+            routed = name == "mlp" and config.expert_router is not None  # mixes tokens in its loss alone
             if not (layers[name].token_wise or routed):
                 raise ConfigError(
                     f"blocks[{number}].{name}: {type(layers[name]).__name__} is not token_wise, and a batch of vLLM "

@@ -39,7 +39,7 @@ class AttentionPlan:
         return max(self.head_dim, self.value_dim)
 
 
-def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan]:
+def plan_attention(config: DecoderConfig, max_length: int) -> dict[int, AttentionPlan]:
     """The attention layers that vLLM has to provide for a model.
 
     Args:
@@ -47,24 +47,26 @@ def plan_attention(config: DecoderConfig, max_length: int) -> list[AttentionPlan
         max_length: tokens of the longest request (vLLM's `max_model_len`).
 
     Returns:
-        A plan for each block.
+        A plan for each block that has a token mixer, by the number of the block.
 
     Raises:
         ConfigError: a mixer is not softmax attention, or a rotary scaling changes within `max_length` tokens; the
             message names it.
     """
-    plans = []
+    plans = {}
     for number, block in enumerate(config.blocks):
         mixer = block.mixer
+        for rope in block.ropes:
+            _check_rope(rope, max_length)
+        if mixer is None:
+            continue
         if not isinstance(mixer, AttentionConfig | LatentAttentionConfig):
             name = type(mixer).__name__.removesuffix("Config")
             raise ConfigError(
                 f"blocks[{number}].mixer: {name} does not run inside vLLM, where only softmax attention is "
                 "implemented; leave out --hf-overrides to serve the checkpoint with vLLM's own model"
             )
-        for rope in (*mixer.ropes, *block.mlp.ropes):
-            _check_rope(rope, max_length)
-        plans.append(_of_latents(mixer) if isinstance(mixer, LatentAttentionConfig) else _of_heads(mixer))
+        plans[number] = _of_latents(mixer) if isinstance(mixer, LatentAttentionConfig) else _of_heads(mixer)
     return plans
 
 
