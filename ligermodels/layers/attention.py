@@ -16,9 +16,9 @@ from ligermodels import ops
 from ligermodels.errors import InputError
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import shard_attention
+from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
 from ligermodels.ops.norm.rms_norm import rms_norm_reference
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Tables = tuple[Tensor | None, Tensor | None]
 
 
-class Attention(Layer):
+class Attention(AttentionLayer):
     """Self-attention; `qkv` holds for each key/value head its group of query heads, then its key, then its value, then
     the output gates of its query heads if there are any.
 
@@ -83,7 +83,9 @@ class Attention(Layer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
-        if state is None:
+        if self.external is not None:
+            out = self.external(q, k, v)
+        elif state is None:
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)

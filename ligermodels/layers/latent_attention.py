@@ -16,9 +16,9 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.context_parallel import shard_attention
+from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.latent_cache import LatentCache, LayerLatents
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
@@ -160,7 +160,7 @@ class LatentAttentionConfig(LayerConfig):
         return {"heads": self.num_heads, "head_dim": self.key_dim, "value_head_dim": self.value_dim, **ranks}
 
 
-class LatentAttention(Layer):
+class LatentAttention(AttentionLayer):
     """Multi-head latent attention.
 
     The rows of `kv_a` are the rotated channels of keys, then the latent. For each head, `q` (or `q_b`) has the rotated
@@ -231,7 +231,9 @@ class LatentAttention(Layer):
         plain, v = heads.split([config.plain_dim, config.value_dim], dim=-1)
         k = torch.cat([rotated.to(plain.dtype).expand(-1, -1, plain.shape[2], -1), plain], dim=-1)
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "backend": config.backend}
-        if context.shard is None:
+        if self.external is not None:
+            out = self.external(q, k, v)
+        elif context.shard is None:
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
         else:
             out = shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)

