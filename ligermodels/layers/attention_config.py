@@ -177,11 +177,14 @@ class AttentionConfig(LayerConfig):
                 found.append(grouped_qkv(target, q, k, None if self._values_from_keys else v, *shape))
         for kind in ("weight", "bias") if self.o_bias else ("weight",):
             found.append(rename(f"{native}.o.{kind}", f"{there['attention.o']}.{kind}"))
+        return [*found, *self._mappings_by_head(native, there), *self._norm_mappings(native, there, pairs)]
+
+    def _mappings_by_head(self, native: str, there: Mapping[str, str]) -> Iterator[WeightMapping]:
+        """The gates and sinks of heads; `there` are the names of parts in the checkpoint."""
         if self.head_gate is not None:
-            found.append(rename(f"{native}.gate.weight", f"{there['attention.head_gate']}.weight"))
+            yield rename(f"{native}.gate.weight", f"{there['attention.head_gate']}.weight")
         if self.sinks:
-            found.append(rename(f"{native}.sinks", there["attention.sinks"]))
-        return [*found, *self._norm_mappings(native, there, pairs)]
+            yield rename(f"{native}.sinks", there["attention.sinks"])
 
     def _norm_mappings(self, native: str, there: Mapping[str, str], pairs: int) -> Iterator[WeightMapping]:
         """The norms of queries and keys, of one head or of all; `there` are the names of parts in the checkpoint."""
