@@ -31,9 +31,7 @@ TINY: dict[str, Callable[[], list[Case]]] = {
     "qk_norm_rope": lambda: [ops.qk_norm_rope(6, 4, 2, 16)],
     "block_context_attention": lambda: [ops.block_context_attention(40, 6, 3, 4, 2, 16)],
     "ssd": lambda: [ssd.ssd(70, 6, 8, 16, groups) for groups in (1, 2)],
-    "experts": lambda: [
-        experts.mix_experts(experts.Layer("tiny", 2, 4, 32, 16, bias), 9) for bias in (False, True)
-    ],
+    "experts": lambda: [experts.mix_experts(experts.Layer("tiny", 2, 4, 32, 16, bias), 9) for bias in (False, True)],
     "small": lambda: ops.small(3, 512),
     "cross_entropy": lambda: [losses.cross_entropy(9, 33)],
     "linear_cross_entropy": lambda: [
