@@ -23,10 +23,11 @@ import ligermodels as lm
 from ligermodels.layers import Block, ForwardContext
 from ligermodels.speculative.joint import JointMedusa
 
+TWO_LAYERS = {**BASE, "num_hidden_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**BASE, "model_type": "llama"},
+    "llama": {**TWO_LAYERS, "model_type": "llama"},
     "gemma2": {**SANDWICH, "model_type": "gemma2", "head_dim": 14},
-    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 5, "output_router_logits": True},
+    "mixtral": {**TWO_LAYERS, "model_type": "mixtral", "num_local_experts": 5, "output_router_logits": True},
     "qwen2_moe": MIXTURES["qwen2_moe"],
     "glm4_moe": MIXTURES["glm4_moe"],
     "gpt_oss": GPT_OSS,

@@ -29,7 +29,7 @@ def even(config: dict[str, Any]) -> dict[str, Any]:
     return {key: size + size % 2 if key.endswith("intermediate_size") else size for key, size in config.items()}
 
 
-EVEN = {**BASE, "intermediate_size": 96}
+EVEN = {**BASE, "intermediate_size": 96, "num_hidden_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**EVEN, "model_type": "llama"},
     "llama-tied": {
