@@ -83,10 +83,21 @@ def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> di
     Raises ConfigError or CheckpointError, naming the field or tensor, if native LoRA does not support the adapter.
     """
     check_config(config)
-    paths = adapted_paths(headers)
-    parameters = {container(name): leaf(name) for name in config.get("target_parameters") or ()}
-    gates = not any(leaf(name) == "up_proj" for name in config.get("target_parameters") or ())
-    first, named = "gate_up_proj" if gates else "up_proj", dict[str, str]()
+    named = _named_paths(adapted_paths(headers), config.get("target_parameters") or ())
+    ranks, alphas = (values_by_path(pattern, config, list(named)) for pattern in PATTERNS)
+    shapes = {name: headers[f"{PREFIX}{path}.lora_A.weight"].shape for name, path in named.items()}
+    # The tensor of stacked experts has the rank of all experts.
+    return {name: (shapes[name][-2] if path == name else ranks[name], alphas[name]) for name, path in named.items()}
+
+
+def _named_paths(paths: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
+    """Path in transformers of each adapted layer or parameter -> its path in the file.
+
+    PEFT names a parameter of stacked experts by its module: the second one of a module as `base_layer` of the first.
+    """
+    parameters = {container(name): leaf(name) for name in target_parameters}
+    first = "up_proj" if any(leaf(name) == "up_proj" for name in target_parameters) else "gate_up_proj"
+    named: dict[str, str] = {}
     for path in sorted(paths):
         alone = next((name for owner, name in parameters.items() if owner and path.endswith(owner)), "")
         if leaf(path) == "base_layer":
@@ -95,10 +106,7 @@ def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> di
             named[f"{path}.{name}"] = path
         else:
             named[path] = path
-    ranks, alphas = (values_by_path(pattern, config, list(named)) for pattern in PATTERNS)
-    shapes = {name: headers[f"{PREFIX}{path}.lora_A.weight"].shape for name, path in named.items()}
-    # The tensor of stacked experts has the rank of all experts.
-    return {name: (shapes[name][-2] if path == name else ranks[name], alphas[name]) for name, path in named.items()}
+    return named
 
 
 def _is_shared(checkpoint: Checkpoint, names: Mapping[str, tuple[str, ...]]) -> bool:

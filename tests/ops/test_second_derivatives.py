@@ -25,10 +25,12 @@ MORE = {
     "grouped_mm": Case(
         lambda x, w, b: ops.grouped_mm(x, w, numbers(x, *OFFSETS).int(), b), ((6, 8), (3, 16, 8), (3, 16)), ()
     ),
-    "mix_experts": CASES["mix_experts"]._replace(
-        op=lambda x, w, *others: ops.mix_experts(
+    "mix_experts": Case(
+        lambda x, w, *others: ops.mix_experts(
             x, w, numbers(x, 0, 2, 3, 0, 2, 3, 0, 3).view(4, 2), *others, activation=ops.GLUOptions("silu")
-        )
+        ),
+        ((4, 6), (4, 2), (4, 10, 6), (4, 6, 5), (4, 10), (4, 6)),
+        (),
     ),
     "take_tokens": Case(lambda x: take_tokens(x.square(), numbers(x, 4, 1, 2)), ((2, 3, 5),), ()),
     "quantized_linear, twice": Case(
