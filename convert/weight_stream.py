@@ -82,7 +82,12 @@ class WeightStream:
     """
 
     def __init__(self, layouts: Sequence[WeightMap], state: Mapping[str, Tensor]) -> None:
-        self._layouts = [_Layout(weight_map, state) for weight_map in layouts]
+        self._every = [_Layout(weight_map, state) for weight_map in layouts]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget which tensors have been loaded, and in which layout: the next tensors may come in another one."""
+        self._layouts = self._every
         self._loaded: set[str] = set()
 
     @torch.no_grad()
@@ -120,7 +125,7 @@ class WeightStream:
         self._loaded.add(source)
 
     def _layout_for(self, name: str, tensor: Tensor) -> _Layout:
-        """The first layout that fits this tensor and those before; the others are dropped."""
+        """The first layout that fits this tensor and all earlier ones; drops the layouts that do not fit."""
         fitting = [layout for layout in self._layouts if layout.takes(name, tensor)]
         if not fitting:
             named = [layout for layout in self._layouts if layout.source(name) in layout.parts]

@@ -193,10 +193,10 @@ def page(found: Mapping[str, list[Record]]) -> str:
 
 def _mixtures(records: Sequence[Record]) -> str:
     """Training steps of mixtures and hybrids beside transformers, the last record of each."""
-    last = {(r["case"], r["provider"]): r for r in records}
+    last = {(r["case"], r["commit"], r["provider"]): r for r in records}
     lines = []
-    for case in dict.fromkeys(case for case, _ in last):
-        ours, peer = (last.get((case, provider), {}) for provider in ("ligermodels", "transformers"))
+    for case, commit in {case: commit for case, commit, provider in last if provider == "transformers"}.items():
+        ours, peer = (last.get((case, commit, provider), {}) for provider in ("ligermodels", "transformers"))
         if "step_ms" not in ours:
             continue
         cells = [f"{r['tokens_per_s']:,.0f} tok/s, {r['peak_gib']:.1f} GiB" for r in (ours, peer) if "step_ms" in r]
@@ -212,9 +212,10 @@ def _mixtures(records: Sequence[Record]) -> str:
         f"## Mixtures and hybrids, one {records[-1]['gpu']}\n\n"
         "Full fine-tuning steps with AdamW in bf16 (LoRA where named), beside transformers "
         f"{records[-1]['transformers']}, whose experts run on `grouped_mm`, in the same run: `mixtures`, and "
-        "`training lfm2 granite muse nemotron --providers ligermodels transformers`. Layers are cut so that a step "
-        "fits, and the vocabulary by the same factor. fla-core, mamba-ssm and causal-conv1d were not installed: there "
-        "transformers computes linear attention, Mamba2 and convolutions in plain torch.\n\n"
+        "`training lfm2 granite muse nemotron --providers ligermodels transformers`. Where the case names layers, the "
+        "model is cut to them, and its vocabulary by the same factor. fla-core, mamba-ssm and "
+        "causal-conv1d were not installed: transformers computes linear attention, Mamba2 and "
+        "convolutions in plain torch.\n\n"
         "| | ligermodels | transformers | speed | memory | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(lines)
         + "\n\n"

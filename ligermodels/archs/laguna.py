@@ -5,7 +5,7 @@ from __future__ import annotations
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder, gate_activation
 from ligermodels.archs.experts import published_layouts
 from ligermodels.archs.fields import DENSE, FULL, MOST, SLIDING, SPARSE
-from ligermodels.archs.lfm3 import ONLY_NEW_ROPE
+from ligermodels.archs.lfm3 import ONLY_NEW_ROPE, UNREAD_ROPE
 from ligermodels.convert.json_values import is_int, is_list_of
 from ligermodels.errors import ConfigError, short
 from ligermodels.layers import (
@@ -42,9 +42,12 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 """The ropes of a config that names none."""
-UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that transformers does not read for this family: `rope_parameters` has all of it."""
-FIXED = {"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0, "output_router_logits": False}
+FIXED = {
+    "moe_apply_router_weight_on_input": False,
+    "moe_router_logit_softcapping": 0,
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+}
 """Field -> its only implemented value."""
 
 

@@ -1,4 +1,4 @@
-"""Activations as data: what a linear layer is called with, and what computes them by themselves."""
+"""Activations as data: options for `Linear.forward`, and functions that compute the activation alone."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.kv_cache import LayerKV
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
+from ligermodels.ops import Float8Form
 from ligermodels.ops.norm.rms_norm import rms_norm_reference
 from ligermodels.ops.runtime.tensors import as_dtype
 
@@ -94,6 +95,10 @@ class Attention(AttentionLayer):
         if not self.config.shares_kv:
             return out
         return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
+
+    def input_form(self) -> Float8Form | None:
+        """See `Layer.input_form`. `gate` reads `x` in the model's dtype."""
+        return None if self.gate is not None else super().input_form()
 
     def _head_gates(self, logits: Tensor) -> Tensor:
         """The factors of the heads' outputs, from the projection `gate` of the input: (B, T, num_heads)."""

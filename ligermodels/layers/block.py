@@ -169,7 +169,7 @@ class BlockOutput(NamedTuple):
 
 class Block(nn.Module):
     """x + post_norm(mixer(pre_norm(x))), then the same with the feed-forward layer; then `after` and `layer_scalar` of
-    the config. What the config does not have is left out, and is None.
+    the config. Layers missing from the config are None.
 
     Buffer `layer_scalar` (1,), if there is one: as in transformers it is no parameter, and optimizers leave it alone.
 

@@ -87,8 +87,7 @@ class Float8(Compute):
         """The float8 form of a weight that needs no gradient, cast once, row-major: backward passes transpose it.
 
         Args:
-            weight: (out_features, in_features), or of experts (E, out_features, in_features), which are cast one below
-                the other.
+            weight: (out_features, in_features).
             tail: further columns of memory after each row, see `ops.float8.tail`.
 
         Returns None for a weight that is trained, that was made in inference mode, or that a process group may shard.
@@ -121,7 +120,7 @@ class _FrozenCast:
         # device, where memory is planned, all allocations are to be seen.
         apart = nullcontext() if weight.is_meta else _disable_current_modes()
         with torch.inference_mode(False), apart:  # or training after inference could not use this
-            self.cast = ops.float8_cast(weight.flatten(0, -2), recipe.dtype, tail=tail)
+            self.cast = ops.float8_cast(weight, recipe.dtype, tail=tail)
 
     @staticmethod
     def _key_of(weight: Tensor, recipe: Float8Recipe, tail: int) -> tuple[Any, ...]:

@@ -83,7 +83,7 @@ class ParallelMixersConfig(LayerConfig):
         return [pattern for mixer in self.mixers for pattern in mixer.unused(checkpoint, names)]
 
     def tensor_shard(self, ranks: int) -> ParallelMixersConfig:
-        """Divide each mixer in its own way."""
+        """Apply `tensor_shard` to each mixer."""
         return replace(self, mixers=tuple(mixer.tensor_shard(ranks) for mixer in self.mixers))
 
     def with_attention_backend(self, name: str) -> ParallelMixersConfig:

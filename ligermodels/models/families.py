@@ -38,7 +38,7 @@ class Family:
         architecture: class of transformers that opens the language model alone, for exports of a config that names no
             `architectures`. By default the `model_type` as the name of a class: "Qwen3MoeForCausalLM".
         module_layout: the layout with the names of transformers' modules, for families whose checkpoints have other
-            names, and whose experts do not tell.
+            names, and whose expert tensors do not show which layout has them.
         added_fields: fields of published checkpoints that servers need, though transformers does not. Exports of a
             config without them add them.
 

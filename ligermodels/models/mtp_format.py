@@ -166,7 +166,8 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
     side it has the attention alone.
 
     Raises:
-        ConfigError: the model has no attention, or its blocks take per-layer inputs beside hidden states.
+        ConfigError: the model has no attention, or no block with attention and a feed-forward layer, or its blocks
+            take per-layer inputs beside hidden states.
     """
     if config.per_layer_inputs is not None:
         raise ConfigError(
@@ -184,6 +185,11 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
         raise ConfigError("blocks: none of them has attention, and a layer of multi-token prediction needs it")
     full = [(i, mixer) for i, mixer in attention if getattr(mixer, "window", None) is None]
     layer, mixer = (full or attention)[-1]
+    if config.blocks[layer].mlp is None:
+        raise ConfigError(
+            f"blocks[{layer}]: has attention and no feed-forward layer; new layers of multi-token prediction are not "
+            "implemented for such models"
+        )
     if mixer.has_extra_output:  # keys and values, for later layers
         mixer = replace(mixer, shares_kv=False)  # type: ignore[type-var]
     return layer, replace(config.blocks[layer], mixer=mixer)

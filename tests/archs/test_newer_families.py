@@ -13,13 +13,17 @@ from zoo_oracles import kept_tensors
 import ligermodels as lm
 from ligermodels.errors import ConfigError
 
+EVERY = [*NEWER, "deepseek_v2"]
+WITHOUT_MTP = [name for name in EVERY if name.startswith("nemotron_h")]
 
-@pytest.fixture(params=[*NEWER, "deepseek_v2"])
+
+@pytest.fixture(params=EVERY)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     make_checkpoint(tmp_path / "model", CONFIGS[request.param])
     return tmp_path / "model"
 
 
+@pytest.mark.parametrize("folder", [name for name in EVERY if name not in WITHOUT_MTP], indirect=True)
 def test_new_mtp_heads_are_lossless_and_come_back(folder: Path, tmp_path: Path) -> None:
     base = lm.from_pretrained(folder)
     model = lm.MTPModel.from_base(base)
@@ -34,6 +38,12 @@ def test_new_mtp_heads_are_lossless_and_come_back(folder: Path, tmp_path: Path) 
     model.save_pretrained(tmp_path / "out")
     again = lm.MTPModel.from_pretrained(tmp_path / "out").head.state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.head.state_dict().items())
+
+
+@pytest.mark.parametrize("folder", WITHOUT_MTP, indirect=True)
+def test_new_mtp_heads_need_a_whole_block(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no feed-forward layer; new layers of multi-token prediction"):
+        lm.MTPModel.from_base(lm.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(WITHOUT_GATES) if "moe_intermediate_size" in CONFIGS[name]])

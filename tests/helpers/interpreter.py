@@ -2,7 +2,7 @@
 
 The interpreter runs a kernel as Python. At each launch, and at each call of a device function, it searches all of
 `triton.language` for the functions that it replaces; each operation builds and checks the types of its blocks anew,
-and each sum of integers is computed a second time, to look for an overflow of which nobody is told. Here the
+and each sum of integers is computed a second time, to look for an overflow that is not reported. Here the
 replacements are searched for once, a device function finds them in place, and block types of one shape share their
 parts. The operations themselves are the interpreter's own.
 """

@@ -65,7 +65,7 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         self._boundaries: tuple[int, ...] = ()
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
-        self._layouts = _layouts(model)
+        self._stream = WeightStream(_layouts(model), self._tensors)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (tokens, H) of ids (tokens,)."""
@@ -130,10 +130,10 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         Raises:
             CheckpointError: a tensor is unknown or does not fit; the message names it.
         """
-        stream = WeightStream(self._layouts, self._tensors)
+        self._stream.begin()
         for name, tensor in weights:
-            stream.load(name, tensor)
-        return {f"{NATIVE}.{name}" for name in stream.loaded()}
+            self._stream.load(name, tensor)
+        return {f"{NATIVE}.{name}" for name in self._stream.loaded()}
 
     def parameter_names(self) -> set[str]:
         """The names that `load_weights` returns for a whole checkpoint."""
@@ -146,6 +146,13 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise ConfigError(f"{name}: must be 1 for {LigerModelsForCausalLM.__name__}, got {size}")
+    if callable(model.hf_overrides) or set(model.hf_overrides or ()) - {"architectures"}:
+        raise ConfigError(
+            "hf_overrides: may name architectures alone; write other changes into config.json, which the native model "
+            "is composed from"
+        )
+    if getattr(model, "hf_config_path", None) is not None:
+        raise ConfigError("hf_config_path: must be None; the native model is composed from the model's own config.json")
     if vllm_config.quant_config is not None:
         raise ConfigError(
             f"quantization: {model.quantization} weights are not read by {LigerModelsForCausalLM.__name__}; write them "

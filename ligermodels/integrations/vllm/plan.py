@@ -21,7 +21,8 @@ class AttentionPlan:
         scale: factor of the scores.
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: cap of the scores, or None.
-        kv_from: number of the block whose keys and values this one attends to; None for its own.
+        kv_from: number of the block whose keys and values this one attends to; None if the block has keys and values of
+            its own.
     """
 
     num_heads: int
@@ -67,6 +68,8 @@ def plan_attention(config: DecoderConfig, max_length: int) -> dict[int, Attentio
                 "implemented; leave out --hf-overrides to serve the checkpoint with vLLM's own model"
             )
         plans[number] = _of_latents(mixer) if isinstance(mixer, LatentAttentionConfig) else _of_heads(mixer)
+    if config.token_scale != 1.0:
+        raise ConfigError("token_scale: vLLM may embed tokens itself, without this factor")
     return plans
 
 

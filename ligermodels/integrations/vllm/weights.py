@@ -34,9 +34,11 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
     """
     served = _served(engine)
     weights = (weight for bucket in model.iter_hf_weights(bucket_bytes=bucket_bytes) for weight in bucket)
-    loaded = served.load_weights(weights)
+    try:
+        loaded = served.load_weights(weights)
+    finally:
+        engine.reset_prefix_cache()  # after an error too: some weights are new by then
     missing = sorted(served.parameter_names() - loaded)
-    engine.reset_prefix_cache()
     if missing:
         raise CheckpointError(f"the served model has tensors that the update does not: {', '.join(missing[:20])}")
 
