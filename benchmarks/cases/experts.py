@@ -16,6 +16,7 @@ from benchmarks.timing import measure
 from benchmarks.timing.case import Call, Case, of_tokens, optional, random
 from ligermodels import ops
 from ligermodels.ops import GLUOptions
+from ligermodels.ops.glu.glu import gated_activation
 
 SILU = GLUOptions("silu")
 
@@ -68,7 +69,18 @@ def mix_experts(layer: Layer, tokens: int, skewed: bool = False, halves: bool = 
             chosen = lambda z: ops.swiglu(*z.chunk(2, dim=-1))  # noqa: E731
         return ops.mix_experts(x, weights, experts, *others, activation=chosen)
 
-    providers: dict[str, Call] = {"ligermodels": ours}
+    def loop(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        """Expert by expert, as transformers computes them without grouped products."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for e in range(E):
+            rows, choice = (experts == e).nonzero(as_tuple=True)
+            z = torch.nn.functional.linear(x[rows], gate_up[e], biases[0][e] if biases else None)
+            h = ops.swiglu(*z.chunk(2, dim=-1)) if halves else gated_activation(z, activation)
+            y = torch.nn.functional.linear(h, down[e], biases[1][e] if biases else None)
+            out = out.index_add(0, rows, y.float() * weights[rows, choice, None].float())
+        return out.to(x.dtype)
+
+    providers: dict[str, Call] = {"ligermodels": ours, "torch": loop}
     liger = optional("liger_kernel.ops", "LigerFusedMoEFunction")
     if halves and liger is not None:
         providers["liger"] = lambda x, w, e, gate_up, down: liger.apply(x, gate_up, down, e.int(), w)

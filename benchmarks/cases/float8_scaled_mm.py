@@ -32,6 +32,8 @@ from benchmarks.timing.case import random
 E4M3, MOST, BLOCK = torch.float8_e4m3fn, 448.0, 128
 Granularity = Literal["tensor", "row", "1x128", "128x128"]
 Product = Literal["forward", "gradient of the input", "gradient of the weight"]
+CHECKED = ((4, 8), (12, 8), (4, 12))
+"""Sizes of the checked product in blocks: of x, w and dy."""
 WRONG = 0.02
 """Relative error of a wrong product: more than sums in registers and rounding to bf16 cause."""
 KINDS: tuple[Product, ...] = ("forward", "gradient of the input", "gradient of the weight")
@@ -158,7 +160,7 @@ def calls(product: Product, way: Way | None) -> Callable[[], Any]:
 
 def why_not(way: Way) -> str | None:
     """The reason why a variant is not supported on this device, or is wrong; None if it works."""
-    x, w, dy = (_uneven(random(m * BLOCK, n * BLOCK)) for m, n in ((4, 8), (12, 8), (4, 12)))
+    x, w, dy = (_uneven(random(m * BLOCK, n * BLOCK)) for m, n in CHECKED)
     for product in KINDS:
         given = in_float8(product, *operands(product, x, w, dy), way)
         try:

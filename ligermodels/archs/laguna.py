@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder, gate_activation
-from ligermodels.archs.experts import published_layouts
+from ligermodels.archs.experts import expert_layouts, published_layouts
 from ligermodels.archs.fields import DENSE, FULL, MOST, SLIDING, SPARSE
 from ligermodels.archs.lfm3 import ONLY_NEW_ROPE, UNREAD_ROPE
 from ligermodels.convert.json_values import is_int, is_list_of
@@ -105,6 +105,6 @@ def _mixture(fields: Fields) -> MoEConfig:
 
 PUBLISHED = {"experts.selection_bias": "mlp.experts.e_score_correction_bias"}
 MODULES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
-FAMILIES = (
-    Family("laguna", laguna, published_layouts(PUBLISHED, MODULES), default_theta=ROPES, attribute_map=ONLY_NEW_ROPE),
-)
+LAYOUTS = [*published_layouts(PUBLISHED, MODULES), *expert_layouts({})[1:]]
+"""The last ones are what transformers writes for a model that it has not loaded from a published checkpoint."""
+FAMILIES = (Family("laguna", laguna, LAYOUTS, default_theta=ROPES, attribute_map=ONLY_NEW_ROPE),)

@@ -12,6 +12,7 @@ from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, dec
 from ligermodels.archs.deepseek import fixed
 from ligermodels.archs.fields import FULL, SLIDING
 from ligermodels.archs.qwen3_5 import LINEAR
+from ligermodels.convert.json_values import is_object
 from ligermodels.convert.rope_settings import has_null_theta
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, GatedDeltaNetConfig, LayerConfig, NormConfig, QKNormConfig
@@ -89,6 +90,10 @@ def olmo_hybrid(config: Config) -> DecoderConfig:
         norm_eps=DELTA_NORM_EPS,
         beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
     )
+    settings = config.get("rope_parameters")
+    if is_object(settings) and has_null_theta({"rope_parameters": settings}):
+        for name in ("rope_theta", "rope_scaling"):  # transformers reads one of them and not the other
+            fields.choices(name, None, default=None)
     own = {"rope": None} if has_null_theta(config) else {}
 
     def mixer(layer: int, attention: AttentionConfig) -> LayerConfig:

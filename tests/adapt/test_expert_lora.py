@@ -210,7 +210,8 @@ def test_no_expert_is_missed_silently() -> None:
 @pytest.mark.parametrize("targets", [("experts", "o_proj"), HALVES], ids=["experts", "halves"])
 @pytest.mark.filterwarnings("ignore::ligermodels.errors.AdapterWarning")
 def test_round_trips(name: str, targets: Any, tmp_path: Path) -> None:
-    """Through every format: equal logits to the bit, and the same file again; in its own format the same parameters."""
+    """Through every format: the same function and the same file again; in its own format the same parameters, so equal
+    logits to the bit. In another one A may have other rows, for which a CPU may sum in another order."""
     if name.startswith("lfm2"):
         targets = tuple(target.replace("o_proj", "out_proj") for target in targets)
     if name in WITHOUT_GATES:
@@ -231,8 +232,9 @@ def test_round_trips(name: str, targets: Any, tmp_path: Path) -> None:
         again = lm.from_config(CONFIGS[name])
         again.load_state_dict(state)
         lm.load_adapter(again, tmp_path / form, is_trainable=True)
-        assert torch.equal(again(tokens()).logits, logits)
+        torch.testing.assert_close(again(tokens()).logits, logits, rtol=0, atol=1e-6)
         if (form == "target_parameters") == ("experts" in targets):
+            assert torch.equal(again(tokens()).logits, logits)
             assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in model.state_dict().items())
         lm.save_adapter(again, tmp_path / "again", expert_format=form, overwrite=True)
         for file in ("adapter_model.safetensors", "adapter_config.json"):

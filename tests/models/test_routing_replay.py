@@ -32,7 +32,7 @@ FAMILIES = [
     "mistral4-groups",
     "gemma4_text-experts",
     *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe"),
-    "granitemoehybrid",
+    *("granitemoehybrid", "cohere2_moe", "laguna", "nemotron_h"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -116,7 +116,7 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
     scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
         scores = scores / (scores.sum(-1, keepdim=True) + (1e-6 if name == "lfm2_moe" else 0.0))
-    scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+    scales = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "moe_routed_scaling_factor")
     return scores * next((CONFIGS[name][scale] for scale in scales if scale in CONFIGS[name]), 1.0)
 
 
@@ -152,6 +152,7 @@ def test_gradients_of_given_experts(name: str) -> None:
     if layer.shared is not None:
         shared = layer.shared(x)
         expected = expected + (shared if layer.shared_gate is None else layer.shared_gate(x).sigmoid() * shared)
+    expected = expected * layer.config.output_scale
     wanted = torch.autograd.grad((expected * dy[0]).sum(), trained)
     torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-11)
     for one, two in zip(found, wanted, strict=True):
