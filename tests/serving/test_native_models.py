@@ -146,6 +146,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
     ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
     ("llama-2", {"enable_lora": True}, "enable_lora: "),
+    (
+        "qwen3",
+        {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
+        "hf_overrides: may name architectures alone",
+    ),
 ]
 
 
