@@ -91,7 +91,7 @@ def decoder(
     differences = [dict(attention(layer, common)) for layer in range(layers)]
     if any("rope" not in difference for difference in differences):
         common = replace(common, rope=fields.rope(head_dim, context, default_theta, partial=partial_rotary))
-    further = block if callable(block) else partial(lambda fields, layer: fields, block or {})
+    further = block if callable(block) else lambda layer: block or {}
     composed = DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,

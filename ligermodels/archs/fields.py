@@ -15,6 +15,10 @@ from ligermodels.layers import RopeConfig
 
 _REQUIRED = object()
 SLIDING, FULL = "sliding_attention", "full_attention"
+UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+"""Fields of rope that transformers does not read for newer families: `rope_parameters` has all settings."""
+ONLY_NEW_ROPE = dict.fromkeys(UNREAD_ROPE[:3], None)
+"""Older fields of rope. Exports leave them out: transformers would read them in place of settings by layer type."""
 DENSE, SPARSE = "dense", "sparse"
 
 MOST = {"num_hidden_layers": 1024, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}

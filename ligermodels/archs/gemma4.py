@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ligermodels.archs.compose import ACTIVATIONS, Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.fields import FULL, SLIDING
+from ligermodels.archs.fields import FULL, SLIDING, UNREAD_ROPE
 from ligermodels.archs.heads import heads_by_type
 from ligermodels.archs.multimodal import TextModel, layouts, wrapper
 from ligermodels.archs.shared_kv import kv_sources, with_shared_kv
@@ -48,8 +48,6 @@ ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 """The ropes of a config that names none."""
-UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that transformers does not read for Gemma 4: `rope_parameters` has all of it."""
 EXPERTS = {
     "experts.router": "router.proj.weight",
     "experts.router_norm": "router.scale",

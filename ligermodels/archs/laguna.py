@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder, gate_activation
 from ligermodels.archs.experts import expert_layouts, published_layouts
-from ligermodels.archs.fields import DENSE, FULL, MOST, SLIDING, SPARSE
-from ligermodels.archs.lfm3 import ONLY_NEW_ROPE, UNREAD_ROPE
+from ligermodels.archs.fields import DENSE, FULL, MOST, ONLY_NEW_ROPE, SLIDING, SPARSE, UNREAD_ROPE
 from ligermodels.convert.json_values import is_int, is_list_of
 from ligermodels.errors import ConfigError, short
 from ligermodels.layers import (

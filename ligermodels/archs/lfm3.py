@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ligermodels.archs import lfm2
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.fields import FULL, SLIDING, renamed
+from ligermodels.archs.fields import FULL, ONLY_NEW_ROPE, SLIDING, UNREAD_ROPE, renamed
 from ligermodels.archs.lfm2 import CONV
 from ligermodels.layers import AttentionConfig, LayerConfig, NormConfig, QKNormConfig, ShortConvConfig
 
@@ -29,10 +29,6 @@ ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
 }
 """The ropes of a config that names none."""
-UNREAD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Fields of rope that transformers does not read for this family: `rope_parameters` has all of it."""
-ONLY_NEW_ROPE = dict.fromkeys(UNREAD_ROPE[:3], None)
-"""Older fields of rope. Exports leave them out: transformers would read them in place of settings by layer type."""
 
 
 def lfm3(config: Config) -> DecoderConfig:
