@@ -129,3 +129,14 @@ def test_what_stays_is_said() -> None:
     with pytest.warns(Float8Warning, match=r"mlp.up.weight \(Linear\), mlp.down.weight \(Linear\)"):
         lm.float8(model)
     assert all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
+
+
+def test_gates_of_heads_read_the_models_dtype() -> None:
+    """Their projection stays out of float8, and so does its input, which the float8 projection beside it reads too."""
+    model = lm.float8(build({**CONFIGS["lfm3"], **SIZES}), exclude=["mlp.*"]).train()
+    inputs: list[Tensor] = []
+    gates = [block.mixer.gate for block in model.decoder.blocks if getattr(block.mixer, "gate", None) is not None]
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    model(tokens(), labels=tokens())
+    assert len(inputs) == len(gates) > 0 and not any(isinstance(x, Float8Tensor) for x in inputs)
