@@ -120,7 +120,7 @@ class ParallelState:
 
 
 class ParallelMixers(Layer):
-    """The sum over i of output_scales[i] * mixers[i](input_scales[i] * x). Modules: `mixers`."""
+    """The sum over i of `output_scales[i] * mixers[i](input_scales[i] * x)`. Modules: `mixers`."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
