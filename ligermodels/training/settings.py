@@ -44,17 +44,27 @@ PathName = Annotated[
 class DataForm(NamedTuple):
     """The form of a run's records.
 
-    name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; or "unpaired" completions with a
-        label.
+    name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; "unpaired" completions with a
+        label; or "prompts", whose completions are sampled.
     row_sequences: sequences that a row of a batch must hold.
+    batch_steps: optimizer steps on each batch.
     mismatched: whether unpaired completions come with mismatched ones, for KTO's estimate of the KL divergence.
     prompt_targets: whether the likelihood of chosen sequences counts their prompts.
     """
 
-    name: Literal["documents", "pairs", "unpaired"] = "documents"
+    name: Literal["documents", "pairs", "unpaired", "prompts"] = "documents"
     row_sequences: int = 1
+    batch_steps: int = 1
     mismatched: bool = False
     prompt_targets: bool = False
+
+    def row_size(self, seq_len: int) -> str:
+        """Most tokens of a row, for messages."""
+        if self.row_sequences == 1:
+            return f"seq_len ({seq_len})"
+        if self.name == "prompts":
+            return f"{self.row_sequences} times seq_len ({seq_len}), for the completions of a prompt"
+        return f"twice seq_len ({seq_len}), for the two sequences of a pair"
 
 
 def weights_of(value: Any) -> Any:
