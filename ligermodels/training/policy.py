@@ -21,6 +21,8 @@ CLIPPED = {"low": "clip_ratio_low", "high": "clip_ratio_high", "region": "clip_r
 def loss_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `grpo_loss` in the settings of a recipe, by name."""
     options = {name: settings[name] for name in LOSS_SETTINGS if settings[name] is not None}
+    if not settings["beta"]:
+        del options["use_bias_correction_kl"]
     (options["loss_type"],) = settings["loss_type"] or ("dapo",)
     if "max_completion_length" in _used(options):
         options["max_completion_length"] = settings["max_completion_length"]
@@ -63,7 +65,7 @@ class PolicyModel(ObjectiveModel):
     ) -> None:
         super().__init__(model)
         self._sampling = {} if temperature == 1 else {"temperature": temperature}
-        self._names, self._options = tuple(metric_names), dict(options)
+        self.metric_names, self._options = tuple(metric_names), dict(options)
 
     def token_log_probs(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, targets: Tensor
@@ -109,7 +111,7 @@ class PolicyModel(ObjectiveModel):
             options = {**options, "num_items_in_batch": num_items_in_batch[1]}
         result = grpo_loss(log_probs, advantages.to(log_probs.dtype), mask, old, ref, **options)
         loss = result.loss if of_tokens else result.loss * share
-        metrics = dict(zip(self._names, sampled.to(log_probs.dtype).unbind(), strict=True))
+        metrics = dict(zip(self.metric_names, sampled.to(log_probs.dtype).unbind(), strict=True))
         sums: Metrics = {name: (value[0], value[1]) for name, value in metrics.items()}
         return ObjectiveOutput.of(self.model, loss, share, out, sums | self._metrics(result, mask))
 

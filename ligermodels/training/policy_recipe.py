@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from ligermodels.errors import ConfigError
 from ligermodels.training.settings import Condition, Names, Numbers
 
-LOSS_SETTINGS = ("beta", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
+LOSS_SETTINGS = ("beta", "use_bias_correction_kl", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that are arguments of `grpo_loss`, beside `loss_type`."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Settings that are arguments of `generate`."""
@@ -35,6 +35,9 @@ class PolicySettings(BaseModel):
         False, description="grpo: leave completions without an end out of the loss."
     )
     num_iterations: int = Field(1, ge=1, le=65536, description="grpo: optimizer steps on each batch of completions.")
+    use_bias_correction_kl: bool = Field(
+        True, description="grpo: multiply the KL to the reference by the ratio, so that its gradient is unbiased."
+    )
     epsilon: float | None = Field(None, gt=0, description="grpo: lower clip range of ratios.  [default: 0.2]")
     epsilon_high: float | None = Field(None, gt=0, description="grpo: upper clip range.  [default: epsilon]")
     delta: float | None = Field(None, gt=0, description="grpo: upper bound of ratios.  [default: none]")
@@ -58,6 +61,7 @@ POLICY_CONDITIONS: tuple[Condition, ...] = (
         _for_losses,
         "compares validation losses, and the objective grpo is evaluated by rewards",
     ),
+    (("use_bias_correction_kl",), lambda settings: bool(settings["beta"]), "is for the KL to a reference; give beta"),
 )
 
 
