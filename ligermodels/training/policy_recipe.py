@@ -51,16 +51,7 @@ class PolicySettings(BaseModel):
     )
 
 
-def _for_losses(settings: Mapping[str, Any]) -> bool:
-    return settings["objective"] != "grpo"
-
-
 POLICY_CONDITIONS: tuple[Condition, ...] = (
-    (
-        ("early_stopping_patience", "load_best_model_at_end"),
-        _for_losses,
-        "compares validation losses, and the objective grpo is evaluated by rewards",
-    ),
     (("use_bias_correction_kl",), lambda settings: bool(settings["beta"]), "is for the KL to a reference; give beta"),
 )
 

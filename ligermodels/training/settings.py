@@ -143,14 +143,16 @@ class MonitoringSettings(BaseModel):
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="End after this many evaluations in a row without a lower validation loss; needs evaluate_every.  "
-        "[default: never]",
+        description="End after this many evaluations in a row without a lower validation loss (grpo: a higher reward); "
+        "needs evaluate_every.  [default: never]",
     )
     early_stopping_threshold: float = Field(
         0.0, ge=0, description="Early stopping: a loss that is lower by at most this is no improvement."
     )
     load_best_model_at_end: bool = Field(
-        False, description="Keep the checkpoint with the lowest validation loss, and write its model as the result."
+        False,
+        description="Keep the checkpoint with the lowest validation loss (grpo: the highest reward), and write its model "
+        "as the result.",
     )
 
 
