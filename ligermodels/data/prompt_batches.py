@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ligermodels.arguments import IGNORE_INDEX
@@ -103,7 +102,9 @@ class PromptDocuments(Documents):
         if isinstance(record, Completion) == self.are_chats:
             own, others = ("a text", "chats") if self.are_chats else ("a chat", "texts")
             raise ValueError(f'"prompt" is {own}, and other records have {others}; give all prompts in one form')
-        ids = self.encoder.prompt(record.prompt) if isinstance(record, Completion) else self.encoder.chat_prompt(*record)
+        ids = (
+            self.encoder.prompt(record.prompt) if isinstance(record, Completion) else self.encoder.chat_prompt(*record)
+        )
         if not ids:
             raise ValueError('"prompt" has no tokens')
         return Prompt(self.name(index), ids, fields)

@@ -76,7 +76,11 @@ TRAINED = ("weight", "train", "training", "loss")
 
 def is_record(value: Mapping[str, Any]) -> bool:
     """Whether an object has the required fields of a format, or is preference data, or has a prompt."""
-    return value.keys() >= {"chosen", "rejected"} or "prompt" in value or any(value.keys() >= set(form.required) for form in FORMATS)
+    return (
+        value.keys() >= {"chosen", "rejected"}
+        or "prompt" in value
+        or any(value.keys() >= set(form.required) for form in FORMATS)
+    )
 
 
 def format_of(record: Mapping[str, Any]) -> Format:

@@ -8,9 +8,8 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.training.callback import Callback, Event
 
-
 METRICS = {"loss": 1.0, "reward": -1.0}
-"""Metrics of evaluations that are compared, by the first of them that there is -> their sign in a comparison of losses."""
+"""Metrics of evaluations -> their sign as a loss. The first of them that an evaluation has is compared."""
 
 
 class Best:

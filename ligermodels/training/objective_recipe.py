@@ -77,8 +77,8 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
 
     objective: Literal["sft", "dpo", "ipo", "orpo", "simpo", "cpo", "kto", "distill", "grpo"] = Field(
         "sft",
-        description="What is trained: next tokens, preferences (pairs; kto: labels), a teacher's predictions, or (grpo) "
-        "the rewards of sampled completions.",
+        description="What is trained: next tokens, preferences (pairs; kto: labels), a teacher's predictions, or "
+        "(grpo) rewards of sampled completions.",
     )
     loss: str | None = Field(
         None, description="A loss of your own, MODULE:FUNCTION, on the data of the objective.  [default: its own]"
@@ -91,7 +91,8 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
     )
     loss_type: Names = Field(
         (),
-        description="Variants of the loss by TRL's names, such as robust.  [default: sigmoid; kto for kto, dapo for grpo]",
+        description="Variants of the loss by TRL's names, such as robust.  [default: sigmoid; kto for kto; dapo for "
+        "grpo]",
     )
     loss_weights: Numbers = Field((), description="dpo: weight of each loss_type.  [default: 1]")
     label_smoothing: float | None = Field(

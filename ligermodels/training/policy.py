@@ -64,14 +64,14 @@ class PolicyModel(ObjectiveModel):
         self, model: CausalLM, temperature: float, metric_names: Sequence[str], options: Mapping[str, Any]
     ) -> None:
         super().__init__(model)
-        self._sampling = {} if temperature == 1 else {"temperature": temperature}
+        self._sampling: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
         self.metric_names, self._options = tuple(metric_names), dict(options)
 
     def token_log_probs(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Log-probabilities of the completions' tokens at the temperature, (S, T), and their mask; and the output of the
-        model. See `forward` for the arguments."""
+        """Log-probabilities of the completions' tokens at the temperature, (S, T), their mask, and the model's output.
+        See `forward` for the arguments."""
         out = self.model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens, **self._sampling)
         return *by_sequence(out.log_probs, labels, targets), out
 

@@ -27,7 +27,7 @@ class PolicySettings(BaseModel):
     reward: Names = Field((), description="grpo: functions that rate completions, MODULE:FUNCTION.")
     reward_weights: Numbers = Field((), description="grpo: weight of each reward.  [default: 1]")
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="grpo: advantages are divided by the standard deviation of the rewards of a prompt, of all."
+        "group", description="grpo: divide advantages by the standard deviation of a prompt's rewards, of all, or not."
     )
     num_generations: int = Field(8, ge=2, le=65536, description="grpo: completions of each prompt.")
     max_completion_length: int = Field(512, ge=1, description="grpo: most tokens of a completion.")

@@ -59,8 +59,8 @@ class Reward:
         if missing := sorted(self._required - {*SAMPLES, *columns}):
             known = ", ".join([*SAMPLES, *sorted({*columns} - {"prompt", *SAMPLES})])
             raise ConfigError(
-                f"reward: {self.path} has a parameter {missing[0]!r}, which is no field of the first records; it is called by "
-                f"name with {known}"
+                f"reward: {self.path} has a parameter {missing[0]!r}, which is no field of the first records; it is "
+                f"called by name with {known}"
             )
 
     def __call__(self, samples: Mapping[str, Sequence[Any]], records: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -131,6 +131,12 @@ class Rewards:
         return torch.tensor([function(samples, records) for function in self.functions]).T
 
     def total(self, rewards: Tensor) -> Tensor:
-        """The weighted sum of the rewards (B, functions) of each completion, (B,), without those that are NaN; NaN for a
-        completion without any."""
+        """The weighted sum of each completion's rewards that are not NaN; NaN for a completion without any.
+
+        Args:
+            rewards: (B, functions).
+
+        Returns:
+            (B,).
+        """
         return (rewards * self._weights).nansum(1).masked_fill(rewards.isnan().all(1), math.nan)

@@ -249,7 +249,8 @@ class Rollouts:
             row = {name: part[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
             log_probs, mask, _ = policy.token_log_probs(**on_device(row, policy.model.device))
             values += [one[own].tolist() for one, own in zip(log_probs.double(), mask, strict=True)]
-        return [sample._replace(**{field: x}) for sample, x in zip(self._samples, values, strict=True)]
+        scored: list[dict[str, Any]] = [{field: x} for x in values]
+        return [sample._replace(**x) for sample, x in zip(self._samples, scored, strict=True)]
 
     def close(self) -> None:
         """End the thread that reads the prompts."""

@@ -151,8 +151,8 @@ class MonitoringSettings(BaseModel):
     )
     load_best_model_at_end: bool = Field(
         False,
-        description="Keep the checkpoint with the lowest validation loss (grpo: the highest reward), and write its model "
-        "as the result.",
+        description="Keep the checkpoint with the lowest validation loss (grpo: the highest reward), and write its "
+        "model as the result.",
     )
 
 

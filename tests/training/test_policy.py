@@ -394,7 +394,10 @@ def test_several_rewards(base: Path, rewards: str, tmp_path: Path) -> None:
     [
         ({"reward": ()}, "reward: the objective grpo needs a function"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights: has 2 numbers for 1 reward"),
-        ({"max_completion_length": 48}, "max_completion_length: is 48, which leaves no room for a prompt within seq_len"),
+        (
+            {"max_completion_length": 48},
+            "max_completion_length: is 48, which leaves no room for a prompt within seq_len",
+        ),
         ({"batch_tokens": 96, "micro_batch_tokens": 96}, r"that of 3 times seq_len \(48\), for the completions"),
         ({"cuda_graph": "on"}, "cuda_graph: steps of the objective grpo are not recorded"),
         ({"loss": "a:b"}, "loss: has no effect with the objectives distill and grpo"),
