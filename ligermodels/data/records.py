@@ -143,8 +143,7 @@ def prompt_of(record: Mapping[str, Any]) -> Record:
     """The prompt of a record that has no completion, for objectives that sample completions.
 
     Args:
-        record: the fields of the record: `prompt`, a text or a list of turns. With turns it may have the other fields
-            of a chat (`system`, `tools`, `chat_template_kwargs` ...).
+        record: its fields: `prompt`, a text or turns; with turns also the other fields of a chat (`tools` ...).
 
     Returns:
         A text as a `Completion` with an empty completion; or a chat whose next turn is the assistant's.
@@ -165,8 +164,7 @@ def prompt_of(record: Mapping[str, Any]) -> Record:
         _check_text(record, "prompt")
         return Completion(prompt, "")
     messages = _messages(prompt, record)
-    if messages[-1]["role"] in ("assistant", "system"):
-        role = messages[-1]["role"]
+    if (role := messages[-1]["role"]) in ("assistant", "system"):
         raise ValueError(f'"prompt" ends with a turn of the {role}; it must end with a turn of the user or of a tool')
     return _alternating(messages), _variables(record)
 

@@ -134,7 +134,7 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
             raise ConfigError("streaming: is for texts and chats; other records are read in any order")
         if self.data_form.name != "documents" and self.excess_length_strategy == "split":
             raise ConfigError(
-                "excess_length_strategy: preference data and prompts cannot be split; give truncate, drop or raise"
+                "excess_length_strategy: preference data cannot be split, nor can prompts; give truncate, drop or raise"
             )
         if self.objective == "grpo":
             check_policy(dict(self))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError, short
-from ligermodels.training.import_path import imported
+from ligermodels.training.import_path import function_at
 
 if TYPE_CHECKING:
     from ligermodels.training.run_plan import RunPlan
@@ -34,25 +33,10 @@ class Reward:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self._function = path, imported(path, "reward")
-        function = self._function
-        if inspect.isclass(function) or not callable(function):
-            raise ConfigError(f"reward: {path}: is not a function")
-        if inspect.iscoroutinefunction(function):
-            raise ConfigError(f"reward: {path}: is asynchronous; give a plain function")
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            raise ConfigError(f"reward: {path} has no signature; give a Python function") from None
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        for parameter in named:
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise ConfigError(f"reward: {path}: parameter {parameter.name!r} cannot be given by name")
-            if parameter.name in OF_TRL and parameter.default is parameter.empty:
-                raise ConfigError(f"reward: {path}: parameter {parameter.name!r} of TRL is not supported")
-        self._named = {p.name for p in named}
-        self._required = {p.name for p in named if p.default is p.empty}
+        self.path, self._function = path, function_at(path, "reward")
+        self._required = {name for name, has_default in self._function.parameters.items() if not has_default}
+        if unknown := sorted(self._required.intersection(OF_TRL)):
+            raise ConfigError(f"reward: {path}: parameter {unknown[0]!r} of TRL is not supported")
 
     def check_fields(self, columns: Collection[str]) -> None:
         """Raise ConfigError if the function needs a field that is not in `columns`, those of the first records."""
@@ -78,11 +62,11 @@ class Reward:
             InputError: the function failed, or did not return a finite number or None for each completion.
         """
         present = {name for record in records for name in record} - {"prompt", "completion", *SAMPLES}
-        names = (present if self._takes_all else present & self._named) | (self._required - {*SAMPLES})
-        values = {name: [record.get(name) for record in records] for name in sorted(names)}
-        given = {name: list(value) for name, value in samples.items() if self._takes_all or name in self._named}
+        values = {name: [record.get(name) for record in records] for name in sorted(present | self._required)}
+        values |= {name: list(value) for name, value in samples.items()}
+        names = values if self._function.takes_all else values.keys() & self._function.parameters
         try:
-            result = self._function(**given, **values)
+            result = self._function.call(**{name: values[name] for name in names})
         except Exception as error:  # the function is the user's
             raise InputError(f"reward: {self.path} failed: {type(error).__name__}: {error}") from error
         return self._checked(result, len(records))

@@ -344,7 +344,7 @@ def test_long_prompts(base: Path, rewards: str, tmp_path: Path) -> None:
         ("none", "none does not exist in"),
         ("later", "is asynchronous"),
         ("of_trl", "parameter 'trainer_state' of TRL is not supported"),
-        ("by_place", "parameter 'prompts' cannot be given by name"),
+        ("by_place", "has a parameter 'prompts' that cannot be given by name"),
         ("Class", "is not a function"),
         ("constant", "is not a function"),
     ],
