@@ -70,8 +70,17 @@ class PolicyModel(ObjectiveModel):
     def token_log_probs(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Log-probabilities of the completions' tokens at the temperature, (S, T), their mask, and the model's output.
-        See `forward` for the arguments."""
+        """Log-probabilities of the completions' tokens at the temperature.
+
+        Args:
+            input_ids: (1, n).
+            labels: (1, n).
+            cu_seqlens: (S + 1,).
+            targets: (S, T); see `forward` for all four.
+
+        Returns:
+            Log-probabilities (S, T), 0 where there is no label; their mask, bool (S, T); and the model's output.
+        """
         out = self.model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens, **self._sampling)
         return *by_sequence(out.log_probs, labels, targets), out
 

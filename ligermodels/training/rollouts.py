@@ -107,7 +107,7 @@ class Sampler:
             {
                 "prompts": [prompt.fields["prompt"] for prompt in repeated],
                 "completions": [documents.completion(ids) for ids in new],
-                "completion_ids": new,
+                "completion_ids": [list(ids) for ids in new],  # the function may change them
             },
             [prompt.fields for prompt in repeated],
         )
