@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -188,6 +189,20 @@ def lora_layers(model: nn.Module) -> dict[str, AnyLoRA]:
     """The LoRA updates of a model, by the native names of their linear layers and mixtures."""
     named = ((name, getattr(module, "update", None)) for name, module in model.named_modules())
     return {name: update for name, update in named if isinstance(update, LoRA | ExpertLoRA)}
+
+
+@contextmanager
+def lora_disabled(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model computes without its LoRA updates, as its base."""
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in lora_layers(model)}
+    updates = {name: layer.update for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.update = None
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.update = updates[name]
 
 
 def without_lora(model: nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ MESSAGES = 20
 """Most messages about single documents."""
 SETTINGS = (
     "objective", "chat_template", "tokenizer", "date", "max_bad_lines", "seq_len", "packing_strategy",
-    "excess_length_strategy",
+    "excess_length_strategy", "max_completion_length",
 )  # fmt: skip
 """Settings of a recipe that decide which tokens are trained on."""
 
@@ -61,7 +61,9 @@ def data(
     settings = {"max_bad_lines": ANY_NUMBER, **(settings or {})}
     if settings.get("objective") == "distill":  # it has the data of sft, and settings that do not matter here
         settings["objective"] = "sft"
-    batch = {"batch_tokens": 2 * settings["seq_len"]} if "seq_len" in settings else {}  # a row may hold a pair
+    batch: dict[str, Any] = {"batch_tokens": 2 * settings["seq_len"]} if "seq_len" in settings else {}  # of a pair
+    if settings.get("objective") == "grpo":  # its rewards do not matter here
+        batch |= {"reward": "none:none", "num_generations": 2}
     recipe = FineTuningRecipe().changed({"base": model, "data": files, **batch, **settings}, "the command line")
     checkpoint = Base.of_checkpoint(hub.resolve(model, weights=False), recipe.tokenizer)
     base = replace(checkpoint, weights=None).with_template_tokens(recipe)
@@ -161,7 +163,7 @@ def _rows(facts: dict[str, Any], recipe: FineTuningRecipe) -> Iterator[tuple[str
         yield "unusable lines", f"{facts['unusable']:,}"
     yield "tokens", f"{facts['tokens']:,}"
     yield "tokens trained on", f"{facts['trained_tokens']:,}"
-    noun = "document" if recipe.data_form.name == "documents" else "prompt with its completion"
+    noun = {"documents": "document", "prompts": "prompt"}.get(recipe.data_form.name, "prompt with its completion")
     for percent, length in facts["lengths"].items():
         name = {"0": f"the shortest {noun}", "100": f"the longest {noun}"}.get(percent, f"percentile {percent}")
         yield f"tokens of a {noun}: {name}", f"{length:,}"

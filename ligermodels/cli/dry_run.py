@@ -57,16 +57,19 @@ def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
         yield "", f"{documents:,} documents {reason}" + (f" ({tokens:,} tokens)" if tokens else "")
     if bad := len(plan.documents.bad):
         yield "", f"{bad:,} unusable lines are skipped"
-    yield "epoch", f"{epoch.sequences:,} sequences, {epoch.tokens:,} tokens, {epoch.targets:,} of them trained"
-    epochs = plan.steps * run.sequences / epoch.sequences
+    form, noun, trained = recipe.data_form, "sequences", f", {epoch.targets:,} of them trained"
+    if form.name == "prompts":
+        noun, trained = "prompts", f"; {form.row_sequences} completions of each are sampled, and trained"
+    yield "epoch", f"{epoch.sequences:,} {noun}, {epoch.tokens:,} tokens{trained}"
+    epochs = plan.steps * run.sequences / epoch.sequences / form.batch_steps
     resumed = f", from step {plan.start + 1:,}" if plan.start else ""
     yield "steps", f"{plan.steps:,} ({epochs:.3g} epochs){resumed}"
     if run.sequences > epoch.sequences:
-        yield "", f"a step repeats the {epoch.sequences:,} sequences of the data; a smaller batch_tokens does not"
+        yield "", f"a step repeats the {epoch.sequences:,} {noun} of the data; a smaller batch_tokens does not"
     size, passes = run.micro_batches
     ranks = f" on each of {run.gpus} GPUs" if run.gpus > 1 else ""
     length = recipe.batch_tokens // run.sequences
-    yield "step", f"{run.sequences:,} sequences of {length:,} tokens: {passes} x {size} sequences{ranks}"
+    yield "step", f"{run.sequences:,} {noun} of {length:,} tokens: {passes} x {size} {noun}{ranks}"
     yield "optimizer", ", ".join(_optimizer_settings(run))
     yield "memory", run.memory if isinstance(run.memory, str) else _memory(run.memory) + ranks
     yield "attention", run.attention

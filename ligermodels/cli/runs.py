@@ -142,9 +142,11 @@ def run(
     if start is not None and start != NEW and not flags.resume:
         options.require_heads(start, recipe.kind)
     if flags.gpus is not None and flags.gpus > 1:  # here, so that such an error is not that of a rank
+        from ligermodels.parallel.ranks import planned_ranks
         from ligermodels.training.preview import check_names
 
-        check_names(recipe)
+        with planned_ranks(flags.gpus):
+            check_names(recipe)
     launch.launch(ctx, flags.gpus, flags.device)
     where |= {"device": options.device_named(flags.device), "console": console()}
 

@@ -237,6 +237,18 @@ class Encoder:
             raise NothingToLearn("no token is the assistant's")
         return ids, [token if is_trained else IGNORE_INDEX for token, is_trained in zip(ids, mask, strict=True)]
 
+    def chat_prompt(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
+        """Token ids of a chat, as the template writes it, up to the beginning of the assistant's next turn.
+
+        Raises:
+            InputError: the template refuses the chat, or does not write its tools or documents.
+        """
+        for name in ("tools", "documents"):
+            if name in variables:
+                self._check_written(messages, variables, name)
+        text = self.template.render(messages, add_generation_prompt=True, **variables)
+        return self.tokenizer.encode_with_offsets(text)[0]
+
     def _check_written(self, messages: Sequence[Message], variables: dict[str, Any], name: str) -> None:
         """Raise ValueError if the template does not write the variable `name`."""
         text = self.template.render(messages, **variables)

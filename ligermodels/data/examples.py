@@ -207,13 +207,13 @@ class ExampleBatches(PackedBatches):
         examples = [piece.example for piece in pieces if piece.example is not None]
         rows = list(chain.from_iterable(zip(*(example.sequences for example in examples), strict=True)))
         labelled = len(examples) if self._prompt_targets else 0
-        tensors = _packed(rows, labelled)
+        tensors = pack_sequences(rows, labelled)
         tensors["examples"] = torch.tensor([[piece.document, piece.start] for piece in pieces])
         if examples[0].desirable is not None:
             tensors["desirable"] = torch.tensor([bool(example.desirable) for example in examples])
         others = [example.mismatched for example in examples if example.mismatched is not None]
         if others:
-            packed = _packed(others)
+            packed = pack_sequences(others)
             tensors |= {f"kl_{name}": packed[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
         if self._examples.reference is not None:
             tensors |= self._reference(tensors["examples"], with_kl=bool(others))
@@ -233,15 +233,20 @@ def reference_cells(examples: Tensor) -> tuple[Tensor, Tensor]:
     return examples[:, :1], 2 * examples[:, 1:] + torch.arange(2)
 
 
-def _packed(rows: Sequence[Tokens], with_prompts: int = 0) -> dict[str, Tensor]:
-    """Sequences in one row, and their targets; the prompts of the first `with_prompts` are labelled too."""
+def pack_sequences(rows: Sequence[Tokens], with_prompts: int = 0) -> dict[str, Tensor]:
+    """Sequences in one row, and their targets, as in `ExampleBatches`.
+
+    Args:
+        rows: the sequences.
+        with_prompts: number of the first sequences whose prompts are labelled too.
+    """
     ids = np.concatenate([np.asarray(row.ids, np.int64) for row in rows])
     completion = np.concatenate([np.asarray(row.labels, np.int64) for row in rows])
     bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
     labels = np.where(np.arange(len(ids)) < bounds[with_prompts], ids, completion)
     labels[bounds[:-1]] = IGNORE_INDEX  # the first token of a sequence is predicted from nothing
     places = [start + np.flatnonzero(labels[start:end] != IGNORE_INDEX) for start, end in pairwise(bounds)]
-    targets = np.full((len(rows), max(map(len, places))), -1)
+    targets = np.full((len(rows), max(1, *map(len, places))), -1)
     for row, place in zip(targets, places, strict=True):
         row[: len(place)] = place - 1
     mask = (targets >= 0) & (completion[targets + 1] != IGNORE_INDEX)

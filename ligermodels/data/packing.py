@@ -85,12 +85,15 @@ class PackedBatches:
 
     def _start(self, epoch: int, place: Place) -> None:
         self._epoch, self._place, self._num_rows = epoch, place, 0
-        self._pool = Pool(self._seq_len)
+        self._pool = self._new_pool()
         self._upcoming = self._order.documents(self._seed, epoch, place)
         self._next = deque[tuple[int, Place]]()
         """Documents taken from `_upcoming`, each with the place after it."""
         self._units = deque[tuple[Indices, Place]]()
         """Groups of documents to read together, the next group first, each with the place after it."""
+
+    def _new_pool(self) -> Pool:
+        return Pool(self._seq_len)
 
     @property
     def num_documents(self) -> int | None:

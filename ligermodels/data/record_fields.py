@@ -53,16 +53,19 @@ _PREFERENCE = (
 _LOSS = 'selects what is trained on, and is not supported: give "weight": 0 in each turn that is not trained on'
 _MEDIA = "is not text, and models are trained on text only; remove the field or the record"
 
+MEDIA = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA)
+"""Fields of records and of turns that are not text -> reason."""
+
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"), _PREFERENCE),
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
+    **MEDIA,
     **dict.fromkeys(("weight", "train", "training", "loss", "mask", "train_detail", "loss_scale"), _LOSS),
 }
 """Fields of records that would change the training and are not implemented -> reason."""
 
 REFUSED_IN_TURNS = {
     **dict.fromkeys(("mask", "train_detail", "loss_scale"), _LOSS),
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
+    **MEDIA,
     "refusal": 'is text that no chat template writes; give it as "content"',
 }
 """Fields of turns that would change the training and are not implemented -> reason."""
@@ -72,8 +75,12 @@ TRAINED = ("weight", "train", "training", "loss")
 
 
 def is_record(value: Mapping[str, Any]) -> bool:
-    """Whether an object has the required fields of a format, or is preference data."""
-    return value.keys() >= {"chosen", "rejected"} or any(value.keys() >= set(form.required) for form in FORMATS)
+    """Whether an object has the required fields of a format, or is preference data, or has a prompt."""
+    return (
+        value.keys() >= {"chosen", "rejected"}
+        or "prompt" in value
+        or any(value.keys() >= set(form.required) for form in FORMATS)
+    )
 
 
 def format_of(record: Mapping[str, Any]) -> Format:

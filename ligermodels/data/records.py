@@ -15,6 +15,7 @@ from ligermodels.data.record_fields import (
     COMPLETION,
     CONVERSATIONS,
     FINISH,
+    MEDIA,
     MESSAGES,
     OF_CHATS,
     QUESTIONS,
@@ -127,9 +128,45 @@ def record_of(record: Mapping[str, Any]) -> tuple[Record, list[str]]:
     """The record with these fields, as in `parse_line`, and the names of the fields that are not used."""
     form = format_of(record)
     parsed = _READ[form](record)
-    if isinstance(parsed, Completion) and (wrong := [name for name in OF_CHATS if record.get(name)]):
-        raise ValueError(f'"{wrong[0]}" is for chats, and "{form.required[0]}" is a text')
+    if isinstance(parsed, Completion):
+        _check_text(record, form.required[0])
     return parsed, unused_fields(record, form)
+
+
+def _check_text(record: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for a field of chats beside the field `name`, which holds a text."""
+    if wrong := [field for field in OF_CHATS if record.get(field)]:
+        raise ValueError(f'"{wrong[0]}" is for chats, and "{name}" is a text')
+
+
+def prompt_of(record: Mapping[str, Any]) -> Record:
+    """The prompt of a record that has no completion, for objectives that sample completions.
+
+    Args:
+        record: its fields: `prompt`, a text or turns; with turns also the other fields of a chat (`tools` ...).
+
+    Returns:
+        A text as a `Completion` with an empty completion; or a chat whose next turn is the assistant's.
+
+    Raises:
+        ValueError: there is no prompt, it is empty, or it ends with a turn of the assistant.
+
+    Examples:
+        >>> prompt_of({"prompt": "2 + 2 =", "answer": "4"})
+        Completion(prompt='2 + 2 =', completion='', is_finished=True)
+    """
+    check_refused(record, MEDIA)
+    prompt = record.get("prompt")
+    if not prompt or not isinstance(prompt, str | list):
+        fields = ", ".join(record) or "none"
+        raise ValueError(f'has no "prompt", a text or a list of turns, for the objective; its fields are: {fields}')
+    if isinstance(prompt, str):
+        _check_text(record, "prompt")
+        return Completion(prompt, "")
+    messages = _messages(prompt, record)
+    if (role := messages[-1]["role"]) in ("assistant", "system"):
+        raise ValueError(f'"prompt" ends with a turn of the {role}; it must end with a turn of the user or of a tool')
+    return _alternating(messages), _variables(record)
 
 
 def chat_record(messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +240,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False, untrained: int = 0) -> Chat:
-    """The messages and template variables of a chat.
+    """The messages and template variables of a chat in which the assistant speaks.
 
     Args:
         turns: the turns of the record.
@@ -211,6 +248,19 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
         from_sharegpt: start at the first turn of the system or the user.
         untrained: number of turns at the start that are not trained on.
     """
+    messages = _messages(turns, record, from_sharegpt=from_sharegpt, untrained=untrained)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not any(message.get("tool_calls") or message["content"].strip() for message in answers):
+        raise NothingToLearn("the assistant does not say a word in the chat")
+    if all("weight" in message for message in answers):
+        raise NothingToLearn("no turn of the assistant is trained on")
+    return _alternating(messages), _variables(record)
+
+
+def _messages(
+    turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False, untrained: int = 0
+) -> list[Message]:
+    """The messages of a chat: see `_chat` for the arguments."""
     turns = _check_type(_decoded(turns), list, "a chat must be a list of turns")  # cells of tables are texts
     for number, turn in enumerate(turns, start=1):
         _check_parts(_without_nulls(turn).get("content"), number)
@@ -223,12 +273,7 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
     messages = _with_system(messages, record)
     if any(map(is_cut, messages[:-1])):
         raise ValueError(f'"{FINISH}" is "length" in a turn that is not the last one')
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not any(message.get("tool_calls") or message["content"].strip() for message in answers):
-        raise NothingToLearn("the assistant does not say a word in the chat")
-    if all("weight" in message for message in answers):
-        raise NothingToLearn("no turn of the assistant is trained on")
-    return _alternating(messages), _variables(record)
+    return messages
 
 
 def _with_system(messages: list[Message], record: Mapping[str, Any]) -> list[Message]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ligermodels.data.encoding import Example
 from ligermodels.layers import IGNORE_INDEX
 
 ROWS_AHEAD = 16
@@ -25,7 +24,8 @@ class Piece(NamedTuple):
     ids: token ids, int32.
     labels: the ids, -100 for tokens that are not trained on, int32.
     splits: whether the piece may be split over rows.
-    example: the sequences that the tokens consist of, for objectives on whole completions; None for a document.
+    example: the `Example` that the tokens consist of, for objectives on whole completions; the `Prompt`, for objectives
+        that sample completions; None for a document.
     """
 
     document: int
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     splits: bool
-    example: Example | None = None
+    example: Any = None
 
     @property
     def has_target(self) -> bool:
@@ -119,3 +119,15 @@ class Pool:
     def positions(self) -> list[tuple[int, int]]:
         """(document, start) of each piece, in the order of `add`, so that it can be found again."""
         return [(piece.document, piece.start) for piece in (*self._whole, *self._texts)]
+
+
+class Queue(Pool):
+    """Pieces in their order, each in a row of its own."""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self)
+
+    def take_row(self) -> list[Piece]:
+        """Remove the oldest piece."""
+        return [self._whole.pop(0)]

@@ -1,5 +1,6 @@
 """Objectives above per-token log-probabilities, and distillation from a teacher's hidden states."""
 
+from ligermodels.losses.advantages import group_advantages
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.losses.policy import GRPOLoss, grpo_loss
 from ligermodels.losses.preference import PreferenceLoss, cpo_loss, dpo_loss, orpo_loss, simpo_loss
@@ -13,6 +14,7 @@ __all__ = [
     "cpo_loss",
     "dpo_loss",
     "generalized_jsd_loss",
+    "group_advantages",
     "grpo_loss",
     "kto_loss",
     "orpo_loss",

@@ -53,7 +53,8 @@ def count_steps(
         if recipe.steps:
             return recipe.steps, counts
         counts["training"] = epoch = count_epoch(epoch_of(recipe, documents, training), update)
-    return max(1, math.ceil(recipe.epochs * epoch.sequences * recipe.row_tokens / recipe.batch_tokens)), counts
+    batches = max(1, math.ceil(recipe.epochs * epoch.sequences * recipe.row_tokens / recipe.batch_tokens))
+    return batches * recipe.data_form.batch_steps, counts
 
 
 def data_messages(
@@ -69,12 +70,14 @@ def data_messages(
         counts: "training" and "validation" -> counts of the splits that have been tokenised.
     """
     sizes = {"training": num_training, "validation": num_validation}
-    sequences = f"sequences of {recipe.row_tokens:,} tokens"
+    rows, size, samples = recipe.batch_tokens // recipe.row_tokens, f"of {recipe.row_tokens:,} tokens", ""
+    if recipe.data_form.name == "prompts":
+        size, samples = "of a prompt", f", with {recipe.data_form.row_sequences} completions each"
     for split, documents in sizes.items():
         count = counts.get(split)
-        packed = "" if count is None else f", {count.tokens:,} tokens in {count.sequences:,} {sequences}"
-        taken = f"; {steps:,} steps of {recipe.batch_tokens // recipe.row_tokens:,} sequences"
-        ending = {"training": taken if count else f"{taken} of {recipe.row_tokens:,} tokens", "validation": ""}[split]
+        packed = "" if count is None else f", {count.tokens:,} tokens in {count.sequences:,} sequences {size}"
+        taken = f"; {steps:,} steps of {rows:,} sequences{samples if count else f' {size}{samples}'}"
+        ending = taken if split == "training" else ""
         documents = documents if count is None else count.documents  # an epoch of a mixture has a part of them
         yield f"{split}: {'streamed' if documents is None else f'{documents:,}'} documents{packed}{ending}"
 

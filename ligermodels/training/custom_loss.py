@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.targets import shift_labels
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.training.import_path import imported
+from ligermodels.training.import_path import function_at
 from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores
 from ligermodels.training.preference import CUSTOM
@@ -101,21 +100,14 @@ def load_loss(path: str, fields: Collection[str]) -> CustomLoss:
     Raises:
         ConfigError: there is no such module or function, or it has a parameter that is no field and has no default.
     """
-    function = _imported(path)
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise ConfigError(f"loss: {path} has no signature; give a Python function") from None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    for name, parameter in named.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY or (name not in fields and parameter.default is parameter.empty):
+    function = function_at(path, "loss")
+    for name, has_default in function.parameters.items():
+        if name not in fields and not has_default:
             raise ConfigError(f"loss: {path} has a parameter {name!r}; it is called by name with {', '.join(fields)}")
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
 
     def call(values: Mapping[str, Any]) -> Any:
-        chosen = {name: value for name, value in values.items() if takes_all or name in named}
-        return function(**chosen)
+        names = values if function.takes_all else values.keys() & function.parameters
+        return function.call(**{name: values[name] for name in names})
 
     return call
 
@@ -142,11 +134,3 @@ def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError(f"loss: {path} returns a loss without a gradient; compute it from log_probs")
     return loss.expand(shape), dict(metrics)
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    function = imported(path, "loss")
-    if not callable(function):
-        raise ConfigError(f"loss: {path}: is not a function")
-    loss: Callable[..., Any] = function
-    return loss

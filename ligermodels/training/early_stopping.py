@@ -1,4 +1,4 @@
-"""Early stopping, and the checkpoint with the lowest validation loss."""
+"""Early stopping, and the checkpoint with the lowest validation loss, or the highest validation reward."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.training.callback import Callback, Event
 
+METRICS = {"loss": 1.0, "reward": -1.0}
+"""Metrics of evaluations -> their sign as a loss. The first of them that an evaluation has is compared."""
+
 
 class Best:
-    """The lowest validation loss so far, and its step; None before the first evaluation. NaN is never the lowest."""
+    """The lowest validation loss so far, and its step; None before the first evaluation. NaN is never the lowest. For
+    objectives that are evaluated by rewards the loss is the negative reward."""
 
     def __init__(self) -> None:
         self.loss: float | None = None
@@ -18,12 +22,13 @@ class Best:
 
     def improves(self, event: Event, by: float = 0.0) -> bool:
         """Whether the loss is lower than before by more than `by`. Keeps the loss if it is lower at all."""
-        if "loss" not in event.metrics:
+        name = next((name for name in METRICS if name in event.metrics), None)
+        if name is None:
             raise InputError(
                 f"early_stopping_patience, load_best_model_at_end: compare the metric 'loss' of evaluations, and there "
                 f"are only {', '.join(event.metrics) or 'none'}"
             )
-        loss, best = event.metrics["loss"], self.loss
+        loss, best = METRICS[name] * event.metrics[name], self.loss
         if best is None or loss < best:
             self.loss, self.step = (loss, event.step) if loss == loss else (None, None)
         return self.loss is not None if best is None else best - loss > by

@@ -20,9 +20,10 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.job import Job, RunOptions, quantize_base
+from ligermodels.training.job import BeforeTraining, Job, RunOptions, quantize_base
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
 from ligermodels.training.reference import add_reference
+from ligermodels.training.rewards import check_reward_fields
 from ligermodels.training.router_bias import balance_routers
 from ligermodels.training.run import run_job
 
@@ -51,7 +52,9 @@ def fine_tune(recipe: FineTuningRecipe, out: str | os.PathLike[str], **options: 
     """
     FineTuningRecipe.check_kind(recipe)
     check_objective(recipe)
-    before = add_reference if uses_reference(recipe) else None
+    before: BeforeTraining | None = add_reference if uses_reference(recipe) else None
+    if recipe.objective == "grpo":
+        before = check_reward_fields
     return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, before_training=before, **options)
 
 
@@ -162,4 +165,5 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         evaluate=objective.evaluate,
         export=save,
         reference=objective.reference,
+        batches=objective.batches,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ligermodels.errors import ConfigError
 
@@ -35,3 +37,37 @@ def imported(path: str, setting: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{setting}: {path}: {name} does not exist in {module.__file__ or module_name}")
     return getattr(module, name)
+
+
+class NamedFunction(NamedTuple):
+    """A function of a user, which is called by name.
+
+    call: the function.
+    parameters: its parameters by name -> whether they have a default.
+    takes_all: whether it has **kwargs.
+    """
+
+    call: Callable[..., Any]
+    parameters: Mapping[str, bool]
+    takes_all: bool
+
+
+def function_at(path: str, setting: str) -> NamedFunction:
+    """The function at an import path: see `imported`.
+
+    Raises:
+        ConfigError: it cannot be imported, is not a function, is asynchronous, or has a parameter without a name.
+    """
+    function = imported(path, setting)
+    if inspect.isclass(function) or not callable(function):
+        raise ConfigError(f"{setting}: {path}: is not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{setting}: {path}: is asynchronous; give a plain function")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(f"{setting}: {path} has no signature; give a Python function") from None
+    if unnamed := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise ConfigError(f"{setting}: {path} has a parameter {unnamed[0]!r} that cannot be given by name")
+    named = {p.name: p.default is not p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return NamedFunction(function, named, any(p.kind is p.VAR_KEYWORD for p in parameters))

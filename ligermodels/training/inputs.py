@@ -15,6 +15,7 @@ from ligermodels.data.files import data_files
 from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.orders import DocumentOrder, Indices, Mixture
 from ligermodels.data.packing import PackedBatches
+from ligermodels.data.prompt_batches import PromptBatches, PromptDocuments
 from ligermodels.data.source import EncodedSource, cache_key
 from ligermodels.data.streaming import StreamedCorpus, Windowed
 from ligermodels.data.token_cache import TokenCache
@@ -53,6 +54,11 @@ def data_source(recipe: TrainingRecipe) -> DataSource:
     form = recipe.data_form
     if form.name == "documents":
         return DataSource()
+    if form.name == "prompts":
+        settings = recipe.settings()
+        room = recipe.seq_len - settings["max_completion_length"]
+        raises = recipe.excess_length_strategy == "raise"
+        return DataSource(PromptDocuments, {"most_tokens": room, "raises": raises}, PromptBatches)
     options = {
         "form": form.name,
         "seq_len": recipe.seq_len,

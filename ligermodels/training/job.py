@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
@@ -13,6 +13,7 @@ from torch import nn
 from ligermodels.adapt.float8 import float8
 from ligermodels.adapt.quantize import quantize
 from ligermodels.data.batches import Batch
+from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import arguments_named
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops import Float8Recipe
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
     from ligermodels.training.run_plan import RunPlan
 
 R = TypeVar("R", bound=TrainingRecipe, contravariant=True)
+
+
+class BatchSource(Protocol):
+    """Micro-batches of this rank, without end. Their state can be saved between steps, and loaded before the first."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Evaluation(Protocol):
@@ -50,6 +65,7 @@ class Job:
     output_metrics: metrics to log, from an output of `trainable`.
     router_bias_update_rate: see `train`.
     reference: a second, frozen model that the run holds: a teacher, or the model before training; None without one.
+    batches: the micro-batches of `trainable`, from those of the data.
     """
 
     model: nn.Module
@@ -61,6 +77,7 @@ class Job:
     output_metrics: Callable[[Any], OutputMetrics] = lambda out: OutputMetrics()
     router_bias_update_rate: float = 0.0
     reference: CausalLM | None = None
+    batches: Callable[[Prefetcher], BatchSource] = lambda prefetcher: prefetcher
 
 
 class RunOptions(TypedDict, total=False):

@@ -107,6 +107,13 @@ def _entry(line: bytes) -> dict[str, Any]:
         return {"step": math.inf}
 
 
+SHOWN = (
+    "rewards/margins", "reward", "reward_std", "kl", "completions/mean_length", "completions/clipped_ratio",
+    "clip_ratio/region_mean", "tau", "greedy_tau",
+)  # fmt: skip
+"""Means of a report beside the progress bar, where the model has them."""
+
+
 def progress_note(state: StepMetrics) -> str:
     """The text beside the progress bar."""
     parts = [
@@ -116,7 +123,7 @@ def progress_note(state: StepMetrics) -> str:
     for name, value in state.each[-1].losses.items():
         if not isinstance(value, list):
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
-    for name in ("rewards/margins", "tau", "greedy_tau"):
+    for name in SHOWN:
         if (mean := state.means.get(name)) is not None:
             parts.append(f"{name.replace('_', ' ')} {mean:.3f}")
     for name, value in state.ratios.items():

@@ -99,19 +99,19 @@ def _orpo(scores: Scores, settings: Mapping[str, Any]) -> ItemLosses:
 
 
 def _cpo(scores: Scores, settings: Mapping[str, Any]) -> ItemLosses:
-    options = {"num_nll_tokens": scores.num_nll_tokens, **_one_type("cpo", settings)}
+    options = {"num_nll_tokens": scores.num_nll_tokens, **one_type("cpo", settings)}
     return _of_pairs(cpo_loss(scores.log_probs, scores.mask, reduction="none", **options))
 
 
 def _kto(scores: Scores, settings: Mapping[str, Any]) -> ItemLosses:
     found = kto_loss(
         scores.log_probs, scores.ref_log_probs, scores.mask, scores.desirable, scores.kl,  # type: ignore[arg-type]
-        reduction="none", **_one_type("kto", settings),
+        reduction="none", **one_type("kto", settings),
     )  # fmt: skip
     return ItemLosses(found.loss, found.rewards)
 
 
-def _one_type(objective: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def one_type(objective: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the only loss type."""
     options = dict(settings)
     types = options.pop("loss_type", ())

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from ligermodels.errors import ConfigError
+from ligermodels.training.policy_recipe import POLICY, POLICY_CONDITIONS, PolicySettings, check_policy
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
 from ligermodels.training.settings import Condition, DataForm, Names, Numbers, PathName
 
@@ -37,6 +38,7 @@ OBJECTIVES = {
         DataForm("unpaired", mismatched=True), ("beta", "loss_type", "desirable_weight", "undesirable_weight")
     ),
     "distill": ObjectiveSettings(DataForm(), ("teacher", "beta", "temperature")),
+    "grpo": ObjectiveSettings(DataForm("prompts"), POLICY),
 }
 """Objectives by name."""
 
@@ -49,27 +51,34 @@ def _condition(setting: str) -> Condition:
     return (setting,), lambda settings: setting in OBJECTIVES[settings["objective"]].settings, reason
 
 
-class ObjectiveRecipe(TrainingRecipe, init=False):
+class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
     """Settings of a run with an objective."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         *(_condition(setting) for setting in SETTINGS),
-        (("loss",), lambda settings: settings["objective"] != "distill", "has no effect with the objective distill"),
+        (
+            ("loss",),
+            lambda settings: settings["objective"] not in ("distill", "grpo"),
+            "has no effect with the objectives distill and grpo",
+        ),
         (
             ("packing_strategy",),
             lambda settings: OBJECTIVES[settings["objective"]].data.name == "documents",
-            "is for texts and chats, and the objective is for preference data, which is never split",
+            "is for texts and chats, and the objective is for preference data or prompts, which are never split",
         ),
         (
             ("dataset_num_proc", "token_cache"),
             lambda settings: OBJECTIVES[settings["objective"]].data.name == "documents",
-            "is for texts and chats; preference data is read by the training process",
+            "is for texts and chats; preference data and prompts are read by the training process",
         ),
+        *POLICY_CONDITIONS,
         *CONDITIONS,
     )
 
-    objective: Literal["sft", "dpo", "ipo", "orpo", "simpo", "cpo", "kto", "distill"] = Field(
-        "sft", description="What is trained: next tokens, preferences (pairs; kto: labels), or a teacher's predictions."
+    objective: Literal["sft", "dpo", "ipo", "orpo", "simpo", "cpo", "kto", "distill", "grpo"] = Field(
+        "sft",
+        description="What is trained: next tokens, preferences (pairs; kto: labels), a teacher's predictions, or "
+        "(grpo) rewards of sampled completions.",
     )
     loss: str | None = Field(
         None, description="A loss of your own, MODULE:FUNCTION, on the data of the objective.  [default: its own]"
@@ -77,11 +86,13 @@ class ObjectiveRecipe(TrainingRecipe, init=False):
     beta: float | None = Field(
         None,
         ge=0,
-        description="Strength of the preference term; distill: 0 forward KL, 1 reverse KL, between them JSD.  "
-        "[default: 0.1, simpo 2, distill 0.5]",
+        description="Strength of the preference term; distill: 0 forward KL, 1 reverse KL, between them JSD; grpo: "
+        "weight of the KL to the reference.  [default: 0.1, simpo 2, distill 0.5, grpo 0]",
     )
     loss_type: Names = Field(
-        (), description="Variants of the loss by TRL's names, such as robust.  [default: sigmoid, kto for kto]"
+        (),
+        description="Variants of the loss by TRL's names, such as robust.  [default: sigmoid; kto for kto; dapo for "
+        "grpo]",
     )
     loss_weights: Numbers = Field((), description="dpo: weight of each loss_type.  [default: 1]")
     label_smoothing: float | None = Field(
@@ -95,12 +106,16 @@ class ObjectiveRecipe(TrainingRecipe, init=False):
     desirable_weight: float | None = Field(None, gt=0, description="kto: weight of desirable losses.  [default: 1]")
     undesirable_weight: float | None = Field(None, gt=0, description="kto: weight of the other losses.  [default: 1]")
     teacher: PathName = Field(None, description="distill: the teacher, a checkpoint folder or a hub id.")
-    temperature: float | None = Field(None, gt=0, description="distill: divides the logits of both.  [default: 1]")
+    temperature: float | None = Field(
+        None, gt=0, description="distill: divides the logits of both; grpo: of the sampler and the loss.  [default: 1]"
+    )
 
     @property
     def data_form(self) -> DataForm:
         """The form of the records."""
         form = OBJECTIVES[self.objective].data
+        if form.name == "prompts":
+            return form._replace(row_sequences=self.num_generations, batch_steps=self.num_iterations)
         return form._replace(mismatched=form.mismatched and self.loss_type != ("apo_zero_unpaired",))
 
     @property
@@ -116,9 +131,13 @@ class ObjectiveRecipe(TrainingRecipe, init=False):
         if self.objective == "distill" and (self.beta or 0.0) > 1:
             raise ConfigError(f"beta: must be from 0 to 1 with the objective distill, got {self.beta}")
         if self.data_form.name != "documents" and self.streaming:
-            raise ConfigError("streaming: is for texts and chats; records of preference data are read in any order")
+            raise ConfigError("streaming: is for texts and chats; other records are read in any order")
         if self.data_form.name != "documents" and self.excess_length_strategy == "split":
-            raise ConfigError("excess_length_strategy: preference data cannot be split; give truncate, drop or raise")
+            raise ConfigError(
+                "excess_length_strategy: preference data cannot be split, nor can prompts; give truncate, drop or raise"
+            )
+        if self.objective == "grpo":
+            check_policy(dict(self))
         if self.loss_weights and len(self.loss_weights) != max(1, len(self.loss_type)):
             raise ConfigError(
                 f"loss_weights: has {len(self.loss_weights)} numbers for {max(1, len(self.loss_type))} loss_type"

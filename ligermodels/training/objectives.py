@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ligermodels.adapt.lora import lora_disabled, lora_layers
 from ligermodels.data.batches import Batch
+from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import ConfigError
 from ligermodels.evaluation import evaluate, perplexity
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.ranks import is_sharded
 from ligermodels.training.base import Base
 from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, load_loss, with_loss
 from ligermodels.training.distillation import DistillationModel, load_teacher
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
-from ligermodels.training.job import Evaluation
+from ligermodels.training.job import BatchSource, Evaluation
 from ligermodels.training.objective_evaluation import evaluate_objective
 from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjective
 from ligermodels.training.objective_recipe import OBJECTIVES as SETTINGS_OF
+from ligermodels.training.policy import PolicyModel, check_loss, loss_options
 from ligermodels.training.preference import PreferenceModel, check_settings
 from ligermodels.training.reports import OutputMetrics
+from ligermodels.training.rewards import Rewards
+from ligermodels.training.rollouts import Rollouts, Sampler, evaluate_rewards
 from ligermodels.training.step import Trainable
 
 
@@ -31,6 +39,7 @@ class Objective:
     evaluate: Callable[[Callable[[], Iterable[Batch]]], Evaluation]
     output_metrics: Callable[[Any], OutputMetrics]
     reference: CausalLM | None = None
+    batches: Callable[[Prefetcher], BatchSource] = lambda prefetcher: prefetcher
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,11 @@ def check_objective(recipe: FineTuningRecipe) -> None:
         objective, form = _preference_objective(recipe), recipe.data_form
         if recipe.loss is None:
             check_settings(objective, recipe.objective_options, pairs=form.name == "pairs", kl=form.mismatched)
+    elif recipe.objective == "grpo":
+        if is_sharded(recipe.parallel):
+            raise ConfigError("parallel: the objective grpo runs on one GPU; leave out --gpus and the plan")
+        Rewards(recipe.reward)
+        check_loss(dict(recipe))
     elif recipe.loss is not None:
         load_loss(recipe.loss, TOKEN_FIELDS)
 
@@ -109,6 +123,28 @@ def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     return replace(_of_model(DistillationModel(model, teacher, **options)), reference=teacher)
 
 
+def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
+    settings = dict(recipe)
+    sampler = Sampler(model, Rewards(recipe.reward, recipe.reward_weights), settings, recipe.seed)
+
+    def policy_of(model: CausalLM) -> PolicyModel:
+        return PolicyModel(model, recipe.temperature or 1.0, sampler.metric_names, loss_options(settings))
+
+    trainable, copy = policy_of(model), None
+    rollouts: dict[str, Any] = {"settings": settings, "micro_batches": recipe.accumulation_steps}
+    if recipe.beta and lora_layers(model):
+        rollouts["as_reference"] = partial(lora_disabled, model)
+    elif recipe.beta:
+        copy = deepcopy(model).requires_grad_(False)
+        rollouts["reference"] = policy_of(copy)
+    return replace(
+        _of_model(trainable),
+        evaluate=lambda batches: evaluate_rewards(sampler, batches()),
+        batches=lambda prefetcher: Rollouts(prefetcher, sampler, trainable, **rollouts),
+        reference=copy,
+    )
+
+
 def _of_model(trainable: Any) -> Objective:
     """The objective of a model that returns an `ObjectiveOutput`."""
     return Objective(
@@ -121,6 +157,7 @@ def _of_model(trainable: Any) -> Objective:
 OBJECTIVES: dict[str, Callable[[FineTuningRecipe, CausalLM], Objective]] = {
     "sft": _sft,
     "distill": _distill,
+    "grpo": _grpo,
     **dict.fromkeys(PREFERENCE, _preference),
 }
 """Objective -> function that makes it."""

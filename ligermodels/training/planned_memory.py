@@ -12,6 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.memory import StepMemory, StepTrace
 from ligermodels.training.job import Job
+from ligermodels.training.policy import PolicyModel
 from ligermodels.training.preference import PreferenceModel
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run_plan import RunPlan
@@ -34,7 +35,7 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
     has_own_loss = job.trainable is model
     if not has_own_loss and degrees["tensor"] * degrees["context"] > 1:
         return "with tensor or context parallelism counted for the model's own loss only"
-    traced: Any = model if has_own_loss else _Trainable(job.trainable, model)
+    traced: Any = model if has_own_loss else _Trainable(job.trainable, model, recipe.data_form.row_sequences)
     shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
     try:
         step = StepTrace(traced, sequences, recipe.row_tokens, **degrees, reference=job.reference)
@@ -56,16 +57,20 @@ def _reference_bytes(recipe: TrainingRecipe, job: Job) -> int:
 
 
 class _Trainable(nn.Module):
-    """The trainable of a job and its base model, with the attributes of a `CausalLM` that `StepTrace` reads."""
+    """The trainable of a job and its base model, with the attributes of a `CausalLM` that `StepTrace` reads. A row of
+    its batches has this number of `sequences`."""
 
-    def __init__(self, trainable: Any, base: CausalLM) -> None:
+    def __init__(self, trainable: Any, base: CausalLM, sequences: int) -> None:
         super().__init__()
+        self.sequences = sequences
         self.trainable, self.decoder, self.head = trainable, base.decoder, base.head
         self.config, self.dtype = base.config, base.dtype
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         if isinstance(self.trainable, PreferenceModel):
-            return self.trainable(**_examples(input_ids, self.trainable.sequences_per_item))
+            return self.trainable(**_examples(input_ids, self.sequences))
+        if isinstance(self.trainable, PolicyModel):
+            return self.trainable(**_samples(input_ids, self.sequences, self.trainable))
         return self.trainable(input_ids, labels=labels)
 
 
@@ -73,20 +78,31 @@ def _examples(input_ids: Tensor, sequences: int) -> dict[str, Tensor]:
     """A batch of `ExampleBatches` on the meta device: an item in each row, of sequences of equal lengths that are all
     trained on. Single sequences come with a mismatched one."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     items, tokens = input_ids.shape
     count, length, row = items * sequences, tokens // sequences, input_ids.view(1, -1)
     batch = {
         "input_ids": row,
         "labels": row,
-        "cu_seqlens": empty(count + 1, dtype=torch.int32),
-        "targets": empty(count, length),
-        "ref_log_probs": empty(count, dtype=torch.float64),
+        "cu_seqlens": _empty(count + 1, dtype=torch.int32),
+        "targets": _empty(count, length),
+        "ref_log_probs": _empty(count, dtype=torch.float64),
     }
     if sequences == 1:
         batch |= {f"kl_{name}": tensor for name, tensor in batch.items()}
-        batch["desirable"] = empty(count, dtype=torch.bool)
-    batch["completion_mask"] = empty(count, length, dtype=torch.bool)
-    return batch | {"examples": empty(items, 2)}
+        batch["desirable"] = _empty(count, dtype=torch.bool)
+    batch["completion_mask"] = _empty(count, length, dtype=torch.bool)
+    return batch | {"examples": _empty(items, 2)}
+
+
+def _samples(input_ids: Tensor, sequences: int, policy: PolicyModel) -> dict[str, Tensor]:
+    """A batch of `Rollouts` on the meta device: the completions of a prompt in each row."""
+    batch = _examples(input_ids, sequences)
+    count, length = batch["targets"].shape
+    packed = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
+    of_tokens = {name: _empty(count, length, dtype=torch.float64) for name in ("old_log_probs", "ref_log_probs")}
+    advantages = _empty(count, dtype=torch.float64)
+    return packed | of_tokens | {"advantages": advantages, "sampled": _empty(len(policy.metric_names), 2)}
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

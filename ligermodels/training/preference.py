@@ -93,14 +93,14 @@ class PreferenceModel(ObjectiveModel):
             num_items_in_batch = self.num_targets(labels, cu_seqlens=cu_seqlens).clamp(min=1)
         num_items, num_tokens = num_items_in_batch[0], num_items_in_batch[1]
         out = self.model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens)
-        log_probs, nll_mask = _by_sequence(out.log_probs, labels, targets)
+        log_probs, nll_mask = by_sequence(out.log_probs, labels, targets)
         counted = nll_mask.any(1)
         items = counted[: len(counted) // self.sequences_per_item]
         kl = None
         if kl_input_ids is not None:
             with torch.no_grad():
                 other = self.model.log_probs(kl_input_ids, kl_labels, cu_seqlens=kl_cu_seqlens).log_probs
-            sums = sequence_log_probs(*_by_sequence(other, cast(Tensor, kl_labels), cast(Tensor, kl_targets)))
+            sums = sequence_log_probs(*by_sequence(other, cast(Tensor, kl_labels), cast(Tensor, kl_targets)))
             kl = self._kl(sums - cast(Tensor, kl_ref_log_probs), items)
         # The likelihood's divisor of this micro-batch, whose losses count by the fraction of its items.
         dtype = log_probs.dtype
@@ -141,7 +141,7 @@ class PreferenceModel(ObjectiveModel):
         return total[0] / total[1].clamp(min=1)
 
 
-def _by_sequence(log_probs: Any, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def by_sequence(log_probs: Any, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities (S, T) of the `targets` of a row (1, n), 0 without a label; and a mask, false there."""
     index = targets.clamp(min=0)
     # A batch that stands in for none has no labels.
@@ -164,7 +164,7 @@ def completion_log_probs(model: CausalLM, batch: Mapping[str, Tensor]) -> Tensor
     def sums_of(prefix: str, mask: Tensor | None) -> Tensor:
         input_ids, labels, cu_seqlens, targets = (batch[prefix + name] for name in _SEQUENCES)
         out = model.log_probs(input_ids, labels, cu_seqlens=cu_seqlens)
-        log_probs, has_label = _by_sequence(out.log_probs, labels, targets)
+        log_probs, has_label = by_sequence(out.log_probs, labels, targets)
         sums = sequence_log_probs(log_probs.double(), has_label if mask is None else has_label & mask)
         return torch.where(has_label.any(1), sums, torch.nan)
 

@@ -40,6 +40,7 @@ from ligermodels.training.mtp import mtp_job
 from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
 from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.rewards import check_reward_fields
 from ligermodels.training.run import named_callbacks
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.run_state import optimizer_of
@@ -120,15 +121,17 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
-    check_names(recipe)
     folder, console = Path(out or os.devnull), console or Console()
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:
+        check_names(recipe)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console, on_meta=True)
         stack.callback(plan.documents.close)
         recipe, micro_batches = plan.recipe, plan.micro_batches
+        if recipe.data_form.name == "prompts":
+            check_reward_fields(plan)
         model, job = _on_meta(plan, attention)
         optimizer = optimizer_of(recipe, job)
         epoch = plan.counts.get("training")

@@ -277,10 +277,9 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             raise ConfigError(f"track: has none and others, {', '.join(self.track)}; leave one out")
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.row_tokens or self.batch_tokens % micro:
-            row = f"seq_len ({self.seq_len})"
             raise ConfigError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
-                f"of {row if self.row_tokens == self.seq_len else f'twice {row}, for the two sequences of a pair'}"
+                f"of {self.data_form.row_size(self.seq_len)}"
             )
         self.check_optimizer(1, is_sharded=False)
         if self.streaming and self.steps is None:

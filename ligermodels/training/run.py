@@ -181,12 +181,13 @@ def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     if is_early:
         say(f"stopped early, after step {step:,} of {plan.steps:,}")
     best = callbacks.best.best.step if plan.recipe.load_best_model_at_end else None
+    what = _best_by(plan.recipe)
     if best is not None and best not in state.ranks.from_first(str(folder), state.checkpoints.steps):
-        say(f"the checkpoint of step {best:,}, which has the lowest validation loss, is missing")
+        say(f"the checkpoint of step {best:,}, which has the {what}, is missing")
         best = None
     if best is not None:
         since = f" of the evaluations since step {callbacks.best.since:,}" if callbacks.best.since else ""
-        say(f"the result is the model of step {best:,}, which has the lowest validation loss{since}")
+        say(f"the result is the model of step {best:,}, which has the {what}{since}")
         if best != step:
             state.checkpoints.load(best, state.job.model, state.optimizer)
     state.job.export(folder)
@@ -199,6 +200,10 @@ def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     if plan.has_validation:  # a run that resumed after its last step has no evaluation yet
         evaluation = callbacks.validate.evaluations.get(step if best is None else best) or state.evaluate()
     return Outcome(step, plan.steps, evaluation, stopped_early=is_early, best_step=best)
+
+
+def _best_by(recipe: TrainingRecipe) -> str:
+    return "highest validation reward" if recipe.data_form.name == "prompts" else "lowest validation loss"
 
 
 def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> None:

@@ -16,7 +16,6 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.documents import Documents
 from ligermodels.data.ends import with_end_of_turn
-from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import InputError
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
@@ -27,7 +26,7 @@ from ligermodels.training.console import Console
 from ligermodels.training.counting import trained_parameters
 from ligermodels.training.extension import continue_schedule
 from ligermodels.training.interruption import until
-from ligermodels.training.job import BeforeTraining, Evaluation, Job, JobFactory, Prepare, prepare_model
+from ligermodels.training.job import BatchSource, BeforeTraining, Evaluation, Job, JobFactory, Prepare, prepare_model
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.optimizer_settings import schedule_options
 from ligermodels.training.parameter_groups import parameter_groups
@@ -53,7 +52,7 @@ class RunState:
     job: Job
     optimizer: Optimizer
     schedule: LambdaLR
-    batches: Prefetcher
+    batches: BatchSource
     checkpoints: Checkpoints
     ranks: Ranks
     console: Console
@@ -166,7 +165,8 @@ def build_state(
     schedule = lr_schedule(
         optimizer, steps=plan.steps, warmup_steps=plan.warmup_steps, **schedule_options(recipe.settings())
     )
-    state = RunState(plan, job, optimizer, schedule, plan.training_batches(device), checkpoints, ranks, console)
+    batches = job.batches(plan.training_batches(device))
+    state = RunState(plan, job, optimizer, schedule, batches, checkpoints, ranks, console)
     if plan.resumes:
         state.restore()
     return state

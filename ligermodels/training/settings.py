@@ -44,17 +44,27 @@ PathName = Annotated[
 class DataForm(NamedTuple):
     """The form of a run's records.
 
-    name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; or "unpaired" completions with a
-        label.
+    name: "documents", texts and chats; "pairs" of a chosen and a rejected completion; "unpaired" completions with a
+        label; or "prompts", whose completions are sampled.
     row_sequences: sequences that a row of a batch must hold.
+    batch_steps: optimizer steps on each batch.
     mismatched: whether unpaired completions come with mismatched ones, for KTO's estimate of the KL divergence.
     prompt_targets: whether the likelihood of chosen sequences counts their prompts.
     """
 
-    name: Literal["documents", "pairs", "unpaired"] = "documents"
+    name: Literal["documents", "pairs", "unpaired", "prompts"] = "documents"
     row_sequences: int = 1
+    batch_steps: int = 1
     mismatched: bool = False
     prompt_targets: bool = False
+
+    def row_size(self, seq_len: int) -> str:
+        """Most tokens of a row, for messages."""
+        if self.row_sequences == 1:
+            return f"seq_len ({seq_len})"
+        if self.name == "prompts":
+            return f"{self.row_sequences} times seq_len ({seq_len}), for the completions of a prompt"
+        return f"twice seq_len ({seq_len}), for the two sequences of a pair"
 
 
 def weights_of(value: Any) -> Any:
@@ -133,14 +143,16 @@ class MonitoringSettings(BaseModel):
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="End after this many evaluations in a row without a lower validation loss; needs evaluate_every.  "
-        "[default: never]",
+        description="End after this many evaluations in a row without a lower validation loss (grpo: a higher reward); "
+        "needs evaluate_every.  [default: never]",
     )
     early_stopping_threshold: float = Field(
         0.0, ge=0, description="Early stopping: a loss that is lower by at most this is no improvement."
     )
     load_best_model_at_end: bool = Field(
-        False, description="Keep the checkpoint with the lowest validation loss, and write its model as the result."
+        False,
+        description="Keep the checkpoint with the lowest validation loss (grpo: the highest reward), and write its "
+        "model as the result.",
     )
 
 

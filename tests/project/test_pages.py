@@ -66,6 +66,7 @@ PAGES = {
     "docs/eagle.md": {"own.jsonl", "head", "own-head", "run", "for-vllm", "for-sglang"},
     "docs/dspark.md": {"own.jsonl", "head", "flash", "own-head", "run", "for-vllm", "for-sglang", "flash-sglang"},
     "docs/objectives.md": {"preferred", "judged", "student", "own"},
+    "docs/grpo.md": {"better"},
     "docs/experts.md": {"balanced"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),
@@ -174,7 +175,12 @@ def run(line: str) -> None:
     words = shlex.split(line, comments=True)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
     sized = [name for name in SIZES if words[1 : 1 + len(name.split())] == name.split()]
-    fewer = {"--steps": "2", **({"--gpus": "1"} if sized else {})}
+    fewer = {
+        "--steps": "2",
+        "--num-generations": "2",
+        "--max-completion-length": "8",
+        **({"--gpus": "1"} if sized else {}),
+    }
     words = [fewer.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     result = CliRunner().invoke(app, [*words[1:], *(SIZES[sized[0]] if sized else [])], input="Hi\nHow are you?\n")
     assert result.exit_code == 0, (line, result.output, result.exception)

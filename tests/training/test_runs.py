@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import ligermodels as lm
 from ligermodels.data.batches import Batch
 from ligermodels.data.documents import Documents
+from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TrainingError
 from ligermodels.evaluation import evaluate
 from ligermodels.speculative.joint import frozen_copy
@@ -189,6 +190,9 @@ class FineTuning:
 
     def export(self, folder: Path) -> None:
         self.model.save_pretrained(folder, overwrite=True)
+
+    def batches(self, prefetcher: Prefetcher) -> Prefetcher:
+        return prefetcher
 
 
 def test_another_job_runs_and_resumes(base: Path, data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,269 @@
+"""Completions sampled from the model that is trained, their rewards and advantages, and batches of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ligermodels.data.batches import Batch, on_device
+from ligermodels.data.encoding import Tokens
+from ligermodels.data.examples import pack_sequences
+from ligermodels.data.packing import Prefetcher
+from ligermodels.data.prompt_batches import PromptBatch
+from ligermodels.generation.eval_mode import evaluating
+from ligermodels.generation.generate import as_eos_ids, generate, until_eos
+from ligermodels.layers import IGNORE_INDEX
+from ligermodels.losses.advantages import group_advantages, nan_std
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.policy import PolicyModel
+from ligermodels.training.policy_recipe import SAMPLING
+from ligermodels.training.rewards import Rewards
+
+
+class Sample(NamedTuple):
+    """A completion, as JSON types.
+
+    name: file and line of the prompt.
+    prompt, completion: token ids.
+    is_ended: whether the completion ends with EOS, and was not cut.
+    advantage: its advantage.
+    old_log_probs, ref_log_probs: of the completion's tokens in the loss, by the policy that sampled and by the
+        reference; empty if they are not used.
+    """
+
+    name: str
+    prompt: list[int]
+    completion: list[int]
+    is_ended: bool
+    advantage: float = 0.0
+    old_log_probs: Sequence[float] = ()
+    ref_log_probs: Sequence[float] = ()
+
+
+class Sampled(NamedTuple):
+    """Completions, adjacent for each prompt, and their rewards by each function, (B, functions), NaN for none."""
+
+    samples: list[Sample]
+    rewards: Tensor
+
+
+class Sampler:
+    """Samples completions of prompts, and rates them.
+
+    Args:
+        model: the model.
+        rewards: the reward functions.
+        settings: settings of the objective, by name.
+        seed: samples depend on it, and on the name of the batch.
+    """
+
+    def __init__(self, model: CausalLM, rewards: Rewards, settings: Mapping[str, Any], seed: int) -> None:
+        self._model, self._rewards, self._settings, self._seed = model, rewards, settings, seed
+        given = {name: settings[name] for name in SAMPLING}
+        self._options = {**given, "temperature": given["temperature"] or 1.0, "do_sample": True}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics, TRL's."""
+        each = [f"rewards/{name}/{kind}" for name in self._rewards.names for kind in ("mean", "std")]
+        lengths = [f"completions/{name}" for name in ("mean_length", "min_length", "max_length", "clipped_ratio")]
+        return ["reward", "reward_std", "frac_reward_zero_std", *each, *lengths]
+
+    def __call__(self, batches: Sequence[PromptBatch], name: str) -> Sampled:
+        """Sample and rate completions.
+
+        Args:
+            batches: the prompts.
+            name: name of the batch, which determines the random numbers.
+
+        Raises:
+            InputError: a reward function failed, or returned something else than rewards.
+        """
+        documents, prompts = batches[0].documents, [prompt for batch in batches for prompt in batch.prompts]
+        count, longest = self._settings["num_generations"], max(len(prompt.ids) for prompt in prompts)
+        ends = list(dict.fromkeys([*self._ends, *documents.end_ids]))
+        generator = torch.Generator(self._model.device)
+        generator.manual_seed(random.Random(f"{self._seed} {name}").getrandbits(63))
+        rows = generate(
+            self._model, [prompt.ids for prompt in prompts], self._settings["max_completion_length"],
+            num_return_sequences=count, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
+            generator=generator, **self._options,
+        )  # fmt: skip
+        new = [until_eos(row, ends) for row in rows[:, longest:].tolist()]
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        samples = [
+            Sample(prompt.name, prompt.ids, ids, ids[-1] in ends) for prompt, ids in zip(repeated, new, strict=True)
+        ]
+        rewards = self._rewards(
+            {
+                "prompts": [prompt.fields["prompt"] for prompt in repeated],
+                "completions": [documents.completion(ids) for ids in new],
+                "completion_ids": [list(ids) for ids in new],  # the function may change them
+            },
+            [prompt.fields for prompt in repeated],
+        )
+        scale = self._settings["scale_rewards"]
+        advantages = group_advantages(self._rewards.total(rewards), count, scale).tolist()
+        return Sampled([sample._replace(advantage=x) for sample, x in zip(samples, advantages, strict=True)], rewards)
+
+    @property
+    def _ends(self) -> list[int]:
+        return as_eos_ids(self._model.generation_defaults().get("eos_token_id"))
+
+    def values(self, sampled: Sequence[Sampled]) -> list[float]:
+        """The values of `metric_names` over all completions, NaN for a metric of rewards that no completion has."""
+        rewards, samples = torch.cat([each.rewards for each in sampled]), [s for each in sampled for s in each.samples]
+        total = self._rewards.total(rewards)
+        is_batch = self._settings["scale_rewards"] == "batch"
+        groups = total.view(1 if is_batch else -1, len(total) if is_batch else self._settings["num_generations"])
+        has_no_spread = nan_std(groups, 1).isclose(torch.zeros(())).float()
+        lengths = torch.tensor([len(sample.completion) for sample in samples], dtype=torch.float32)
+        cut = torch.tensor([not sample.is_ended for sample in samples]).float()
+        each = chain.from_iterable((column.nanmean(), nan_std(column, 0)) for column in rewards.T)
+        of_lengths = (lengths.mean(), lengths.min(), lengths.max(), cut.mean())
+        return [float(x) for x in (total.nanmean(), nan_std(total, 0), has_no_spread.mean(), *each, *of_lengths)]
+
+
+@dataclass(frozen=True)
+class RewardEvaluation:
+    """The metrics of completions that were sampled for the prompts of the validation split."""
+
+    values: Mapping[str, float]
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.values
+
+
+def evaluate_rewards(sampler: Sampler, batches: Iterable[Batch]) -> RewardEvaluation:
+    """Sample completions of all prompts in `batches`, each of which is a `PromptBatch`, and rate them. Every call draws
+    the same random numbers."""
+    given = cast("Iterable[PromptBatch]", batches)
+    sampled = [sampler([batch], f"validation {number}") for number, batch in enumerate(given)]
+    values = zip(sampler.metric_names, sampler.values(sampled), strict=True)
+    return RewardEvaluation({name: value for name, value in values if not math.isnan(value)})
+
+
+class Rollouts:
+    """Micro-batches of sampled completions, for `PolicyModel`. Each batch of prompts is sampled when its first step is
+    taken, and its completions are used for `num_iterations` steps. The state can be saved and loaded.
+
+    Args:
+        prompts: batches of prompts, one for each micro-batch.
+        sampler: samples and rates completions.
+        policy: the model with its objective.
+        settings: settings of the objective, by name.
+        micro_batches: micro-batches of an optimizer step.
+        reference: the frozen reference, or None for `policy` itself.
+        as_reference: makes a context in which that model is the reference.
+    """
+
+    def __init__(
+        self,
+        prompts: Prefetcher,
+        sampler: Sampler,
+        policy: PolicyModel,
+        settings: Mapping[str, Any],
+        micro_batches: int,
+        reference: PolicyModel | None = None,
+        as_reference: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._prompts, self._sampler, self._policy, self._settings = prompts, sampler, policy, settings
+        self._micro_batches, self._reference, self._as_reference = micro_batches, reference or policy, as_reference
+        self._samples, self._number, self._uses = list[Sample](), 0, 0
+        self._pending = deque[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._pending:
+            self._pending.extend(self._step())
+        return self._pending.popleft()
+
+    def _step(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step."""
+        values = [math.nan] * len(self._sampler.metric_names)
+        if not self._samples:
+            batches = cast("list[PromptBatch]", list(islice(self._prompts, self._micro_batches)))
+            sampled = self._sampler(batches, f"batch {self._number}")
+            self._samples, values = sampled.samples, self._sampler.values([sampled])
+            self._number, self._uses = self._number + 1, 0
+            if self._settings["num_iterations"] > 1:
+                self._samples = self._scored("old_log_probs", self._policy)
+            if self._settings["beta"]:
+                with self._as_reference(), evaluating(self._reference.model):
+                    self._samples = self._scored("ref_log_probs", self._reference)
+        parts = self._parts()
+        for part in parts:  # metrics of the samples count once
+            known = torch.tensor(values, dtype=torch.float64)
+            part["sampled"] = torch.stack([known.nan_to_num(nan=0.0), (~known.isnan()).double()], 1)
+            values = [math.nan] * len(values)
+        self._uses += 1
+        if self._uses == self._settings["num_iterations"]:
+            self._samples = []
+        return parts
+
+    def _parts(self) -> list[Batch]:
+        """The samples in micro-batches."""
+        size = len(self._samples) // self._micro_batches
+        return [self._packed(self._samples[i : i + size]) for i in range(0, len(self._samples), size)]
+
+    def _packed(self, samples: Sequence[Sample]) -> Batch:
+        skips = self._settings["mask_truncated_completions"]
+        rows = [
+            Tokens(
+                [*sample.prompt, *sample.completion],
+                [
+                    *[IGNORE_INDEX] * len(sample.prompt),
+                    *([IGNORE_INDEX] * len(sample.completion) if skips and not sample.is_ended else sample.completion),
+                ],
+            )
+            for sample in samples
+        ]
+        packed = pack_sequences(rows)
+        del packed["completion_mask"]
+        packed["advantages"] = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)
+        for name in ("old_log_probs", "ref_log_probs"):
+            given = [getattr(sample, name) for sample in samples]
+            if any(given):
+                values = torch.zeros(packed["targets"].shape, dtype=torch.float64)
+                values[packed["targets"] >= 0] = torch.tensor([*chain(*given)], dtype=torch.float64)
+                packed[name] = values
+        names = dict.fromkeys(sample.name for sample in samples)
+        return Batch(packed, where=lambda: ", ".join(names))
+
+    @torch.no_grad()
+    def _scored(self, field: str, policy: PolicyModel) -> list[Sample]:
+        """The samples, with log-probabilities by `policy` in `field`."""
+        values: list[list[float]] = []
+        for part in self._parts():
+            row = {name: part[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
+            log_probs, mask, _ = policy.token_log_probs(**on_device(row, policy.model.device))
+            values += [one[own].tolist() for one, own in zip(log_probs.double(), mask, strict=True)]
+        scored: list[dict[str, Any]] = [{field: x} for x in values]
+        return [sample._replace(**x) for sample, x in zip(self._samples, scored, strict=True)]
+
+    def close(self) -> None:
+        """End the thread that reads the prompts."""
+        self._prompts.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts, and the samples that further steps use, as JSON types. Called between steps."""
+        rollouts = {"number": self._number, "uses": self._uses, "samples": [list(each) for each in self._samples]}
+        return {**self._prompts.state_dict(), "rollouts": rollouts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state."""
+        self._prompts.load_state_dict(state)
+        rollouts = state["rollouts"]
+        self._number, self._uses = rollouts["number"], rollouts["uses"]
+        self._samples = [Sample(*each) for each in rollouts["samples"]]
