@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.keeps_dtype import at_least_float32, keeping
@@ -169,9 +169,9 @@ class Router(nn.Module):
             with without_autocast(tokens):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
                 bias = None if bias is None else bias.to(wide)
-                logits = F.linear(tokens.to(wide), weight.to(wide), bias)
+                logits = ops.dense_linear(tokens.to(wide), weight.to(wide), bias)
         else:
-            logits = F.linear(tokens, weight, bias)
+            logits = ops.dense_linear(tokens, weight, bias)
         scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:
