@@ -15,7 +15,7 @@ from ligermodels.layers.config_checks import check_choice, check_numbers, check_
 from ligermodels.layers.keeps_dtype import at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
-from ligermodels.ops.runtime.tensors import without_autocast
+from ligermodels.ops.runtime.tensors import elementwise, without_autocast
 
 ROUTING_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
 """Dtypes of experts that a caller gives."""
@@ -172,7 +172,7 @@ class Router(nn.Module):
                 logits = ops.dense_linear(tokens.to(wide), weight.to(wide), bias)
         else:
             logits = ops.dense_linear(tokens, weight, bias)
-        scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
+        scores = softmax(logits) if config.scores == "softmax" else elementwise(torch.sigmoid, _wide(logits))
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:
             choice = _best_groups(choice, config)

@@ -22,7 +22,7 @@ from ligermodels.ops.runtime.dispatch import (
     use_kernels,
 )
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, is_plain, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, under_autocast
 
 ROWS = 16
@@ -42,11 +42,11 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         (..., N).
 
     Raises:
-        BackendError: `set_batch_invariant` is on, and an operand is a DTensor or a tensor of another subclass.
+        BackendError: `set_batch_invariant` is on, and an operand is a DTensor.
     """
     if not set_batch_invariant.value:
         return F.linear(x, weight, bias)
-    if not is_plain(x, weight, bias):
+    if any(is_dtensor(t) for t in (x, weight, bias) if t is not None):
         refuse_batch_invariant("a linear layer with DTensors")
     x, weight, bias = under_autocast(x, weight, bias)
     y: Tensor = _BatchInvariantLinear.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)

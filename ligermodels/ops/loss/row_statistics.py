@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.ops.loss.sampler import dropped_classes
 from ligermodels.ops.loss.token_losses import UNUSED, LogitRows, LossOptions, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 
 VANISHED = -1000.0  # exp of it is 0, in float64 too
 
@@ -36,6 +36,11 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     """
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
+        return
+    if set_batch_invariant.value and len(logits) > 1:  # torch sums a single long row by several threads, rows by one
+        for i in range(len(logits)):
+            row = slice(i, i + 1)
+            rows_in_place(logits[row], rows.chunk(row), options, class_weights)
         return
     V, smoothing, z_loss = logits.shape[1], options.label_smoothing, options.z_loss
     valid = rows.target != options.ignore_index

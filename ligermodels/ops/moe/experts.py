@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.linear.batch_invariant import dense_linear
 from ligermodels.ops.runtime.devices import gpu_of, is_recording
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import under_autocast
@@ -89,7 +90,7 @@ def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor, biases: Te
     """The specification of `grouped_mm`, in plain torch, with the same arguments x, weights, offsets and biases."""
     parts = x.split(_counts(offsets, x.shape[0]))
     added = [None] * len(parts) if biases is None else biases.unbind()
-    return torch.cat([F.linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
+    return torch.cat([dense_linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:
@@ -119,7 +120,7 @@ def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> T
     y = x.new_zeros(x.shape[0], weights.shape[1])
     group = _group_of_rows(x, offsets)
     for index, weight in enumerate(weights.unbind()):
-        y = torch.where((group == index)[:, None], F.linear(x, weight), y)
+        y = torch.where((group == index)[:, None], dense_linear(x, weight), y)
     return y
 
 
@@ -149,7 +150,7 @@ def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Ten
 
 def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
     """Whether torch has a grouped GEMM for x (R, K) and operands of `columns` columns."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
+    if set_batch_invariant.value or not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
         return False
     gpu = gpu_of(x.device)
     fits = all(size > 0 and size * x.itemsize % ALIGNMENT == 0 for size in (x.shape[1], columns))
