@@ -39,6 +39,7 @@ class Attention(AttentionLayer):
     config has none.
     """
 
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         "qkv": "columns",
         "gate": "columns",

@@ -229,6 +229,7 @@ class MoE(ComposedExperts, Layer):
     limit, so no token is dropped.
     """
 
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         "gate_up": 1,
         "down": 2,

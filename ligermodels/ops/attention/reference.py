@@ -8,6 +8,8 @@ zeros: a position always is in the same place of products of the same shape. The
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,7 +59,7 @@ class _BatchInvariant(torch.autograd.Function):
         ctx.request, out, before = request, q.new_empty(*q.shape[:3], v.shape[3]), k.shape[1] - q.shape[1]
         bounds = [0, k.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
         for row in range(len(q)):
-            for start, end in zip(bounds, bounds[1:], strict=False):
+            for start, end in pairwise(bounds):
                 queries = slice(max(start - before, 0), max(end - before, 0))
                 if queries.start < queries.stop:
                     keys = slice(start, end)

@@ -93,7 +93,9 @@ def decode_attention(
     if set_batch_invariant.value:
         if tree_mask is not None:
             refuse_batch_invariant("decode_attention with a tree_mask", "decode without draft heads")
-        return _batch_invariant_decode_attention(q, k_cache, v_cache, cache_seqlens, softmax_scale, window, softcap, sinks)
+        return _batch_invariant_decode_attention(
+            q, k_cache, v_cache, cache_seqlens, softmax_scale, window, softcap, sinks
+        )
     if use_kernels(q, k_cache) and q.shape[3] <= MAX_KERNEL_HEAD_DIM:
         return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}

@@ -107,7 +107,7 @@ def _launch(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dtype == torch.float32:  # without tensor cores: operands need registers too
         block_m, block_n, block_k, warps = 32, 64, 32, 4
     else:  # a decoding step needs a program for each multiprocessor, to read the weight
-        block_m, block_n, block_k = 64, 128 if N >= 128 * num_sms(x.device) else 64, 64
+        block_m, block_n, block_k = 64, 128 if 128 * num_sms(x.device) <= N else 64, 64
         warps = 4
     stages = pipeline_stages(x.device, 4, (block_m + block_n) * block_k * x.element_size())
     tiles = -(-M // block_m)

@@ -107,7 +107,7 @@ def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, bias
     """x (R, K), weights (E, M, K), biases (E, M) -> (R, M)."""
     if is_fake(x):
         return x.new_empty(x.shape[0], weights.shape[1])
-    if kernels and _has_grouped_gemm(x, weights.shape[1]):
+    if kernels and not set_batch_invariant.value and _has_grouped_gemm(x, weights.shape[1]):
         y = torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
     elif x.is_cuda and is_recording():
         y = _grouped_mm_without_a_wait(x, weights, offsets)
@@ -150,7 +150,7 @@ def _grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, kernels: bool) -> Ten
 
 def _has_grouped_gemm(x: Tensor, columns: int) -> bool:
     """Whether torch has a grouped GEMM for x (R, K) and operands of `columns` columns."""
-    if set_batch_invariant.value or not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
+    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not hasattr(torch, "_grouped_mm"):
         return False
     gpu = gpu_of(x.device)
     fits = all(size > 0 and size * x.itemsize % ALIGNMENT == 0 for size in (x.shape[1], columns))

@@ -122,6 +122,11 @@ class set_batch_invariant(Setting):
         super().__init__(enabled)
 
 
+def batch_invariant_if(enabled: bool) -> set_batch_invariant:
+    """The context of `set_batch_invariant(True)` if `enabled`; else the setting stays as it is."""
+    return set_batch_invariant(enabled or set_batch_invariant.value)
+
+
 def refuse_batch_invariant(name: str, advice: str = "turn the mode off for it") -> None:
     """Raise BackendError, which names an op or a layer that has no batch-invariant form, if the mode is on."""
     if set_batch_invariant.value:
