@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from ligermodels.layers.linear import Composed
 from ligermodels.layers.modules import modules_of
@@ -12,22 +12,20 @@ from ligermodels.layers.rope import RotaryEmbedding
 from ligermodels.ops import refuse_batch_invariant
 from ligermodels.ops.runtime.dispatch import batch_invariant_if
 
-Args = ParamSpec("Args")
-Model = TypeVar("Model", bound=Any)
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def in_mode_of_model(method: Callable[Concatenate[Model, Args], Result]) -> Callable[Concatenate[Model, Args], Result]:
+def in_mode_of_model(method: Method) -> Method:
     """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True."""
 
     @functools.wraps(method)
-    def in_mode(model: Model, *args: Args.args, **options: Args.kwargs) -> Result:
+    def in_mode(model: Any, *args: Any, **options: Any) -> Any:
         if not model.batch_invariant:
             return method(model, *args, **options)
         with batch_invariant_if(True):
             return method(model, *args, **options)
 
-    return in_mode
+    return cast(Method, in_mode)
 
 
 def check_batch_invariant(decoder: Any) -> None:

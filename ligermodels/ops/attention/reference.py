@@ -9,6 +9,7 @@ zeros: a position always is in the same place of products of the same shape. The
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,12 +71,13 @@ class _BatchInvariant(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         *tensors, cu_seqlens = ctx.saved_tensors
-        inputs = [
+        inputs: list[Any] = [
             None if x is None else x.detach().requires_grad_(need)
             for x, need in zip(tensors, ctx.needs_input_grad, strict=False)
         ]
         with torch.enable_grad():
-            out = _attend(*inputs[:3], ctx.request, None, cu_seqlens, inputs[3])
+            q, k, v, sinks = inputs
+            out = _attend(q, k, v, ctx.request, None, cu_seqlens, sinks)
         needed = [x for x in inputs if x is not None and x.requires_grad]
         gradients = iter(torch.autograd.grad(out, needed, dout))
         return *(None if x is None or not x.requires_grad else next(gradients) for x in inputs), None, None

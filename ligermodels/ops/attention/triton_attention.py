@@ -39,8 +39,8 @@ MAX_BYTES = 1024
 LOG2_E = math.log2(math.e)
 KEYS = 64
 """Keys of a tile in most launches of the kernel of their gradients."""
-MOST_QUERIES = 128
-"""Of a tile, in any launch."""
+MOST_QUERIES = 64
+"""Of a tile, in any launch with `set_batch_invariant`."""
 PARTS_BELOW = 2
 """Tiles of keys per multiprocessor, below which that kernel has a program for each query head.
 
@@ -214,8 +214,10 @@ def launch_batch_invariant(
         contiguous(cache_seqlens), contiguous(sinks), out, lse, T, k.shape[1], heads, count, steps, window,
         *score_factors(softmax_scale, softcap),
     )  # fmt: skip
-    constants, length = kernel_constants(q, k, v), T + MOST_QUERIES * count
-    launch_tiles("forward", batch_invariant_attention_kernel, B * heads, "queries", length, arguments, constants)
+    constants, length = kernel_constants(q, k, v), T + MOST_QUERIES * count  # documents may end within a tile
+    launch_tiles(
+        "batch_invariant", batch_invariant_attention_kernel, B * heads, "queries", length, arguments, constants
+    )
 
 
 @custom_op()
