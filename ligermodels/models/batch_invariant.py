@@ -44,5 +44,5 @@ def check_batch_invariant(decoder: Any) -> None:
             refuse_batch_invariant(f"rotary scaling by the length of a row ({type(scaling).__name__})")
     for name, module in decoder.named_modules():
         if isinstance(module, Composed) and module.compute is not None:
-            compute = type(module.compute).__name__
-            refuse_batch_invariant(f"{name} with {compute}", "keep its weight in the model's dtype")
+            part = module.compute
+            refuse_batch_invariant(f"{name} with {type(part).__name__}", "keep its weight in the model's dtype")

@@ -37,11 +37,15 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
         return
-    if set_batch_invariant.value and len(logits) > 1:  # torch sums a single long row by several threads, rows by one
-        for i in range(len(logits)):
-            row = slice(i, i + 1)
-            rows_in_place(logits[row], rows.chunk(row), options, class_weights)
-        return
+    # Torch sums a single long row by several threads, and several rows by one each.
+    size = 1 if set_batch_invariant.value else max(len(logits), 1)
+    for start in range(0, len(logits), size):
+        chunk = slice(start, start + size)
+        _in_torch(logits[chunk], rows.chunk(chunk), options, class_weights)
+
+
+def _in_torch(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:
+    """`rows_in_place` without the kernels."""
     V, smoothing, z_loss = logits.shape[1], options.label_smoothing, options.z_loss
     valid = rows.target != options.ignore_index
     y = torch.where(valid, rows.target, 0).unsqueeze(1)
