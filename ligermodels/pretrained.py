@@ -72,6 +72,7 @@ def from_pretrained(
     quantize: QuantizedFormat | None = None,
     quantize_exclude: Sequence[str] = (),
     quantize_head: QuantizedFormat | None = None,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Load a model from a Hugging Face checkpoint.
 
@@ -107,6 +108,8 @@ def from_pretrained(
             is the quantised model and about one gigabyte.
         quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
         quantize_head: "float8", "int4", "nf4" or "mxfp4": quantise the LM head too. Needs `quantize`.
+        batch_invariant: the model's `batch_invariant`: bits that do not depend on the batch. See
+            `ops.set_batch_invariant`. Default: False.
 
     Returns:
         The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.
@@ -129,6 +132,7 @@ def from_pretrained(
         >>> model.save_pretrained("out")
     """
     check_flag("mapped", mapped)
+    check_flag("batch_invariant", batch_invariant)
     check_function("progress", progress)
     check_function("prepare", prepare)
     _check_quantize(quantize, quantize_exclude, quantize_head)
@@ -155,6 +159,7 @@ def from_pretrained(
         if target.type != "meta":
             load_weights(model, weight_map, reader, model_dtype, progress, mapped=mapped)
         keep_stored_dtypes(model, weight_map, reader.headers, model_dtype)
+    model.batch_invariant = batch_invariant
     return model.eval()
 
 

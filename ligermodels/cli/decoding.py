@@ -88,7 +88,14 @@ class Decoding:
         None
     )
 
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="Bits that do not depend on the other prompts; slower. Not with heads."),
+    ] = False
+
     def __post_init__(self) -> None:
+        if self.batch_invariant and self.heads is not None:
+            raise typer.BadParameter("is not for --heads", param_hint="--batch-invariant")
         flags = {"--draft-tree": self.draft_tree, "--confidence-threshold": self.confidence_threshold}
         for flag, value in flags.items():
             if value is not None and self.heads is None:
@@ -124,6 +131,8 @@ class Decoding:
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample)
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
+        if self.batch_invariant:
+            arguments["batch_invariant"] = True
         if not as_eos_ids(defaults.get("eos_token_id")) and defaults.get("pad_token_id") is None:
             arguments["pad_token_id"] = 0  # masked; without an EOS no sequence ends early
         if self.heads:

@@ -28,6 +28,7 @@ from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import chosen_together, end_of_decoding, is_sharded, require_same_on_ranks
 from ligermodels.ops.runtime.checks import check_plain
+from ligermodels.ops.runtime.dispatch import batch_invariant_if
 
 DEFAULT_NEW_TOKENS = 64
 
@@ -112,6 +113,8 @@ def generate(
             cuda_graph: on a GPU, record the decode step as a CUDA graph and replay it, except with sharded parameters.
                 Sampling and `logits_processor` run between replays. Kernels may differ with and without a graph: in
                 16-bit dtypes rounding may then decide between equal logits. Default: True.
+            batch_invariant: compute bits of logits that do not depend on the other sequences of the batch, as
+                `ops.set_batch_invariant` does. Default: False, as the model and that setting say.
 
     Returns:
         Long (B, T + n) on the model's device: the prompts, padded on the left, then n <= max_new_tokens new tokens, n
@@ -204,8 +207,9 @@ class Decoding:
         generator: torch.Generator | None = None,
         routing: Tensor | None = None,
         cuda_graph: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
-        check_values(do_sample=do_sample, cuda_graph=cuda_graph, generator=generator)
+        check_values(do_sample=do_sample, cuda_graph=cuda_graph, generator=generator, batch_invariant=batch_invariant)
         check_values(repetition_penalty=repetition_penalty, num_return_sequences=num_return_sequences)
         self.model, self.eos_ids = model, as_eos_ids(eos_token_id)
         self.pad_id = as_pad_id(pad_token_id, self.eos_ids)
@@ -224,7 +228,7 @@ class Decoding:
         with memory_for(f"num_return_sequences = {num_return_sequences}", self.prompts.ids.device):
             self.prompts = self.prompts.repeated(num_return_sequences)
         self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
-        self.generator = generator
+        self.generator, self.batch_invariant = generator, batch_invariant
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:
             filters = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -243,7 +247,8 @@ class Decoding:
         prompt_lengths = self.prompts.mask.sum(dim=1).tolist()
         with evaluating(self.model):
             step = self._first_step()
-            sequences = self._sequences = step.start(*self.prompts)
+            with batch_invariant_if(self.batch_invariant):  # not while the caller has the tokens of a step
+                sequences = self._sequences = step.start(*self.prompts)
             on_host = self.samples or bool(self.processors)
             take_step = self._graphed(step, on_host)
             all_done = end_of_decoding(self.model)
@@ -261,10 +266,11 @@ class Decoding:
                     break
                 if count == self.max_new_tokens:
                     break
-                if step.thresholds.switches.isdisjoint(length + count - 1 for length in prompt_lengths):
-                    take_step()
-                else:
-                    step.prefill_again(sequences, self.prompts.ids.shape[1] + count - 1)
+                with batch_invariant_if(self.batch_invariant):
+                    if step.thresholds.switches.isdisjoint(length + count - 1 for length in prompt_lengths):
+                        take_step()
+                    else:
+                        step.prefill_again(sequences, self.prompts.ids.shape[1] + count - 1)
 
     def _first_step(self) -> Step:
         """The decode step, with an empty state; moves the prompts to the model's device."""

@@ -116,7 +116,8 @@ MOST = 999_999_999
 """Upper bound of the number of tokens, and of samples, of a call."""
 VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("do_sample", "cuda_graph", "return_stats", "return_routing"), (bool, lambda value: True, "True or False")
+        ("do_sample", "cuda_graph", "batch_invariant", "return_stats", "return_routing"),
+        (bool, lambda value: True, "True or False"),
     ),
     **dict.fromkeys(("on_token", "on_tokens"), (Callable, lambda value: True, "a function")),
     "generator": (torch.Generator, lambda value: True, "a torch.Generator"),

@@ -23,7 +23,7 @@ from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, local, mean_over_ranks
 from ligermodels.ops import Float8Form
 from ligermodels.ops.norm.rms_norm import rms_norm_reference
-from ligermodels.ops.runtime.tensors import as_dtype
+from ligermodels.ops.runtime.tensors import as_dtype, elementwise
 
 if TYPE_CHECKING:
     from ligermodels.layers.attention_config import AttentionConfig, QKNormConfig, ValueConfig
@@ -39,6 +39,7 @@ class Attention(AttentionLayer):
     config has none.
     """
 
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         "qkv": "columns",
         "gate": "columns",
@@ -91,7 +92,7 @@ class Attention(AttentionLayer):
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
         out = (out if self.gate is None else out * self._head_gates(self.gate(x))[..., None]).flatten(2)
-        out = self.o(out if gate is None else out * gate.sigmoid())
+        out = self.o(out if gate is None else out * elementwise(torch.sigmoid, gate))
         if not self.config.shares_kv:
             return out
         return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
@@ -103,8 +104,8 @@ class Attention(AttentionLayer):
     def _head_gates(self, logits: Tensor) -> Tensor:
         """The factors of the heads' outputs, from the projection `gate` of the input: (B, T, num_heads)."""
         if self.config.head_gate == "sigmoid":
-            return logits.sigmoid()
-        return F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
+            return elementwise(torch.sigmoid, logits)
+        return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""

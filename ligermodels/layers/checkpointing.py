@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ligermodels.errors import InputError
 from ligermodels.layers.sequence_parallel import SequenceParts
+from ligermodels.ops import set_batch_invariant
 from ligermodels.ops.runtime.devices import is_recording
 from ligermodels.ops.runtime.library import keeps_results
 
@@ -70,7 +71,14 @@ def call_selective(module: nn.Module, *args: Any) -> Any:
     return _checkpoint("selective", module._call_impl, *args)
 
 
+def _batch_invariant(function: Any, *args: Any) -> Any:
+    with set_batch_invariant(True):
+        return function(*args)
+
+
 def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any:
+    if set_batch_invariant.value:  # where activations are computed again, the setting may have ended
+        function = partial(_batch_invariant, function)
     # While a CUDA graph is recorded, the state of the random numbers cannot be read; `run` lets no dropout in.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_recording()}
     if mode == "selective":

@@ -87,6 +87,7 @@ class DenseMoE(Layer):
 
     token_wise = True
     reads_experts: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
 
     def __init__(self, hidden_size: int, config: DenseMoEConfig) -> None:

@@ -178,4 +178,4 @@ class ExpertLoRA(ExpertUpdate):
 
 def _product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """The grouped product; all experts share a single weight."""
-    return F.linear(rows, weights[0]) if len(weights) == 1 else ops.grouped_mm(rows, weights, offsets)
+    return ops.dense_linear(rows, weights[0]) if len(weights) == 1 else ops.grouped_mm(rows, weights, offsets)

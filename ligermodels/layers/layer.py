@@ -50,6 +50,11 @@ class Layer(nn.Module):
     """Names of the parameters, or of submodules with parameters, that have a row for each expert. Expert parallelism
     spreads them over ranks. Such a layer has an attribute `_expert_mesh`, None until it is spread."""
 
+    batch_invariant: ClassVar[bool] = False
+    """Whether under `ops.set_batch_invariant` the layer's result for a token depends on the token's own document alone,
+    bit for bit, while decoding too, as it does if the layer computes by ops that take the mode. Otherwise the mode is
+    refused."""
+
     reads_experts: ClassVar[bool] = False
     """Whether a mixture of experts sends tokens to the experts in `context.experts`, if there are any, in place of the
     experts that its router chooses. Otherwise `routing=` is refused."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
@@ -144,7 +143,8 @@ class LoRA(Update):
     def forward(self, x: Tensor, shard: Shard = UNSHARDED) -> Tensor:
         """x (..., in) -> scaling * B A dropout(x), (..., out), in the dtype of x."""
         given = self.operands(x, shard)
-        y = F.linear(F.linear(x if given["dropped"] is None else given["dropped"], given["a"]), given["b"])
+        down = ops.dense_linear(x if given["dropped"] is None else given["dropped"], given["a"])
+        y = ops.dense_linear(down, given["b"])
         return y * given["scaling"]
 
     def _native_b(self, shard: Shard) -> Tensor:

@@ -80,6 +80,7 @@ class GatedMLP(Layer):
     """
 
     token_wise = True
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate_up": "columns", "down": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"gate_up": INPUT, "down": None}
 

@@ -44,6 +44,7 @@ from ligermodels.layers.sharding import (
     used_in_parts,
 )
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
+from ligermodels.ops.runtime.tensors import elementwise
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ class MoE(ComposedExperts, Layer):
     limit, so no token is dropped.
     """
 
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         "gate_up": 1,
         "down": 2,
@@ -294,7 +296,7 @@ class MoE(ComposedExperts, Layer):
         mixed = self._mix(rows, used_in_parts(self, weights), used_in_parts(self, chosen), exchange)
         shared = None if self.shared is None else cast(Tensor, self.shared(tokens))
         if shared is not None and self.shared_gate is not None:
-            shared = self.shared_gate(tokens).sigmoid() * shared
+            shared = elementwise(torch.sigmoid, self.shared_gate(tokens)) * shared
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
         out = out if self.latent_out is None else self.latent_out(out)
         out = (out if shared is None else out + shared).view_as(x)

@@ -144,6 +144,7 @@ class PerLayerInput(Layer):
     """x + norm(projection(activation(gate(x)) * input of the layer))."""
 
     token_wise = True
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"gate": "replicated", "projection": "replicated"}
 
     def __init__(self, hidden_size: int, config: PerLayerInputConfig) -> None:

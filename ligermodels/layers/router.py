@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.keeps_dtype import at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
-from ligermodels.ops.runtime.tensors import without_autocast
+from ligermodels.ops.runtime.tensors import elementwise, without_autocast
 
 ROUTING_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
 """Dtypes of experts that a caller gives."""
@@ -169,10 +169,10 @@ class Router(nn.Module):
             with without_autocast(tokens):
                 wide = torch.promote_types(tokens.dtype, torch.float32)
                 bias = None if bias is None else bias.to(wide)
-                logits = F.linear(tokens.to(wide), weight.to(wide), bias)
+                logits = ops.dense_linear(tokens.to(wide), weight.to(wide), bias)
         else:
-            logits = F.linear(tokens, weight, bias)
-        scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
+            logits = ops.dense_linear(tokens, weight, bias)
+        scores = softmax(logits) if config.scores == "softmax" else elementwise(torch.sigmoid, _wide(logits))
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if config.top_k_groups < config.num_groups:
             choice = _best_groups(choice, config)

@@ -101,6 +101,7 @@ class SharedKVAttention(AttentionLayer):
 
     token_wise = True
     context_parallel: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"q": "columns", "o": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"q": INPUT, "o": None}
 

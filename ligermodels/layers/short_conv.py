@@ -99,6 +99,7 @@ class ShortConv(Layer):
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
     sequence_parallel: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True

@@ -98,6 +98,7 @@ class UngatedMLP(Layer):
     """down(activation(up(x))), by default relu(...) ** 2 (So et al., 2021, https://arxiv.org/abs/2109.08668)."""
 
     token_wise = True
+    batch_invariant: ClassVar[bool] = True
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"up": "columns", "down": "rows"}
     float8_linears: ClassVar[Mapping[str, str | None]] = {"up": INPUT, "down": None}
 

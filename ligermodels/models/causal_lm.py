@@ -19,6 +19,7 @@ from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_op
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
+from ligermodels.models.batch_invariant import in_mode_of_model
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
 from ligermodels.models.deprecated import DEPRECATED, DeprecatedNames, deprecated_call
 from ligermodels.models.export import ExportMixin
@@ -118,6 +119,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    @in_mode_of_model
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -307,6 +309,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         options = given_options(options)
         return as_head_loss(self._gathered(self.head, last_hidden_state, targets, **options), options)
 
+    @in_mode_of_model
     def _gathered(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function outside of `forward`, with the parameters that FSDP2 gathers for `forward`."""
         output = call_gathered(self, function, *args, **options)

@@ -28,7 +28,9 @@ from ligermodels.layers.sequence_parallel import SequenceParts, parts_of
 from ligermodels.layers.sharding import TensorSharding
 from ligermodels.layers.targets import TokensWithTarget
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, layout_without_padding
+from ligermodels.models.batch_invariant import check_batch_invariant
 from ligermodels.models.decoder_config import DecoderConfig as DecoderConfig
+from ligermodels.ops import set_batch_invariant
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -149,6 +151,8 @@ class Decoder(RefusesDropout):
         Returns:
             (B, T, H); with `token_indices` (1, n, H); with a `layout` its tokens, (rows, length, H).
         """
+        if set_batch_invariant.value:
+            check_batch_invariant(self)
         if layout is None:
             return self._in_own_layout(
                 input_ids, inputs_embeds, cu_seqlens, state, seq_lens, tree, token_indices, hidden_states,

@@ -96,6 +96,6 @@ def _check_head_inputs(inputs: ModelInputs, hidden: Tensor | None, deprecated: d
 
 
 def _warn(argument: str, method: str) -> None:
-    # past this file, `CausalLM.forward` and nn.Module's __call__
-    level = 6 if argument.startswith("return") else 7
+    # past this file, `CausalLM.forward`, its decorator and nn.Module's __call__
+    level = 7 if argument.startswith("return") else 8
     warnings.warn(f"model(..., {argument}) is now {method}", DeprecationWarning, stacklevel=level)

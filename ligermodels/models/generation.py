@@ -31,6 +31,10 @@ class GenerationMixin:
     """`generate` and `stream`, with defaults from the checkpoint that the model was loaded from."""
 
     export_spec: ExportSpec | None
+    batch_invariant: bool = False
+    """Whether the results for a token depend on its own document alone, bit for bit, and not on the batch, in
+    `forward`, `log_probs`, `logits`, `head_loss`, `generate` and `stream`: see `ops.set_batch_invariant`. Set it to
+    change it."""
 
     def generation_defaults(self, do_sample: bool | None = None) -> dict[str, Any]:
         """Defaults of `generate` that the checkpoint sets, in generation_config.json or, if old, in config.json.
@@ -83,8 +87,8 @@ class GenerationMixin:
             options: keyword arguments as in transformers: `generation_config`, `max_length`, `attention_mask`,
                 `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `num_return_sequences`, `repetition_penalty`,
                 `logits_processor`, `eos_token_id`, `stop_strings` (with `tokenizer`), `stopping_criteria`,
-                `pad_token_id`, `streamer`. And `generator`, `cuda_graph`, `on_token`. `generation.generate.generate`
-                describes their values. `generation_config` is a dict or an object
+                `pad_token_id`, `streamer`. And `generator`, `cuda_graph`, `batch_invariant`, `on_token`.
+                `generation.generate.generate` describes their values. `generation_config` is a dict or an object
                 with `to_dict()`; it overrides the checkpoint, and keyword arguments override it.
 
         Returns:
@@ -106,6 +110,8 @@ class GenerationMixin:
             if tree is not None:
                 raise InputError("tree: is for speculative decoding; give draft too, the heads on this model")
             return generate(cast(DecodingModel, self), input_ids, **options)
+        if self.batch_invariant or options.pop("batch_invariant", False):
+            raise InputError("batch_invariant: speculative decoding has no such form; generate without draft")
         if getattr(draft, "base", None) is not self:
             raise InputError(f"draft: must be draft heads on this model, whose base it is, got {type(draft).__name__}")
         if not options["return_routing"]:

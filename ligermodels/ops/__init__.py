@@ -21,6 +21,7 @@ from ligermodels.ops.float8.scaling import float8_unsupported
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GLUOptions, gated_activation, geglu, geglu_reference, swiglu, swiglu_reference
+from ligermodels.ops.linear.batch_invariant import dense_linear
 from ligermodels.ops.linear.linear import linear
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
@@ -62,7 +63,13 @@ from ligermodels.ops.quantized.linear import quantized_linear, quantized_linear_
 from ligermodels.ops.quantized.weights import QuantizedWeight, empty_quantized, quantize_weight
 from ligermodels.ops.rope.rope import rope, rope_qkv, rope_qkv_reference, rope_reference
 from ligermodels.ops.rope.rope_cache import rope_qkv_cached, rope_qkv_cached_reference
-from ligermodels.ops.runtime.dispatch import set_backend, set_host_checks, use_kernels
+from ligermodels.ops.runtime.dispatch import (
+    refuse_batch_invariant,
+    set_backend,
+    set_batch_invariant,
+    set_host_checks,
+    use_kernels,
+)
 
 __all__ = [
     "ChosenRows",
@@ -103,6 +110,7 @@ __all__ = [
     "decode_attention_reference",
     "delta_gates",
     "delta_gates_reference",
+    "dense_linear",
     "dequantize_weight",
     "empty_quantized",
     "float8_add_rms_norm",
@@ -149,6 +157,7 @@ __all__ = [
     "quantized_linear",
     "quantized_linear_reference",
     "quantized_mix_experts",
+    "refuse_batch_invariant",
     "require_grouped_mm",
     "rms_norm",
     "rms_norm_reference",
@@ -159,6 +168,7 @@ __all__ = [
     "rope_qkv_reference",
     "rope_reference",
     "set_backend",
+    "set_batch_invariant",
     "set_experts_backend",
     "set_host_checks",
     "sort_by_expert",

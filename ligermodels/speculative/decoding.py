@@ -132,6 +132,8 @@ def speculative_generate(
     Raises:
         InputError: the prompts or an option are invalid, or the tree needs more candidates than the drafter gives.
     """
+    if getattr(model, "batch_invariant", False) or ops.set_batch_invariant.value:
+        raise InputError("batch_invariant: speculative decoding has no such form; generate without draft")
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, eos_ids, model.config.vocab_size)

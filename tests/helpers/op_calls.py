@@ -282,6 +282,30 @@ def decode_attention(dtype: torch.dtype, dim: int, tokens: int, length: int, kin
     ops.decode_attention(q, *caches, torch.tensor([length, 3]), **options)
 
 
+@calls("linear, batch invariant", dtype=PRODUCTS, size=((100, 72), (32000, 4096), (33, 64)), bias=BOTH)
+def batch_invariant_linear(dtype: torch.dtype, size: tuple[int, int], bias: bool) -> None:
+    with ops.set_batch_invariant(True):
+        ops.linear(
+            leaf(5, size[1], dtype=dtype), leaf(*size, dtype=dtype), leaf(size[0], dtype=dtype) if bias else None
+        )
+
+
+@calls(
+    "attention, batch invariant", dtype=PRODUCTS, dim=(16, 80, 128, 256), kind=("plain", "packed", "cache"),
+    options=({}, {"window": 32, "softcap": 50.0}),
+)  # fmt: skip
+def batch_invariant_attention(dtype: torch.dtype, dim: int, kind: str, options: dict[str, Any]) -> None:
+    tokens = 1 if kind == "cache" else 300
+    q, k, v = (leaf(1, t, h, dim, dtype=dtype, grad=False) for t, h in ((tokens, 8), (300, 2), (300, 2)))
+    sinks = leaf(8, dtype=dtype, grad=False) if options else None
+    with ops.set_batch_invariant(True):
+        if kind == "cache":
+            ops.decode_attention(q, k, v, torch.tensor([77]), sinks=sinks, **options)
+            return
+        bounds = torch.tensor([0, 77, 300], dtype=torch.int32) if kind == "packed" else None
+        triton_attention(q, k, v, bounds, sinks, 0.1, options.get("window"), options.get("softcap"))
+
+
 @calls("compact_kv_cache", dtype=FLOATS, slots=(3, 512))
 def compact_kv_cache(dtype: torch.dtype, slots: int) -> None:
     stored = leaf(2, 2, 600, 1024, dtype=dtype, grad=False)

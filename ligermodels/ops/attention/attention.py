@@ -104,7 +104,10 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     if request.device == "meta":
         return META
     if name == "auto":
-        return next(b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
+        found = (b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
+        if (backend := next(found, None)) is None:
+            raise BackendError(f"batch_invariant: no attention backend serves this call: {REFERENCE.refuses(request)}")
+        return backend
     if reason := BACKENDS[name].refuses(request):
         raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
     return BACKENDS[name]

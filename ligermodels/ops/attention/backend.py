@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.ops.runtime.dispatch import set_batch_invariant
+
 HALF = torch.bfloat16, torch.float16
 FLASH_HEAD_DIM = 256
 """Widest heads that flash attention kernels take, flash-attn's and torch's alike."""
@@ -54,6 +56,7 @@ class Backend:
     lacks: fields of `AttentionRequest` that it does not support, and for each the reason.
     limit: further limits: why it cannot serve a request, or None if it can.
     defers: whether a backend after this one in `BACKENDS` serves the request faster.
+    batch_invariant: whether it serves requests under `set_batch_invariant`.
     """
 
     name: str
@@ -63,9 +66,12 @@ class Backend:
     lacks: dict[str, str] = field(default_factory=dict)
     limit: Callable[[AttentionRequest], str | None] = lambda request: None
     defers: Callable[[AttentionRequest], bool] = lambda request: False
+    batch_invariant: bool = False
 
     def refuses(self, request: AttentionRequest) -> str | None:
         """Why the backend cannot serve a request; None if it can."""
+        if set_batch_invariant.value and not self.batch_invariant:
+            return "batch_invariant is on, and its sums depend on the batch"
         if self.cuda_only and request.device != "cuda":
             return f"it runs on CUDA, not on {request.device}"
         if self.dtypes and request.dtype not in self.dtypes:

@@ -21,7 +21,7 @@ from ligermodels.ops.attention.block_context_kernels import (
 )
 from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
 from ligermodels.ops.runtime.checks import check_rising, check_scores
-from ligermodels.ops.runtime.dispatch import checked_on_host, use_kernels
+from ligermodels.ops.runtime.dispatch import checked_on_host, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides
@@ -79,6 +79,7 @@ def block_context_attention(
         >>> block_context_attention(q, k, k, context, context, torch.tensor([[4, 17, 40]])).shape
         torch.Size([1, 3, 7, 8, 64])
     """
+    refuse_batch_invariant("block_context_attention")
     _check(q, k_block, v_block, k_context, v_context, anchors, cu_seqlens, starts)
     check_scores(OP, softmax_scale, window)
     check_flag(f"{OP}: causal", causal)

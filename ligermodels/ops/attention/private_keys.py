@@ -31,7 +31,7 @@ from ligermodels.ops.attention.triton_attention import (
     triton_attention_backward,
     triton_attention_forward,
 )
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
@@ -74,6 +74,7 @@ def private_key_attention(
         >>> private_key_attention(q, k, v, [k], [v]).shape
         torch.Size([2, 5, 8, 64])
     """
+    refuse_batch_invariant("private_key_attention")
     _check(q, k, v, private_keys, private_values, cu_seqlens)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if use_kernels(q, k, v) and q.shape[3] * q.element_size() <= MAX_BYTES:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import AttentionRequest, Backend, needs_mask
+from ligermodels.ops.attention.backend import AttentionRequest, Backend, needs_mask, query_bounds
+from ligermodels.ops.attention.batch_invariant_kernel import batch_invariant_attention_kernel
 from ligermodels.ops.attention.triton_attention_kernels import (
     attention_forward_kernel,
     attention_key_gradient_kernel,
@@ -23,7 +24,13 @@ from ligermodels.ops.attention.triton_attention_kernels import (
 from ligermodels.ops.attention.triton_attention_tiles import tile_options
 from ligermodels.ops.attention.varlen import VARLEN, compute_capability
 from ligermodels.ops.runtime import dispatch
-from ligermodels.ops.runtime.dispatch import OutOfResources, num_sms, power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import (
+    OutOfResources,
+    num_sms,
+    power_of_2_above,
+    set_batch_invariant,
+    shared_memory,
+)
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
@@ -32,6 +39,8 @@ MAX_BYTES = 1024
 LOG2_E = math.log2(math.e)
 KEYS = 64
 """Keys of a tile in most launches of the kernel of their gradients."""
+MOST_QUERIES = 64
+"""Of a tile, in any launch with `set_batch_invariant`."""
 PARTS_BELOW = 2
 """Tiles of keys per multiprocessor, below which that kernel has a program for each query head.
 
@@ -165,6 +174,9 @@ def triton_attention_forward(
     out, lse = q.new_empty((B, T, heads, v.shape[3])), q.new_empty((B, heads, T), dtype=torch.float32)
     if is_fake(q) or not out.numel():
         return out, lse
+    if set_batch_invariant.value:
+        launch_batch_invariant(out, lse, q, k, v, sinks, softmax_scale, window, softcap, cu_seqlens=cu_seqlens)
+        return out, lse
     constants = kernel_constants(q, k, v)
     arguments = (
         *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), contiguous(cu_seqlens), contiguous(sinks),
@@ -172,6 +184,40 @@ def triton_attention_forward(
     )  # fmt: skip
     launch_tiles("forward", attention_forward_kernel, B * heads, "queries", T, arguments, constants)
     return out, lse
+
+
+def launch_batch_invariant(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softmax_scale: float,
+    window: int | None, softcap: float | None, *, cu_seqlens: Tensor | None = None, cache_seqlens: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill `out` and `lse`, the results of `triton_attention_forward`, with bits that do not depend on the batch.
+
+    Args:
+        out: (B, T, Hq, Dv), contiguous.
+        lse: (B, Hq, T), float32, contiguous.
+        q: (B, T, Hq, D).
+        k: (B, S, Hkv, D).
+        v: (B, S, Hkv, Dv).
+        sinks: (Hq,) or None.
+        softmax_scale: factor on q·k.
+        window: number of keys that a query sees; None for all.
+        softcap: bound of the scores; None for no bound.
+        cu_seqlens: int32 (n + 1,), bounds of packed documents (B = 1), or None.
+        cache_seqlens: (B,), number of keys before the keys of the T queries, or None: S - T.
+    """
+    B, T, heads, _ = q.shape
+    count, steps = _search(cu_seqlens)
+    cu_seqlens = contiguous(cu_seqlens)
+    bounds = None if cu_seqlens is None else query_bounds(cu_seqlens, T, k.shape[1])
+    arguments = (
+        *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), cu_seqlens, bounds,
+        contiguous(cache_seqlens), contiguous(sinks), out, lse, T, k.shape[1], heads, count, steps, window,
+        *score_factors(softmax_scale, softcap),
+    )  # fmt: skip
+    constants, length = kernel_constants(q, k, v), T + MOST_QUERIES * count  # documents may end within a tile
+    launch_tiles(
+        "batch_invariant", batch_invariant_attention_kernel, B * heads, "queries", length, arguments, constants
+    )
 
 
 @custom_op()
@@ -243,6 +289,8 @@ def _run(
 def _defers(request: AttentionRequest) -> bool:
     """The interpreter is for tests. Torch is faster in float32 (with softcap in the reference, which keeps all scores),
     where its kernels need no mask and no additional key, and on GPUs before Hopper, for which "varlen" was written."""
+    if set_batch_invariant.value:
+        return False
     if request.device != "cuda" or request.dtype.itemsize == 4:
         return True
     if compute_capability() < 9 and VARLEN.refuses(request) is None:
@@ -251,4 +299,6 @@ def _defers(request: AttentionRequest) -> bool:
 
 
 _LACKS = {"masked": "it takes no arbitrary mask"}
-TRITON = Backend("triton", _run, cuda_only=not dispatch.INTERPRETED, lacks=_LACKS, limit=_limit, defers=_defers)
+TRITON = Backend(
+    "triton", _run, cuda_only=not dispatch.INTERPRETED, lacks=_LACKS, limit=_limit, defers=_defers, batch_invariant=True
+)

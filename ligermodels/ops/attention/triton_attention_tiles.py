@@ -42,6 +42,12 @@ _NEEDS = {
         per_stage=lambda q, k, d, v: k * (d + v),
         launches=((128, 128, 8), (128, 64, 8), (64, 64, 4), (64, 32, 8), (32, 32, 4)),
     ),
+    "batch_invariant": _Needs(  # small, because decoding has them too
+        registers=lambda q, k, d, v: q * (v + k + k // 2),
+        fixed=lambda q, k, d, v: q * d,
+        per_stage=lambda q, k, d, v: k * (d + v),
+        launches=((64, 64, 4), (64, 32, 8), (32, 32, 4)),
+    ),
     "query_gradient": _Needs(
         registers=lambda q, k, d, v: q * (d + 2 * k),
         fixed=lambda q, k, d, v: q * (d + v),
@@ -67,7 +73,8 @@ def tile_options(kernel: str, dim: int, value_dim: int, itemsize: int, memory: i
     with fewer stages, and then by smaller tiles.
 
     Args:
-        kernel: "forward", "query_gradient" or "key_gradient".
+        kernel: "forward", "query_gradient" or "key_gradient"; or "batch_invariant", whose tiles have one size, because
+            calls with other arguments must sum alike.
         dim: channels of a tile of queries or keys, a power of 2.
         value_dim: channels of a tile of values, a power of 2.
         itemsize: bytes per element.
@@ -79,4 +86,6 @@ def tile_options(kernel: str, dim: int, value_dim: int, itemsize: int, memory: i
         stages = (memory // itemsize - needs.fixed(*sizes)) // needs.per_stage(*sizes)
         if needs.registers(*sizes) <= MAX_REGISTERS * 32 * warps:
             options += [Tiles(queries, keys, warps, n) for n in range(min(stages, MAX_STAGES), 0, -1)]
+    if kernel == "batch_invariant" and options:
+        return tuple(tiles for tiles in options if tiles[:3] == options[0][:3])
     return (*options, SMALLEST)

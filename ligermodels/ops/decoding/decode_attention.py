@@ -14,9 +14,19 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.attention.attention import attention
+from ligermodels.ops.attention.backend import AttentionRequest
+from ligermodels.ops.attention.reference import attend_document
+from ligermodels.ops.attention.triton_attention import MAX_BYTES, launch_batch_invariant
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
 from ligermodels.ops.runtime.checks import check_scores
-from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, use_kernels
+from ligermodels.ops.runtime.dispatch import (
+    num_sms,
+    pipeline_stages,
+    power_of_2_above,
+    refuse_batch_invariant,
+    set_batch_invariant,
+    use_kernels,
+)
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_strides, check_tensor, contiguous
@@ -80,6 +90,12 @@ def decode_attention(
     _check(q, k_cache, v_cache, cache_seqlens, tree_mask, sinks)
     check_scores("decode_attention", softmax_scale, window, softcap)
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    if set_batch_invariant.value:
+        if tree_mask is not None:
+            refuse_batch_invariant("decode_attention with a tree_mask", "decode without draft heads")
+        return _batch_invariant_decode_attention(
+            q, k_cache, v_cache, cache_seqlens, softmax_scale, window, softcap, sinks
+        )
     if use_kernels(q, k_cache) and q.shape[3] <= MAX_KERNEL_HEAD_DIM:
         return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
@@ -104,6 +120,28 @@ def _attend_to_all(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=has_groups)
     return out.transpose(1, 2).contiguous()
+
+
+@custom_op()
+def _batch_invariant_decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """By the kernel, or the tiles, that compute `attention` under `set_batch_invariant`."""
+    out = q.new_empty(q.shape)
+    if is_fake(q) or not out.numel():
+        return out
+    (B, T, heads, head_dim), S = q.shape, k_cache.shape[1]
+    if use_kernels(q, k_cache) and head_dim * q.element_size() <= MAX_BYTES:
+        lse = q.new_empty((B, heads, T), dtype=torch.float32)
+        options: Any = softmax_scale, window, softcap
+        launch_batch_invariant(out, lse, q, k_cache, v_cache, sinks, *options, cache_seqlens=cache_seqlens)
+        return out
+    request = AttentionRequest(q.device.type, q.dtype, head_dim, T, S, softmax_scale, window, softcap, False, False)
+    for row, length in enumerate(cache_seqlens.tolist()):
+        keys, values = (cache[row, : length + T] for cache in (k_cache, v_cache))
+        out[row] = attend_document(q[row], keys, values, request, sinks)
+    return out
 
 
 def decode_attention_reference(

@@ -16,6 +16,7 @@ from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layo
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, check_float8_device
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
@@ -107,6 +108,7 @@ def float8_linear(
         InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
         BackendError: a GPU without float8.
     """
+    refuse_batch_invariant("float8_linear")
     dtype = _checked(x, weight, bias, frozen)
     by_row = recipe.form(weight).by_row
     recording = torch.is_grad_enabled()

@@ -17,6 +17,7 @@ from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.scaling import check_float8_device
 from ligermodels.ops.float8.tail import low_rank_sum
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, check_tensor, empty_gradient, under_autocast
 
@@ -58,6 +59,7 @@ def float8_lora_linear(
         InputError: shapes, dtypes or devices do not fit; the bias needs a gradient; or an operand is a DTensor.
         BackendError: a GPU without float8.
     """
+    refuse_batch_invariant("float8_lora_linear")
     name = "float8_lora_linear"
     if not isinstance(x, Float8Tensor):
         (x,) = under_autocast(x)

@@ -25,7 +25,7 @@ from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_k
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, rows_and_stride
+from ligermodels.ops.runtime.tensors import as_dtype, elementwise, empty_gradient, rows_and_stride
 
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
 MAX_TILES = 4  # tiles of a row that a program takes
@@ -171,7 +171,7 @@ def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     if options.up_offset:
         up = up + options.up_offset
-    y = ACTIVATIONS[options.activation](_times(gate, options.gate_multiplier)) * up
+    y = elementwise(ACTIVATIONS[options.activation], _times(gate, options.gate_multiplier)) * up
     return as_dtype(_times(y, options.down_multiplier), dtype)
 
 

@@ -5,6 +5,7 @@ reads it at a higher rate than cuBLAS's kernels for so few rows; the epilogue is
 "onednn": on x86 torch computes float32 products by MKL. For few tokens, on an AMD processor with AVX-512, oneDNN takes
 0.53 to 0.6 of the time of MKL for a weight that comes from memory.
 "torch": `torch.nn.functional.linear`, for all other operands, with gradients and under autocast too.
+With `set_batch_invariant` one product serves all calls: see `batch_invariant`.
 """
 
 import functools
@@ -12,13 +13,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
+from ligermodels.ops.linear.batch_invariant import dense_linear
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, is_plain
 
 DECODE_ROWS = 8
@@ -33,7 +34,8 @@ NO_ACTIVATION = GLUOptions("")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: GLUOptions | None = None) -> Tensor:
     """x weight^T + bias, as `torch.nn.functional.linear`, and optionally a gated activation of it.
 
-    Without gradients, the bits are the same in every run, with and without a CUDA graph.
+    Without gradients, the bits are the same in every run, with and without a CUDA graph. With `set_batch_invariant`
+    the bits of a row do not depend on the other rows, or on their number.
 
     Args:
         x: (..., K), floating.
@@ -51,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
         for backend in BACKENDS:
             if backend.supports(x, weight, bias):
                 return backend.compute(x, weight, bias, activation)
-    return gated_activation(F.linear(x, weight, bias), activation)
+    return gated_activation(dense_linear(x, weight, bias), activation)
 
 
 class Backend(NamedTuple):
@@ -79,6 +81,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype, bias.device, bias.shape) == (x.dtype, x.device, weight.shape[:1]))
         and not x.is_meta
         and not torch.is_autocast_enabled(x.device.type)
+        and not set_batch_invariant.value
     )
 
 

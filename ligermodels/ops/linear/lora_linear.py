@@ -5,9 +5,10 @@ once more. The gradient of x is computed in the same way.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.ops.linear.batch_invariant import dense_linear
+from ligermodels.ops.runtime.dispatch import set_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
@@ -49,6 +50,8 @@ def lora_linear(
     if any(is_dtensor(t) for t in tensors if t is not None):
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
     _TENSORS.check("lora_linear", x, weight, a, b, bias, dropped)
+    if set_batch_invariant.value:
+        return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
     rows, K = x.shape[:-1].numel(), x.shape[-1]
     dropped = None if dropped is None else dropped.reshape(rows, K)
     y: Tensor = _LoRALinear.apply(x.reshape(rows, K), dropped, weight, bias, a, b, scaling)
@@ -79,7 +82,8 @@ def lora_linear_reference(
     Returns:
         (..., M).
     """
-    return F.linear(x, weight, bias) + scaling * F.linear(F.linear(x if dropped is None else dropped, a), b)
+    down = dense_linear(x if dropped is None else dropped, a)
+    return dense_linear(x, weight, bias) + scaling * dense_linear(down, b)
 
 
 @custom_op(keep=lambda x, dropped, weight, *_: weight.shape[0] >= weight.shape[1])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.runtime.collectives import all_gather_rows, start_all_gather, start_reduce_scatter
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
 
@@ -32,6 +33,7 @@ def all_gather_linear(
     Returns:
         (rows, M).
     """
+    refuse_batch_invariant("all_gather_linear")
     x, weight, bias = under_autocast(x, weight, bias)
     y: Tensor = _AllGatherLinear.apply(x, weight, bias, rows, ranks, group)
     return y
@@ -50,6 +52,7 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, *, ranks: int, group: str) 
     Returns:
         (n, M), where n = rows / ranks, rounded up. Rows beyond the last one are zero.
     """
+    refuse_batch_invariant("linear_reduce_scatter")
     x, weight = under_autocast(x, weight)
     y: Tensor = _LinearReduceScatter.apply(x, weight, ranks, group)
     return y

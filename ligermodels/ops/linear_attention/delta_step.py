@@ -7,7 +7,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.gated_delta_rule import check_operands, gated_delta_rule_reference
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
@@ -35,6 +35,7 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     Raises:
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
+    refuse_batch_invariant("gated_delta_rule_step")
     check_decoding("gated_delta_rule_step", q, k, v, g, beta, state)
     check_tensor("gated_delta_rule_step", "q", q, (q.shape[0], 1, *q.shape[2:]), q.device)
     if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM:

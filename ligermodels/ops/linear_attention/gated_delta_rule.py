@@ -27,7 +27,7 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
 from ligermodels.ops.runtime.checks import check_rising
 from ligermodels.ops.runtime.devices import is_recording
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
@@ -78,6 +78,7 @@ def gated_delta_rule(
         InputError: shapes, dtypes or devices do not fit, or, on the CPU, cu_seqlens do not rise from 0 to T.
         BackendError: the named backend is unknown or cannot serve the call.
     """
+    refuse_batch_invariant("gated_delta_rule")
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
     check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32, optional=True)
     if cu_seqlens is not None and q.shape[0] != 1:

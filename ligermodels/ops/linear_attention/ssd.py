@@ -14,7 +14,7 @@ from ligermodels.ops.linear_attention import delta_chunks, ssd_chunks
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.scan import scan_sequence
 from ligermodels.ops.runtime.checks import check_rising
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor
@@ -64,6 +64,7 @@ def ssd(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or, on the CPU, cu_seqlens do not rise from 0 to T.
     """
+    refuse_batch_invariant("ssd")
     check_ssd("ssd", x, dt, A, B, C, D, initial_state)
     check_tensor("ssd", "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and x.shape[0] != 1:

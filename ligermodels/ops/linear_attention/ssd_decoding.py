@@ -17,7 +17,7 @@ from ligermodels.ops.linear_attention.delta_tree import (
 )
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_tree
 from ligermodels.ops.linear_attention.ssd import check_ssd, scan_operands, ssd_reference, with_skip
-from ligermodels.ops.runtime.dispatch import power_of_2_above, use_kernels
+from ligermodels.ops.runtime.dispatch import power_of_2_above, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import check_tensor, contiguous, heads_and_strides
 
@@ -42,6 +42,7 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
     Raises:
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
+    refuse_batch_invariant("ssd_step")
     check_tensor("ssd_step", "x", x, (x.shape[0], 1, *x.shape[2:]), x.device)
     _check_decoding("ssd_step", x, dt, A, B, C, D, state)
     if not use_kernels(x, state) or B.shape[3] > MAX_KEY_DIM:

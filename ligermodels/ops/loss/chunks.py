@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.ops.linear.batch_invariant import batch_invariant_into
 from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs
 from ligermodels.ops.loss.row_statistics import bytes_per_logit
 from ligermodels.ops.loss.token_losses import LossOptions
-from ligermodels.ops.runtime.dispatch import num_sms, tl, use_kernels
+from ligermodels.ops.runtime.dispatch import num_sms, set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import empty_gradient
 
@@ -75,6 +76,8 @@ def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         weight: (n, H).
         bias: (n,), or None.
     """
+    if set_batch_invariant.value:
+        return batch_invariant_into(out, x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.ops.loss.sampler import dropped_classes
 from ligermodels.ops.loss.token_losses import UNUSED, LogitRows, LossOptions, RowGradients, RowOutputs
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 
 VANISHED = -1000.0  # exp of it is 0, in float64 too
 
@@ -37,6 +37,15 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
         return
+    # Torch sums a single long row by several threads, and several rows by one each.
+    size = 1 if set_batch_invariant.value else max(len(logits), 1)
+    for start in range(0, len(logits), size):
+        chunk = slice(start, start + size)
+        _in_torch(logits[chunk], rows.chunk(chunk), options, class_weights)
+
+
+def _in_torch(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:
+    """`rows_in_place` without the kernels."""
     V, smoothing, z_loss = logits.shape[1], options.label_smoothing, options.z_loss
     valid = rows.target != options.ignore_index
     y = torch.where(valid, rows.target, 0).unsqueeze(1)

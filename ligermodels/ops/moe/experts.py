@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.linear.batch_invariant import dense_linear
 from ligermodels.ops.runtime.devices import gpu_of, is_recording
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import under_autocast
@@ -89,7 +90,7 @@ def grouped_mm_reference(x: Tensor, weights: Tensor, offsets: Tensor, biases: Te
     """The specification of `grouped_mm`, in plain torch, with the same arguments x, weights, offsets and biases."""
     parts = x.split(_counts(offsets, x.shape[0]))
     added = [None] * len(parts) if biases is None else biases.unbind()
-    return torch.cat([F.linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
+    return torch.cat([dense_linear(*operands) for operands in zip(parts, weights.unbind(), added, strict=True)])
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:
@@ -106,7 +107,7 @@ def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, bias
     """x (R, K), weights (E, M, K), biases (E, M) -> (R, M)."""
     if is_fake(x):
         return x.new_empty(x.shape[0], weights.shape[1])
-    if kernels and _has_grouped_gemm(x, weights.shape[1]):
+    if kernels and not set_batch_invariant.value and _has_grouped_gemm(x, weights.shape[1]):
         y = torch._grouped_mm(_aligned(x), _aligned(weights).transpose(1, 2), offs=offsets)
     elif x.is_cuda and is_recording():
         y = _grouped_mm_without_a_wait(x, weights, offsets)
@@ -119,7 +120,7 @@ def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> T
     y = x.new_zeros(x.shape[0], weights.shape[1])
     group = _group_of_rows(x, offsets)
     for index, weight in enumerate(weights.unbind()):
-        y = torch.where((group == index)[:, None], F.linear(x, weight), y)
+        y = torch.where((group == index)[:, None], dense_linear(x, weight), y)
     return y
 
 

@@ -16,7 +16,7 @@ from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
-from ligermodels.ops.runtime.dispatch import Setting
+from ligermodels.ops.runtime.dispatch import Setting, set_batch_invariant
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
@@ -95,6 +95,8 @@ def takes_few_tokens(reason: str | None, name: str | None = None) -> bool:
     Raises BackendError if the backend is unknown, or if it is "few_tokens", which cannot serve the call.
     """
     _check_name(name := name or set_experts_backend.value)
+    if set_batch_invariant.value:
+        reason = "batch_invariant is on, and its sums depend on the number of tokens"
     if name == "few_tokens" and reason is not None:
         raise BackendError(f"experts backend {name!r} cannot serve this call: {reason}")
     return reason is None and name in ("auto", "few_tokens")

@@ -19,6 +19,7 @@ from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tok
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
@@ -50,6 +51,7 @@ def quantized_grouped_mm(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
     """
+    refuse_batch_invariant("quantized_grouped_mm")
     (x,) = under_autocast(x)
     name = "quantized_grouped_mm"
     if x.ndim != 2 or not x.is_floating_point():
@@ -91,6 +93,7 @@ def quantized_mix_experts(
         InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
         BackendError: `set_experts_backend` names a backend that cannot serve this call.
     """
+    refuse_batch_invariant("quantized_mix_experts")
     (x,) = under_autocast(x)
     name = "quantized_mix_experts"
     reject_dtensors(name, x, *gate_up, *down)

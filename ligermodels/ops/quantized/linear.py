@@ -19,7 +19,7 @@ from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
 from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
 
@@ -49,6 +49,7 @@ def quantized_linear(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
     """
+    refuse_batch_invariant("quantized_linear")
     (x,) = under_autocast(x)
     if x.dim() == 0 or not x.is_floating_point():
         raise InputError(f"quantized_linear: x must be floating, of shape (..., K); got {x.dtype} {tuple(x.shape)}")

@@ -96,6 +96,43 @@ class set_host_checks(Setting):
         super().__init__(enabled)
 
 
+class set_batch_invariant(Setting):
+    """Makes the result for a token independent of the batch that it is computed in, bit for bit, or not.
+
+    With this setting, matrix products and attention sum in an order that depends on the token's own row or document
+    alone: not on the number of rows, on their lengths, on packing, or on whether a token is decoded or is part of a
+    longer pass (He and Thinking Machines Lab, 2025,
+    https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/). That holds in forward passes;
+    gradients of parameters are sums over a batch. Ops that cannot do so raise BackendError.
+
+    It takes effect at the call, for the whole process and all threads; as a context manager, it ends with the context.
+    The environment variable LIGERMODELS_BATCH_INVARIANT=1 sets it when ligermodels is imported.
+
+    Args:
+        enabled: True for results that do not depend on the batch, False for the fastest kernels.
+
+    Examples:
+        >>> with set_batch_invariant(True):
+        ...     y = linear(torch.ones(3, 8), torch.ones(5, 8))
+    """
+
+    value: bool = os.environ.get("LIGERMODELS_BATCH_INVARIANT", "0") not in ("", "0")
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+
+
+def batch_invariant_if(enabled: bool) -> set_batch_invariant:
+    """The context of `set_batch_invariant(True)` if `enabled`; else the setting stays as it is."""
+    return set_batch_invariant(enabled or set_batch_invariant.value)
+
+
+def refuse_batch_invariant(name: str, advice: str = "turn the mode off for it") -> None:
+    """Raise BackendError, which names an op or a layer that has no batch-invariant form, if the mode is on."""
+    if set_batch_invariant.value:
+        raise BackendError(f"batch_invariant: {name} has no batch-invariant form; {advice}")
+
+
 def checked_on_host(x: Tensor) -> bool:
     """Whether a check of the values of x runs on the host and raises InputError."""
     if x.is_cuda:

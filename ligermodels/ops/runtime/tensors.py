@@ -1,6 +1,7 @@
 """Helpers for the tensors of ops: checks, autocast, layouts for kernels, memory for gradients, and copies to the
 host."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.dispatch import set_batch_invariant
 
+_VECTOR = 64  # elements; a multiple of what torch computes at a time
+_ONE_THREAD = 2**14  # elements that torch leaves to one thread
 Shape = tuple[Any, ...]
 """Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
 
@@ -85,6 +89,23 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which torch's autocast is off on x's device; the meta device has no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element of x; with `set_batch_invariant`, bits that depend on the element alone.
+
+    On a CPU torch computes silu, gelu, sigmoid and softplus by vectors of elements, and the elements after the last
+    whole vector, or beside the part of another thread, by other code. So there x goes in whole vectors, each part by
+    one thread.
+
+    Args:
+        function: maps a tensor to a tensor of its shape and dtype, element by element.
+        x: any shape.
+    """
+    if not (set_batch_invariant.value and x.is_cpu and x.numel()):
+        return function(x)
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTOR))
+    return torch.cat([function(part) for part in flat.split(_ONE_THREAD)])[: x.numel()].view(x.shape)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""Models under `ops.set_batch_invariant`: the mode of a model, and the layers that have no batch-invariant form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from ligermodels.layers.linear import Composed
+from ligermodels.layers.modules import modules_of
+from ligermodels.layers.rope import RotaryEmbedding
+from ligermodels.ops import refuse_batch_invariant
+from ligermodels.ops.runtime.dispatch import batch_invariant_if
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_mode_of_model(method: Method) -> Method:
+    """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True."""
+
+    @functools.wraps(method)
+    def in_mode(model: Any, *args: Any, **options: Any) -> Any:
+        if not model.batch_invariant:
+            return method(model, *args, **options)
+        with batch_invariant_if(True):
+            return method(model, *args, **options)
+
+    return cast(Method, in_mode)
+
+
+def check_batch_invariant(decoder: Any) -> None:
+    """Raise BackendError, which names it, for the first part of a `Decoder` that has no batch-invariant form."""
+    for i, block in enumerate(decoder.blocks):
+        for name, layer in block.declarations().items():
+            if not layer.batch_invariant:
+                refuse_batch_invariant(f"blocks[{i}].{name} ({type(block.get_submodule(name)).__name__})")
+            if getattr(layer, "_expert_mesh", None) is not None:
+                refuse_batch_invariant(f"expert parallelism of blocks[{i}].{name}")
+    if decoder._tensor_ranks != 1 or decoder._sequence_mesh is not None or decoder._context_mesh is not None:
+        refuse_batch_invariant("tensor, sequence or context parallelism", "spread the model by shard and replicate")
+    for rope in modules_of(decoder, RotaryEmbedding):
+        scaling = rope.config.scaling
+        if scaling is not None and (scaling.context_thresholds.switch or scaling.context_thresholds.moving):
+            refuse_batch_invariant(f"rotary scaling by the length of a row ({type(scaling).__name__})")
+    for name, module in decoder.named_modules():
+        if isinstance(module, Composed) and module.compute is not None:
+            part = module.compute
+            refuse_batch_invariant(f"{name} with {type(part).__name__}", "keep its weight in the model's dtype")
