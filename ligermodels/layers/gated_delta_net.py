@@ -17,9 +17,9 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
+from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.keeps_dtype import FullPrecision
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
 from ligermodels.layers.tokens import ContextShard
@@ -180,7 +180,7 @@ class GatedDeltaNetConfig(LayerConfig):
         }
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(RecurrentLayer):
     """The gated delta rule over convolved queries, keys and values. Its output is normalised and gated.
 
     The rows of `in_proj` are q, k, v, the gate z, b (how far the state moves to a value) and a (the decay). Tensor
@@ -217,11 +217,13 @@ class GatedDeltaNet(Layer):
         Args:
             x: hidden states, (B, T, H).
             context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before a prefill.
+            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
 
         Returns:
             (B, T, H).
         """
+        if self.external is not None and state is None:
+            return self.external(self, x)
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)

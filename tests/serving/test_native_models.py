@@ -23,8 +23,8 @@ import torch
 from zoo import CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
-from ligermodels.integrations.vllm.plan import plan_attention
+from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
+from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
 from ligermodels.layers.initialization import persistent_tensors
 
 PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
@@ -50,6 +50,9 @@ def servable(name: str) -> dict[str, Any]:
     if "qk_rope_head_dim" in config:
         config |= {**LATENT, **WIDE_VALUES.get(name, {})}
         del config["head_dim"]
+    config |= {name: config["hidden_size"] for name in ("block_dim", "conv_dim", "conv_dim_out") if name in config}
+    if "mamba_expand" in config:
+        config["mamba_d_head"] = "auto"
     if "global_head_dim" in config:
         config["global_head_dim"] = 2 * HEAD_DIM
     if "short_factor" in (config.get("rope_scaling") or {}):
@@ -57,15 +60,15 @@ def servable(name: str) -> dict[str, Any]:
     return config
 
 
-def is_served(name: str) -> bool:
-    """Whether all mixers of a config are softmax attention."""
-    try:
-        return bool(plan_attention(lm.from_config(servable(name), device="meta").config, 128))
-    except ConfigError:
-        return False
+def has_states(name: str) -> bool:
+    """Whether some mixers of a config are recurrent."""
+    plans = plan_mixers(lm.from_config(servable(name), device="meta").config, 128, torch.float32)
+    return any(isinstance(plan, StatePlan) for plan in plans.values())
 
 
-NAMES = sorted(filter(is_served, {*EACH_FAMILY, *OPTIONS} - UNKNOWN)) if PYTHON else []
+NAMES = sorted({*EACH_FAMILY, *OPTIONS} - UNKNOWN) if PYTHON else []
+HYBRIDS = set(filter(has_states, NAMES))
+HYBRID = {"hf_overrides": {"architectures": [HYBRID_ARCHITECTURE]}, "enable_prefix_caching": False}
 
 
 def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm.CausalLM:
@@ -115,7 +118,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
     """What vLLM and this package generate for each config."""
     folder = tmp_path_factory.mktemp("native")
     wanted = [ours(random_checkpoint(folder / name, servable(name))) for name in NAMES]
-    asked = [{"model": str(folder / name)} for name in NAMES]
+    asked = [{"model": str(folder / name), "options": HYBRID if name in HYBRIDS else {}} for name in NAMES]
     halves = asked[: len(asked) // 2], asked[len(asked) // 2 :]
     with ThreadPoolExecutor(len(halves)) as threads:
         found = [answer for half in threads.map(served, halves, (folder, folder / NAMES[0])) for answer in half]
