@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
@@ -31,7 +31,7 @@ NATIVE = "native"
 """Name of the native model in vLLM's, and so the prefix of its parameters."""
 
 
-class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
+class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
@@ -68,6 +68,7 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         self.native = model.requires_grad_(False)
         self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
         self._boundaries: tuple[int, ...] = ()
+        self._channels = model_config.mrope_num_dims
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
         self._stream = WeightStream(_layouts(model), self._tensors)
@@ -97,13 +98,15 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
 
         Args:
             input_ids: long (tokens,), the tokens of all requests of this step one after another.
-            positions: long (tokens,), the position of each token in its request.
+            positions: long (tokens,), the position of each token in its request; or (channels, tokens), equal in all
+                channels of a model that has positions of images.
             intermediate_tensors: vLLM's argument for pipeline parallelism, which is not supported: always None.
             inputs_embeds: (tokens, H), in place of `input_ids`.
 
         Returns:
             (tokens, H); with layers set for a draft head also the residual streams (tokens, H) before these layers.
         """
+        positions = positions if positions.dim() == 1 else positions[0]
         states = dict.fromkeys(self._boundaries, positions)  # the decoder replaces the values
         hidden: Tensor = self.native.decoder(
             None if input_ids is None or inputs_embeds is not None else input_ids[None],
@@ -117,6 +120,11 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         """Logits (tokens, V) of hidden states (tokens, H)."""
         logits: Tensor = self.native.head(hidden_states)
         return logits
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """Positions of a prompt (channels, tokens) where vLLM has channels for positions of images; and 0, by which
+        later positions differ from the number of tokens. This class takes text alone, so that all channels are equal."""
+        return torch.arange(len(input_tokens)).expand(self._channels, -1), 0
 
     @property
     def model(self) -> Any:
@@ -219,8 +227,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
-    if model.uses_mrope:
-        raise ConfigError("mrope_section: positions of images are not implemented; serve the language model alone")
     if model.use_mla:
         raise ConfigError(
             "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "
