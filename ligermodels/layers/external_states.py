@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,7 +55,9 @@ class RequestRows(NamedTuple):
 
     def to(self, device: torch.device) -> RequestRows:
         """The rows on another device."""
-        return RequestRows(*(x if x is None else x.to(device, non_blocking=True) for x in self))
+        requests, tokens, seq_lens = self
+        seq_lens = seq_lens if seq_lens is None else seq_lens.to(device)
+        return RequestRows(requests.to(device), tokens.to(device), seq_lens)
 
 
 class RequestStates(NamedTuple):
@@ -83,7 +86,7 @@ def rows_of_requests(bounds: Sequence[int]) -> list[RequestRows]:
         The rows, on the CPU, of all requests that have new tokens.
     """
     groups: dict[int, list[int]] = {}
-    counts = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    counts = [end - start for start, end in pairwise(bounds)]
     for request, count in enumerate(counts):
         if count:
             groups.setdefault(count.bit_length(), []).append(request)

@@ -203,7 +203,7 @@ class GatedDeltaNet(RecurrentLayer):
         width = config.conv_channels + config.value_size + 2 * config.num_value_heads
         self.in_proj = Linear(hidden_size, width, bias=False)
         self.conv = CausalConv(config.conv_parts, config.conv_width)
-        self.decay = Decay(config.num_value_heads)
+        self.decay = Decay(config.num_value_heads, config.beta_scale)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
         self.out = Linear(config.value_size, hidden_size, bias=False)
 
@@ -232,7 +232,6 @@ class GatedDeltaNet(RecurrentLayer):
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
         inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
-        beta = beta if config.beta_scale == 1 else beta * config.beta_scale
         if context.seq_lens is not None:  # padding must not change the state
             real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
@@ -330,12 +329,13 @@ class CausalConv(nn.Module):
 
 class Decay(FullPrecision):
     """Gates of each value head: the logarithm of the state's decay before a token, and how far the token moves the
-    state; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
+    state, times `beta_scale`; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"log_rate": 0, "bias": 0}
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, beta_scale: float = 1.0) -> None:
         super().__init__()
+        self.beta_scale = beta_scale
         self.log_rate = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
 
@@ -346,7 +346,8 @@ class Decay(FullPrecision):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a, b (B, T, heads) -> g and beta (B, T, heads), at least fp32."""
-        return ops.delta_gates(a, b, local(self, self.log_rate), local(self, self.bias))
+        g, beta = ops.delta_gates(a, b, local(self, self.log_rate), local(self, self.bias))
+        return g, beta if self.beta_scale == 1 else beta * self.beta_scale
 
 
 class GatedNorm(FullPrecision):

@@ -1,4 +1,4 @@
-"""Native models around an engine's attention and states: a flat batch of parts of several requests, as vLLM computes one.
+"""Native models around an engine's attention and states: a flat batch of parts of several requests, as in vLLM.
 
 A small engine of torch's own stands in for vLLM, of which tests/serving runs the real one; it takes any width of heads.
 """

@@ -122,8 +122,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return logits
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Positions of a prompt (channels, tokens) where vLLM has channels for positions of images; and 0, by which
-        later positions differ from the number of tokens. This class takes text alone, so that all channels are equal."""
+        """Positions of a prompt (channels, tokens) for a model that has positions of images; and 0, by which later
+        positions differ from the number of tokens. This class takes text alone, so that all channels are equal."""
         return torch.arange(len(input_tokens)).expand(self._channels, -1), 0
 
     @property

@@ -119,9 +119,10 @@ def _plan(name: str, mixer: LayerConfig, hidden_size: int, dtype: torch.dtype) -
 
 def _of_heads(mixer: AttentionConfig) -> AttentionPlan:
     scale = mixer.head_dim**-0.5 if mixer.softmax_scale is None else mixer.softmax_scale
+    kv_from = None if mixer.state_from is None else f"blocks.{mixer.state_from}.mixer"
     return AttentionPlan(
         mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.head_dim, scale,
-        window=mixer.window, softcap=mixer.softcap, kv_from=None if mixer.state_from is None else f"blocks.{mixer.state_from}.mixer",
+        window=mixer.window, softcap=mixer.softcap, kv_from=kv_from,
     )  # fmt: skip
 
 
