@@ -38,6 +38,10 @@ class HFDecay(OnModules, Decay):
     log_rate = part_named("delta.A_log")
     bias = part_named("delta.dt_bias")
 
+    def __init__(self, source: nn.Module, config: GatedDeltaNetConfig) -> None:
+        super().__init__(source, config)
+        self.beta_scale = config.beta_scale
+
 
 class HFGatedDeltaNet(OnModules, GatedDeltaNet):
     """`GatedDeltaNet` on a transformers Gated DeltaNet."""

@@ -60,8 +60,9 @@ class ForwardContext:
     positions: long (B or 1, T), of each token in its document.
     shard: under context parallelism, this rank's part of the tokens. The hidden states, `rope_tables`, `positions` and
         `per_layer_inputs` belong to it; `cu_seqlens` are the bounds in the whole row.
-    seq_lens: long (B,), in a prefill (a pass with an empty decoding state): the number of tokens in each sequence. The
-        rest of its row is padding, and results there are not used. None: all T.
+    seq_lens: long (B,), in a prefill (a pass with an empty decoding state; a `RecurrentLayer` may also be given a part
+        of a prefill): the number of tokens in each sequence. The rest of its row is padding, and results there are not
+        used. None: all T.
     cache_seqlens: long (B,), in a decoding pass: number of tokens of each sequence that its state holds already.
     tree: in a decoding pass, the new tokens as a tree of candidates, of which `commit` later keeps a path; None: the
         new tokens follow one another, and are kept.

@@ -58,8 +58,13 @@ class LayerConv:
         self.inputs = inputs
         self._tree: tuple[Tensor, TreeTokens] | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arguments of the class: all tensors of a state, outside of passes over trees."""
+        return (self.inputs,)
+
     def advance(self, inputs: Tensor, seq_lens: Tensor | None) -> None:
-        """Add tokens of a prefill.
+        """Add tokens of a prefill, or of a part of it.
 
         Args:
             inputs: inputs of the convolution, (B, T, channels).

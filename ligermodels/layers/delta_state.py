@@ -66,8 +66,13 @@ class LayerDelta:
         self._conv, self.inputs, self.matrix = LayerConv(inputs), inputs, matrix
         self._tree: tuple[ops.TreeUpdates, TreeTokens] | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arguments of the class: all tensors of a state, outside of passes over trees."""
+        return self.inputs, self.matrix
+
     def advance(self, inputs: Tensor, matrix: Tensor, seq_lens: Tensor | None) -> None:
-        """Add tokens of a prefill.
+        """Add tokens of a prefill, or of a part of it.
 
         Args:
             inputs: inputs of the convolution, (B, T, channels).

@@ -17,9 +17,9 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
+from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.keeps_dtype import FullPrecision
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
 from ligermodels.layers.tokens import ContextShard
@@ -180,7 +180,7 @@ class GatedDeltaNetConfig(LayerConfig):
         }
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(RecurrentLayer):
     """The gated delta rule over convolved queries, keys and values. Its output is normalised and gated.
 
     The rows of `in_proj` are q, k, v, the gate z, b (how far the state moves to a value) and a (the decay). Tensor
@@ -203,7 +203,7 @@ class GatedDeltaNet(Layer):
         width = config.conv_channels + config.value_size + 2 * config.num_value_heads
         self.in_proj = Linear(hidden_size, width, bias=False)
         self.conv = CausalConv(config.conv_parts, config.conv_width)
-        self.decay = Decay(config.num_value_heads)
+        self.decay = Decay(config.num_value_heads, config.beta_scale)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
         self.out = Linear(config.value_size, hidden_size, bias=False)
 
@@ -217,11 +217,13 @@ class GatedDeltaNet(Layer):
         Args:
             x: hidden states, (B, T, H).
             context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before a prefill.
+            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
 
         Returns:
             (B, T, H).
         """
+        if self.external is not None and state is None:
+            return self.external(self, x)
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)
@@ -230,7 +232,6 @@ class GatedDeltaNet(Layer):
         sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
         inputs, z, b, a = projected.split(sizes, dim=-1)
         g, beta = self.decay(a, b)
-        beta = beta if config.beta_scale == 1 else beta * config.beta_scale
         if context.seq_lens is not None:  # padding must not change the state
             real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
             g, beta = g * real, beta * real
@@ -328,12 +329,13 @@ class CausalConv(nn.Module):
 
 class Decay(FullPrecision):
     """Gates of each value head: the logarithm of the state's decay before a token, and how far the token moves the
-    state; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
+    state, times `beta_scale`; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"log_rate": 0, "bias": 0}
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, beta_scale: float = 1.0) -> None:
         super().__init__()
+        self.beta_scale = beta_scale
         self.log_rate = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
 
@@ -344,7 +346,8 @@ class Decay(FullPrecision):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a, b (B, T, heads) -> g and beta (B, T, heads), at least fp32."""
-        return ops.delta_gates(a, b, local(self, self.log_rate), local(self, self.bias))
+        g, beta = ops.delta_gates(a, b, local(self, self.log_rate), local(self, self.bias))
+        return g, beta if self.beta_scale == 1 else beta * self.beta_scale
 
 
 class GatedNorm(FullPrecision):

@@ -19,10 +19,10 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
+from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.gated_delta_net import CausalConv, with_input_channel
 from ligermodels.layers.keeps_dtype import FullPrecision
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly
 
@@ -145,7 +145,7 @@ class Mamba2Config(LayerConfig):
         }
 
 
-class Mamba2(Layer):
+class Mamba2(RecurrentLayer):
     """State-space duality over convolved x, B and C: see `ops.ssd`. Its output is gated and normalised.
 
     The rows of `in_proj` are the gate z, x, B, C and the step sizes dt, as in checkpoints. Tensor parallelism divides
@@ -172,11 +172,13 @@ class Mamba2(Layer):
         Args:
             x: hidden states, (B, T, H).
             context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before a prefill.
+            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
 
         Returns:
             (B, T, H).
         """
+        if self.external is not None and state is None:
+            return self.external(self, x)
         config = self.config
         parts = [config.inner_size, *config.conv_parts, config.num_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)

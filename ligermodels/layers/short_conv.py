@@ -14,9 +14,9 @@ from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.conv_state import ConvState, LayerConv
+from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.gated_delta_net import CausalConv, with_input_channel
-from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, own_part_of_each, split_evenly
 
@@ -91,7 +91,7 @@ class ShortConvConfig(LayerConfig):
         return {"conv_channels": self.channels, "conv_width": self.width}
 
 
-class ShortConv(Layer):
+class ShortConv(RecurrentLayer):
     """out(C * conv(B * x)) with B, C, x = in_proj(hidden states). The convolution is causal and depthwise.
 
     The rows of `in_proj` are B, C and x. Tensor parallelism divides them evenly, regardless of these parts, as in
@@ -117,11 +117,13 @@ class ShortConv(Layer):
         Args:
             x: hidden states, (B, T, H).
             context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before a prefill.
+            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
 
         Returns:
             (B, T, H).
         """
+        if self.external is not None and state is None:
+            return self.external(self, x)
         gate_in, gate_out, values = own_part_of_each(self, self.in_proj(x), [self.config.channels] * 3).chunk(3, -1)
         inputs, earlier, tree = gate_in * values, None, context.tree
         one = state is not None and tree is None and context.seq_lens is None and x.shape[1] == 1

@@ -1,11 +1,13 @@
-"""Native models around an engine's attention: a flat batch of parts of several requests, as vLLM computes one.
+"""Native models around an engine's attention and states: a flat batch of parts of several requests, as in vLLM.
 
 A small engine of torch's own stands in for vLLM, of which tests/serving runs the real one; it takes any width of heads.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from types import NoneType, SimpleNamespace
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,21 +18,21 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.integrations.vllm import update_weights
-from ligermodels.integrations.vllm.plan import AttentionPlan, plan_attention
-from ligermodels.layers import AttentionConfig, LatentAttentionConfig
+from ligermodels.integrations.vllm.plan import AttentionPlan, StatePlan, plan_mixers
+from ligermodels.layers import LayerConfig
 from ligermodels.layers.external_attention import AttentionLayer
+from ligermodels.layers.external_states import RecurrentLayer, RequestStates, rows_of_requests, run_requests
 from ligermodels.layers.initialization import persistent_tensors
 
 LENGTHS = (5, 38, 17)
 BATCHES = (
     [(1, 0, 9), (2, 0, 1)],
-    [(0, 0, 3), (2, 1, 2), (1, 9, 37)],
-    [(2, 2, 17), (1, 37, 38), (0, 3, 4)],
+    [(0, 0, 3), (2, 1, 3), (1, 9, 37)],
+    [(2, 3, 17), (1, 37, 38), (0, 3, 4)],
     [(0, 4, 5)],
 )
 """Parts of the requests: (request, first token, end)."""
 MAX_LENGTH = 100
-NEEDS_STATES = ("GatedDeltaNet", "Mamba2", "ShortConv")
 
 
 def random_model(config: dict[str, Any]) -> lm.CausalLM:
@@ -45,30 +47,54 @@ def random_model(config: dict[str, Any]) -> lm.CausalLM:
 
 
 class Engine:
-    """Keys and values of each layer and request, and the softmax over them; `batch` are (request, tokens)."""
+    """Keys and values of each layer and request, the softmax over them, and recurrent states in slots; `batch` are
+    (request, first token, end)."""
 
-    def __init__(self, plans: dict[int, AttentionPlan]) -> None:
-        self.plans = plans
-        self.cache: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        self.batch: list[tuple[int, int]] = []
+    def __init__(self, model: lm.CausalLM, plans: dict[str, AttentionPlan | StatePlan]) -> None:
+        self.cache: defaultdict[tuple[str, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.batch: list[tuple[int, int, int]] = []
+        for name, plan in plans.items():
+            mixer = cast(AttentionLayer | RecurrentLayer, model.decoder.get_submodule(name))
+            attention = isinstance(plan, AttentionPlan)
+            mixer.external = self.attention(name, plan, mixer) if attention else self.states(cast(StatePlan, plan))
 
-    def layer(self, number: int, sinks: Tensor | None) -> Callable[..., Tensor]:
+    @property
+    def sizes(self) -> list[int]:
+        return [end - start for _, start, end in self.batch]
+
+    def attention(self, name: str, plan: AttentionPlan, mixer: torch.nn.Module) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-            plan, owner, sizes = self.plans[number], number, [count for _, count in self.batch]
+            owner = name
             if k is None or v is None:
                 assert plan.kv_from is not None and v is k is None
                 owner = plan.kv_from
             else:
                 assert k.shape[2:] == (plan.num_kv_heads, plan.head_dim) and v.shape[3] == plan.value_dim
-                for (request, _), keys, values in zip(self.batch, k[0].split(sizes), v[0].split(sizes), strict=True):
+                parts = zip(self.batch, k[0].split(self.sizes), v[0].split(self.sizes), strict=True)
+                for (request, *_), keys, values in parts:
                     self.cache[owner, request].append((keys, values))
             outs = []
-            for (request, _), queries in zip(self.batch, q[0].split(sizes), strict=True):
+            for (request, *_), queries in zip(self.batch, q[0].split(self.sizes), strict=True):
                 keys, values = (torch.cat(parts) for parts in zip(*self.cache[owner, request], strict=True))
-                outs.append(softmax_attention(queries, keys, values, plan, sinks))
+                outs.append(softmax_attention(queries, keys, values, plan, getattr(mixer, "sinks", None)))
             return torch.cat(outs)[None]
 
         return attend
+
+    def states(self, plan: StatePlan) -> Callable[..., Tensor]:
+        """States in slots that hold NaN at first."""
+        shapes = zip(plan.shapes, plan.dtypes, strict=True)
+        tensors = [torch.full((9, *shape), torch.nan, dtype=dtype) for shape, dtype in shapes]
+
+        def run(layer: torch.nn.Module, x: Tensor) -> Tensor:
+            bounds = [0, *accumulate(self.sizes)]
+            slots = torch.tensor([(4, 7, 1)[request] for request, *_ in self.batch])
+            continues = torch.tensor([start > 0 for _, start, _ in self.batch])
+            rows = rows_of_requests(bounds)
+            batches = [RequestStates(each, slots[each.requests], continues[each.requests]) for each in rows]
+            return run_requests(layer, x, batches, tensors, plan.make_state)
+
+        return run
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sinks: Tensor | None) -> Tensor:
@@ -85,56 +111,59 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sink
     return torch.einsum("hts,shd->thd", weights, v)
 
 
-def has_other_mixers(config: lm.DecoderConfig) -> bool:
-    softmax = (AttentionConfig, LatentAttentionConfig, NoneType)
-    return not all(isinstance(block.mixer, softmax) for block in config.blocks)
-
-
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-long"])
 @torch.no_grad()
 def test_requests_in_parts(name: str) -> None:
-    """The logits of each request, whose tokens come in parts beside those of others, are those of the request alone.
-    Models with mixers that need states of their own are refused by the name of the first."""
+    """The logits of each request, whose tokens come in parts beside those of others, are those of the request alone."""
     model = random_model(CONFIGS[name])
-    if has_other_mixers(model.config):
-        with pytest.raises(ConfigError, match=r"blocks\[\d+\].mixer: \w+ does not run inside vLLM"):
-            plan_attention(model.config, MAX_LENGTH)
-        return
     requests = [torch.randint(3, 131, (length,)) for length in LENGTHS]
     wanted = [model(ids[None]).logits[0] for ids in requests]
-    engine = Engine(plan_attention(model.config, MAX_LENGTH))
-    for number in engine.plans:
-        mixer = cast(AttentionLayer, model.decoder.blocks[number].mixer)
-        mixer.external = engine.layer(number, getattr(mixer, "sinks", None))
+    engine = Engine(model, plan_mixers(model.config, MAX_LENGTH, torch.float64))
     found: list[list[Tensor]] = [[] for _ in requests]
     for spans in BATCHES:
-        engine.batch = [(request, end - start) for request, start, end in spans]
+        engine.batch = spans
         ids = torch.cat([requests[request][start:end] for request, start, end in spans])
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
         logits = model.head(model.decoder(ids[None], position_ids=positions[None]))[0]
-        for (request, _), part in zip(engine.batch, logits.split([count for _, count in engine.batch]), strict=True):
+        for (request, *_), part in zip(engine.batch, logits.split(engine.sizes), strict=True):
             found[request].append(part)
     for each, parts in zip(wanted, found, strict=True):
         torch.testing.assert_close(torch.cat(parts), each, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
-def test_other_mixers_are_refused_by_name(name: str) -> None:
-    model = lm.from_config(CONFIGS[name], device="meta")
-    with pytest.raises(ConfigError, match=rf"blocks\[0\].mixer: ({'|'.join(NEEDS_STATES)}) does not run inside vLLM"):
-        plan_attention(model.config, MAX_LENGTH)
+def test_rows_of_requests() -> None:
+    """Requests share rows with requests of up to twice their tokens; requests without new tokens have no row."""
+    rows = rows_of_requests([0, 1, 4, 4, 5, 7])
+    assert [each.requests.tolist() for each in rows] == [[0, 3], [1, 4]]
+    assert [each.tokens.tolist() for each in rows] == [[[0], [4]], [[1, 2, 3], [5, 6, -1]]]
+    assert rows[0].seq_lens is None and rows[1].seq_lens is not None and rows[1].seq_lens.tolist() == [3, 2]
+
+
+def test_other_mixers_are_refused_by_name() -> None:
+    config = lm.from_config(CONFIGS["llama-3"], device="meta").config
+    block = replace(config.blocks[1], mixer=Unknown())
+    config = replace(config, blocks=(config.blocks[0], block))
+    with pytest.raises(ConfigError, match=r"blocks.1.mixer: Unknown does not run inside vLLM"):
+        plan_mixers(config, MAX_LENGTH, torch.float32)
+
+
+class Unknown(LayerConfig):
+    """Another mixer."""
+
+    def build(self, hidden_size: int) -> torch.nn.Module:
+        return torch.nn.Identity()
 
 
 def test_scalings_that_move_with_the_length_are_refused() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
     config = lm.from_config({**CONFIGS["llama-3"], "max_position_embeddings": 64, "rope_scaling": dynamic}).config
-    assert len(plan_attention(config, 64)) == 3
+    assert len(plan_mixers(config, 64, torch.float32)) == 3
     with pytest.raises(ConfigError, match=r"rope: DynamicScaling .* give --max-model-len 64 or less \(it is 65\)"):
-        plan_attention(config, 65)
+        plan_mixers(config, 65, torch.float32)
     config = lm.from_config(CONFIGS["phi3-long"], device="meta").config
-    assert len(plan_attention(config, 4)) == 3
+    assert len(plan_mixers(config, 4, torch.float32)) == 3
     with pytest.raises(ConfigError, match=r"rope: LongRopeScaling .* give --max-model-len 4 or less"):
-        plan_attention(config, 5)
+        plan_mixers(config, 5, torch.float32)
 
 
 @pytest.mark.parametrize(("unfinished", "message"), [

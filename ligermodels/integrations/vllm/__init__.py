@@ -1,4 +1,5 @@
-"""Native models inside vLLM: embedding, norms, projections, MLPs and head of this package around vLLM's attention.
+"""Native models inside vLLM: embedding, norms, projections, recurrences, MLPs and head of this package around vLLM's
+attention and caches.
 
 vLLM imports `register` through the entry point `vllm.general_plugins` in each of its processes.
 """
@@ -13,15 +14,19 @@ if TYPE_CHECKING:
 ARCHITECTURE = "LigerModelsForCausalLM"
 """Name of the model class for vLLM: `--hf-overrides '{"architectures": ["LigerModelsForCausalLM"]}'`."""
 
+HYBRID_ARCHITECTURE = "LigerModelsHybridForCausalLM"
+"""Name of the model class for models with recurrent mixers: Gated DeltaNet, Mamba2 or short convolutions."""
+
 
 def register() -> None:
-    """Register the model class with vLLM under the name `ARCHITECTURE`. It is imported when a model asks for it."""
+    """Register the model classes with vLLM under their names above. They are imported when a model asks for them."""
     from vllm import ModelRegistry
 
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+    for name in (ARCHITECTURE, HYBRID_ARCHITECTURE):
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, f"{__name__}.model:{name}")
 
 
 __getattr__, __dir__ = lazy_names(__name__, {"weights": ("update_weights",)})
 
-__all__ = ["ARCHITECTURE", "register", "update_weights"]
+__all__ = ["ARCHITECTURE", "HYBRID_ARCHITECTURE", "register", "update_weights"]

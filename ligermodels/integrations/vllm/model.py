@@ -1,23 +1,25 @@
-"""The model class that vLLM runs: a native model around vLLM's attention layers."""
+"""The model classes that vLLM runs: a native model around vLLM's attention layers and caches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import SupportsEagle3
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.convert.weight_stream import WeightStream
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.vllm.attention import replace_attention
-from ligermodels.integrations.vllm.plan import plan_attention
+from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
+from ligermodels.integrations.vllm.mixers import replace_caches
+from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
+from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers import Block
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
@@ -29,7 +31,7 @@ NATIVE = "native"
 """Name of the native model in vLLM's, and so the prefix of its parameters."""
 
 
-class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
+class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
@@ -56,20 +58,33 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
                 token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
                 cache_dir=vllm_config.load_config.download_dir,
             )  # fmt: skip
-            plans = plan_attention(model.config, model_config.max_model_len)
+            plans = plan_mixers(model.config, model_config.max_model_len, model_config.dtype)
+            self._check_states([name for name, plan in plans.items() if isinstance(plan, StatePlan)], vllm_config)
             _check_feed_forward(model)
+            if model.config.token_scale != 1.0 and vllm_config.speculative_config is not None:
+                raise ConfigError("token_scale: draft heads share the embedding without this factor; leave them out")
             allocate(model, model_config.dtype, device)
             initialize_buffers(model, model.config.initializer_range)
         self.native = model.requires_grad_(False)
-        self.attention = replace_attention(model.decoder, plans, vllm_config.cache_config, prefix)
+        self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
         self._boundaries: tuple[int, ...] = ()
+        self._channels = model_config.mrope_num_dims
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
         self._stream = WeightStream(_layouts(model), self._tensors)
 
+    @classmethod
+    def _check_states(cls, recurrent: list[str], vllm_config: VllmConfig) -> None:
+        """ConfigError if the model has `recurrent` mixers, by their names, whose states vLLM would not keep."""
+        if recurrent:
+            raise ConfigError(
+                f"{recurrent[0]}: keeps a recurrent state, which vLLM has for hybrid models only; give --hf-overrides "
+                f"""'{{"architectures": ["{HYBRID_ARCHITECTURE}"]}}'"""
+            )
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (tokens, H) of ids (tokens,)."""
-        embeddings: Tensor = self.native.decoder.embed(input_ids)
+        """Embeddings (tokens, H) of ids (tokens,), as `forward` takes them in their place."""
+        embeddings: Tensor = self.native.decoder.embed(input_ids) * self.native.config.token_scale
         return embeddings
 
     def forward(
@@ -83,13 +98,15 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
 
         Args:
             input_ids: long (tokens,), the tokens of all requests of this step one after another.
-            positions: long (tokens,), the position of each token in its request.
+            positions: long (tokens,), the position of each token in its request; or (channels, tokens), equal in all
+                channels of a model that has positions of images.
             intermediate_tensors: vLLM's argument for pipeline parallelism, which is not supported: always None.
             inputs_embeds: (tokens, H), in place of `input_ids`.
 
         Returns:
             (tokens, H); with layers set for a draft head also the residual streams (tokens, H) before these layers.
         """
+        positions = positions if positions.dim() == 1 else positions[0]
         states = dict.fromkeys(self._boundaries, positions)  # the decoder replaces the values
         hidden: Tensor = self.native.decoder(
             None if input_ids is None or inputs_embeds is not None else input_ids[None],
@@ -103,6 +120,11 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         """Logits (tokens, V) of hidden states (tokens, H)."""
         logits: Tensor = self.native.head(hidden_states)
         return logits
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """Positions of a prompt (channels, tokens) for a model that has positions of images; and 0, by which later
+        positions differ from the number of tokens. This class takes text alone, so that all channels are equal."""
+        return torch.arange(len(input_tokens)).expand(self._channels, -1), 0
 
     @property
     def model(self) -> Any:
@@ -140,6 +162,51 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3):
         return {f"{NATIVE}.{name}" for name in self._tensors}
 
 
+class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybrid):
+    """`LigerModelsForCausalLM` for models with recurrent mixers, whose states vLLM keeps beside keys and values."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    is_hybrid: ClassVar[Literal[True]] = True
+
+    @classmethod
+    def _check_states(cls, recurrent: list[str], vllm_config: VllmConfig) -> None:
+        """ConfigError if there are no `recurrent` mixers, or for settings that their states do not follow."""
+        cache = vllm_config.cache_config
+        if not recurrent:
+            raise ConfigError(
+                f"architectures: {cls.__name__} is for models with recurrent mixers, and this one has none; give "
+                f"{LigerModelsForCausalLM.__name__}"
+            )
+        if cache.enable_prefix_caching:
+            raise ConfigError(
+                f"enable_prefix_caching: {cls.__name__} does not keep recurrent states of prefixes; give "
+                "--no-enable-prefix-caching"
+            )
+        if vllm_config.speculative_config is not None:
+            raise ConfigError(
+                f"speculative_config: {cls.__name__} does not take recurrent states back after rejected drafts; leave "
+                "it out"
+            )
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+            if (dtype := getattr(cache, name)) not in ("auto", "float32"):
+                raise ConfigError(f"{name}: must be auto or float32 for {cls.__name__}, got {dtype}")
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the largest state of a mixer of the model, which vLLM has made before it asks."""
+        return cls._largest_state(vllm_config).get_state_shape()
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Dtypes of the tensors of `get_mamba_state_shape_from_config`."""
+        return cls._largest_state(vllm_config).get_state_dtype()
+
+    @staticmethod
+    def _largest_state(vllm_config: VllmConfig) -> EngineStates:
+        layers = get_layers_from_vllm_config(vllm_config, EngineStates)
+        return max(layers.values(), key=lambda layer: layer.get_kv_cache_spec(vllm_config).page_size_bytes)
+
+
 def _check_settings(vllm_config: VllmConfig) -> None:
     """ConfigError for settings of vLLM that a native model does not follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -160,8 +227,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
-    if model.uses_mrope:
-        raise ConfigError("mrope_section: positions of images are not implemented; serve the language model alone")
     if model.use_mla:
         raise ConfigError(
             "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "

@@ -1,4 +1,4 @@
-"""vLLM's attention layers in place of the attention of a native model's mixers."""
+"""vLLM's attention layers and state caches in a native model's mixers."""
 
 from __future__ import annotations
 
@@ -8,44 +8,50 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from vllm.config import CacheConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention as EngineAttention
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.vllm.plan import AttentionPlan
+from ligermodels.integrations.vllm.plan import AttentionPlan, StatePlan
+from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers.external_attention import AttentionLayer
+from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.models.decoder import Decoder
 
 
-def replace_attention(
-    decoder: Decoder, plans: Mapping[int, AttentionPlan], cache_config: CacheConfig, prefix: str
+def replace_caches(
+    decoder: Decoder, plans: Mapping[str, AttentionPlan | StatePlan], vllm_config: VllmConfig, prefix: str
 ) -> nn.ModuleList:
-    """Let vLLM compute the attention of all blocks of a decoder, with its paged cache.
+    """Let vLLM compute the attention of a decoder's mixers, with its paged cache, and keep their recurrent states.
 
     Args:
-        decoder: the decoder, with its parameters on the device; its mixers get an `external` attention.
-        plans: the plan of each block with a token mixer, by the number of the block.
-        cache_config: vLLM's config of the cache.
+        decoder: the decoder, with its parameters on the device; its mixers get an `external` attention or state.
+        plans: the plan of each mixer, by its name in the decoder.
+        vllm_config: vLLM's config.
         prefix: prefix of the names of the layers in vLLM.
 
     Returns:
-        vLLM's layers, which must become a submodule of vLLM's model.
+        vLLM's attention layers, which must become a submodule of vLLM's model.
 
     Raises:
-        ConfigError: the module of a mixer has no place for another attention; the message names its class.
+        ConfigError: the module of a mixer has no place for another attention or state; the message names its class.
     """
-    cache_config = copy.copy(cache_config)
+    cache_config = copy.copy(vllm_config.cache_config)
     cache_config.sliding_window = None  # the default of layers without a window
-    names = {number: f"{prefix}.layers.{number}.self_attn.attn".removeprefix(".") for number in plans}
+    names = {name: _layer_name(name, prefix) for name in plans}
     layers = nn.ModuleList()
-    for number, plan in plans.items():
-        mixer = decoder.blocks[number].mixer
-        if not isinstance(mixer, AttentionLayer):
+    for name, plan in plans.items():
+        mixer = decoder.get_submodule(name)
+        base = RecurrentLayer if isinstance(plan, StatePlan) else AttentionLayer
+        if not isinstance(mixer, base):
             raise ConfigError(
-                f"blocks[{number}].mixer: {type(mixer).__name__} has no place for vLLM's attention; derive it from "
-                "ligermodels.layers.external_attention.AttentionLayer"
+                f"{name}: {type(mixer).__name__} has no place for vLLM's cache; derive it from "
+                f"{base.__module__}.{base.__name__}"
             )
-        options: dict[str, Any] = {"cache_config": cache_config, "prefix": names[number]}
+        if isinstance(plan, StatePlan):
+            mixer.external = EngineStates(plan, vllm_config, names[name])
+            continue
+        options: dict[str, Any] = {"cache_config": cache_config, "prefix": names[name]}
         if (sinks := getattr(mixer, "sinks", None)) is not None:
             options["sinks"] = sinks
         if plan.kv_from is not None:
@@ -57,6 +63,12 @@ def replace_attention(
         mixer.external = _External(layer, plan)
         layers.append(layer)
     return layers
+
+
+def _layer_name(name: str, prefix: str) -> str:
+    """The name in vLLM, which reads the number of the block from it: one whole number between dots."""
+    _, number, place = name.split(".", 2)
+    return f"{prefix}.layers.{number}.{place.replace('.', '_')}.cache".removeprefix(".")
 
 
 class _External:
