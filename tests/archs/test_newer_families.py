@@ -149,6 +149,26 @@ def test_fields_of_nemotron_h_that_are_refused(fields: dict[str, Any], message: 
         lm.from_config({**CONFIGS["nemotron_h-without-experts"], **fields}, device="meta")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hybrid_layer_pattern": [1, 1]}, "hybrid_layer_pattern contradicts layer_types"),
+        ({"moe_layer_freq": [1, 1]}, "moe_layer_freq contradicts mlp_layer_types"),
+        ({"swa_num_key_value_heads": 1}, "swa_num_key_value_heads = 1 is not implemented; by num_key_value_heads it"),
+        ({"swa_v_head_dim": 16}, "swa_v_head_dim = 16 is not implemented; by v_head_dim it must be 18"),
+        ({"swa_rope_theta": 7e4}, "swa_rope_theta = 70000.0 contradicts the 10000.0 that transformers reads"),
+        ({"rope_theta": 7e4}, "rope_theta = 70000.0 is not implemented; implemented: None, 5000000.0"),
+        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True is not implemented"),
+        ({"v_head_dim": 20, "swa_v_head_dim": 20}, "v_head_dim 20 above head_dim 18 is not implemented"),
+        ({"num_attention_heads": 3}, "twice num_key_value_heads 1, which does not divide num_attention_heads 3"),
+        ({"n_shared_experts": 1}, "n_shared_experts = 1 is not implemented"),
+    ],
+)
+def test_fields_of_mimo_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lm.from_config({**CONFIGS["mimo_v2_flash-published-fields"], **fields}, device="meta")
+
+
 @torch.no_grad()
 def test_decoding_in_four_bits_is_that_of_the_dequantised_weights(folder: Path) -> None:
     model = lm.from_pretrained(folder, quantize="int4")

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from zoo_latest import LATEST
 from zoo_multimodal import multimodal
-from zoo_newer import NEWER as NEWER
+from zoo_newer import NEWER as OTHERS
 from zoo_oracles import auto_class as auto_class
 from zoo_oracles import gradients_of as gradients_of
 from zoo_oracles import make_checkpoint as make_checkpoint
@@ -24,6 +25,7 @@ from zoo_parts import MIXTURES as MIXTURES
 from zoo_parts import PHI_LONGROPE as PHI_LONGROPE
 from zoo_parts import SANDWICH as SANDWICH
 
+NEWER = {**OTHERS, **LATEST}
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
     **LATENT,

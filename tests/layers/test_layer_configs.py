@@ -60,11 +60,17 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (QKNormConfig, {"norm": NORM}, {"over": "projektion", "norm": NormConfig(1e-6, kind="layer")}),
     (QKNormConfig, {"norm": NORM, "over": "projection"}, {"has_weight": False, "after_rope": True}),
     (QKNormConfig, {"norm": NormConfig(1e-6, offset=1.0)}, {"has_weight": False}),
-    (ValueConfig, {}, {"norm_eps": -1.0}),
+    (ValueConfig, {}, {"norm_eps": -1.0, "dim": 0, "scale": float("nan")}),
+    (ValueConfig, {"from_keys": True}, {"dim": 4}),
     (AttentionConfig, ATTENTION, {"num_heads": 5, "num_kv_heads": 0, "head_dim": -8, "window": 0, "softcap": -1.0}),
     (AttentionConfig, ATTENTION, {"rope": RopeConfig(10)}),
     (AttentionConfig, {**ATTENTION, "stored_as_pairs": True}, {"output_gate": True}),
     (AttentionConfig, {**ATTENTION, "values": ValueConfig(from_keys=True)}, {"output_gate": True}),
+    (
+        AttentionConfig,
+        {**ATTENTION, "values": ValueConfig(dim=4)},
+        {"output_gate": True, "stored_as_pairs": True, "shares_kv": True, "values": ValueConfig(dim=10)},
+    ),
     (
         SharedKVAttentionConfig,
         {**ATTENTION, "kv_from": 0},
