@@ -95,6 +95,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         quantization_config quantization compression_config sparsity_config transformers_weights
         swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim swa_rope_theta layernorm_epsilon
         hybrid_layer_pattern hybrid_block_size add_swa_attention_sink_bias add_full_attention_sink_bias
+        intermediate_size_mlp moe_layers interleave_moe_layer_step floor_scale attn_scale
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
         """),
         (),

@@ -83,6 +83,7 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
+        self._check_length(k if state is None else state.keys)
         if self.external is not None:
             out = self.external(q, k, v)
         elif state is None:
@@ -105,6 +106,17 @@ class Attention(AttentionLayer):
         if self.config.head_gate == "sigmoid":
             return logits.sigmoid()
         return F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
+
+    def _check_length(self, keys: Tensor) -> None:
+        """InputError if rows of keys (B, T, ...), or of slots for them, are longer than a chunk of the config. An
+        external attention has its own limit."""
+        chunk, length = self.config.chunk, keys.shape[1]
+        if chunk is not None and length > chunk and self.external is None:
+            raise InputError(
+                f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "
+                f"not implemented for longer rows; got room for {length}: give rows, or prompts with their new tokens, "
+                f"of at most {chunk} tokens"
+            )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""

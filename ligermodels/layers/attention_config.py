@@ -41,8 +41,8 @@ class QKNormConfig:
             raise ConfigError(f"norm: of queries and keys must be of kind 'rms', got {self.norm.kind!r}")
         if not self.has_weight and (self.over != "head" or self.norm.offset):
             raise ConfigError("has_weight: without a weight the norm must be over the head, and have no offset")
-        if self.after_rope and (self.over != "head" or not self.has_weight):
-            raise ConfigError("after_rope: must be a norm over the head, with a weight")
+        if self.after_rope and self.over != "head":
+            raise ConfigError("after_rope: must be a norm over the head")
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,11 @@ class AttentionConfig(LayerConfig):
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input. Checkpoints have it as a
     tensor of its own if the family names an "attention.gate" (AFMoE); otherwise within `q_proj`, for each head its rows
     of q, then its rows of the gate (Qwen3-Next). With `sinks` each query head has a learned logit, one more in the
-    denominator of its softmax (gpt-oss). With a `head_gate` each head's output is multiplied by one number, that
-    activation of a projection of the input (LFM3). `values` says how values come from the projection where they are not
-    simply in it. With `shares_kv`, later layers can attend to the keys and values of this one: see
-    `SharedKVAttentionConfig`.
+    denominator of its softmax (gpt-oss). With a `chunk`, tokens attend within blocks of so many tokens of their
+    document (Llama 4's `attention_chunk_size`); that is not implemented for rows of more tokens, which are refused.
+    With a `head_gate` each head's output is multiplied by one number, that activation of a projection of the input
+    (LFM3). `values` says how values come from the projection where they are not simply in it. With `shares_kv`, later
+    layers can attend to the keys and values of this one: see `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -111,6 +112,7 @@ class AttentionConfig(LayerConfig):
     qk_norm: QKNormConfig | None = None
     softmax_scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
@@ -122,7 +124,7 @@ class AttentionConfig(LayerConfig):
     backend: str = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
+        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window", "chunk")
         check_multiple(self, "num_heads", "num_kv_heads")
         check_numbers(self, "softcap", positive=True)
         check_choice(self, "head_gate", (None, "sigmoid", "softplus"))

@@ -174,6 +174,8 @@ class Router(nn.Module):
             logits = F.linear(tokens, weight, bias)
         scores = softmax(logits) if config.scores == "softmax" else _wide(logits).sigmoid()
         choice = scores if self.selection_bias is None else scores + self.selection_bias
+        if config.scores == "sigmoid" and self.selection_bias is None:
+            choice = _wide(logits)  # in the same order, and no two saturate
         if config.top_k_groups < config.num_groups:
             choice = _best_groups(choice, config)
         experts = choice.topk(config.top_k, dim=-1).indices

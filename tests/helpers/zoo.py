@@ -266,7 +266,9 @@ NEWER_MIXTURES = ["cohere2_moe", "cohere2_moe-root-mean-square-norms"]
 NEWER_MIXTURES += sorted(
     name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
 )
-ONLY_NATIVE = {*LATENT, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
+LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
+"""Configs whose experts' inputs are weighed."""
+ONLY_NATIVE = {*LATENT, *LLAMA4, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -2,9 +2,38 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, YARN
+from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING, YARN
 
 LATEST: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        **BASE,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "intermediate_size": 31,
+        "intermediate_size_mlp": 97,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 5,
+        "no_rope_layer_interval": 2,
+        "attn_scale": 0.3,
+        "floor_scale": 25,  # Beyond padded prompts: transformers takes the columns of padded rows for positions.
+        "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500_000.0},
+    },
+    "llama4_text-two-experts-and-no-norms": {
+        **BASE,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 2,
+        "intermediate_size": 31,
+        "intermediate_size_mlp": 97,
+        "moe_layers": [0],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "no_rope_layers": [1, 1],  # Without positions biases of keys have no gradient but rounding.
+        "layer_types": ["full_attention", "chunked_attention"],
+        "attn_temperature_tuning": False,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "mimo_v2_flash": {
         **BASE,
         **EXPERTS,

@@ -67,6 +67,11 @@ def plan_attention(config: DecoderConfig, max_length: int) -> dict[int, Attentio
                 f"blocks[{number}].mixer: {name} does not run inside vLLM, where only softmax attention is "
                 "implemented; leave out --hf-overrides to serve the checkpoint with vLLM's own model"
             )
+        if isinstance(mixer, AttentionConfig) and mixer.chunk is not None and max_length > mixer.chunk:
+            raise ConfigError(
+                f"blocks[{number}].mixer: chunk (attention_chunk_size) = {mixer.chunk} is not implemented for longer "
+                f"requests; give --max-model-len {mixer.chunk} or less (it is {max_length})"
+            )
         plans[number] = _of_latents(mixer) if isinstance(mixer, LatentAttentionConfig) else _of_heads(mixer)
     if config.token_scale != 1.0:
         raise ConfigError("token_scale: vLLM may embed tokens itself, without this factor")
