@@ -83,7 +83,7 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
-        self._check_length(k if state is None else state.keys)
+        self._check_length(k, state)
         if self.external is not None:
             out = self.external(q, k, v)
         elif state is None:
@@ -107,10 +107,10 @@ class Attention(AttentionLayer):
             return logits.sigmoid()
         return F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
-    def _check_length(self, keys: Tensor) -> None:
-        """InputError if rows of keys (B, T, ...), or of slots for them, are longer than a chunk of the config. An
-        external attention has its own limit."""
-        chunk, length = self.config.chunk, keys.shape[1]
+    def _check_length(self, keys: Tensor, state: LayerKV | None) -> None:
+        """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
+        config. An external attention has its own limit."""
+        chunk, length = self.config.chunk, (keys if state is None else state.keys).shape[1]
         if chunk is not None and length > chunk and self.external is None:
             raise InputError(
                 f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "

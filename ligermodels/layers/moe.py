@@ -297,9 +297,7 @@ class MoE(ComposedExperts, Layer):
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
         parts = used_in_parts(self, weights), used_in_parts(self, chosen)
         mixed = self._mix_weighed(rows, *parts, context) if weighs_inputs else self._mix(rows, *parts, exchange)
-        shared = None if self.shared is None else cast(Tensor, self.shared(tokens))
-        if shared is not None and self.shared_gate is not None:
-            shared = self.shared_gate(tokens).sigmoid() * shared
+        shared = self._shared(tokens)
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
         out = out if self.latent_out is None else self.latent_out(out)
         out = (out if shared is None else out + shared).view_as(x)
@@ -307,6 +305,13 @@ class MoE(ComposedExperts, Layer):
         out = out if mesh is None else out.clone()  # FSDP2 warns of modules that return views
         logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
         return out, RouterOutput(logits, top_k, chosen, self.config.aux_loss)
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        """The output of the shared expert, if there is one, for tokens (N, H): (N, H)."""
+        if self.shared is None:
+            return None
+        shared = cast(Tensor, self.shared(tokens))
+        return shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared
 
     def _mix_weighed(self, tokens: Tensor, weights: Tensor, experts: Tensor, context: ForwardContext | None) -> Tensor:
         """The sum of the chosen experts of inputs that are multiplied by their weights: a row for each token and
