@@ -101,13 +101,21 @@ def stack(target: str, sources: Sequence[str]) -> WeightMapping:
 
 
 def grouped_qkv(
-    target: str, q: str, k: str, v: str | None, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
+    target: str,
+    q: str,
+    k: str,
+    v: str | None,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    pairs: int = 0,
+    value_dim: int | None = None,
 ) -> WeightMapping:
     """A fused q/k/v weight or bias: each key/value head follows its query heads.
 
     Args:
-        target: native tensor (num_kv_heads * (group_size + 2) * head_dim, ...): for each key/value head its query heads
-            in the checkpoint's order, its key and its value.
+        target: native tensor (num_kv_heads * ((group_size + 1) * head_dim + value_dim), ...): for each key/value head
+            its query heads in the checkpoint's order, its key and its value.
         q: checkpoint tensor of the queries.
         k: checkpoint tensor of the keys.
         v: checkpoint tensor of the values. None if keys are also the values; the target then has (group_size + 1)
@@ -115,34 +123,46 @@ def grouped_qkv(
         num_kv_heads: key/value heads.
         group_size: query heads per key/value head.
         head_dim: channels of a head.
-        pairs: leading channels of each query and key head that the checkpoint rotates as neighbours: see `heads`.
+        pairs: leading channels of each query and key head that the checkpoint rotates as neighbours: see `heads`. Only
+            for values as wide as keys.
+        value_dim: channels of a value. Default: `head_dim`.
     """
-    rows = group_size + (1 if v is None else 2)
-    grouped = partial(_grouped, shape=(num_kv_heads, rows, head_dim))
-    v_view = () if v is None else (TensorView(v, partial(grouped, heads=group_size + 1), flatten=(0, 1)),)
+    rows, queries = group_size + (1 if v is None else 2), group_size * head_dim
+    value_dim = 0 if v is None else value_dim or head_dim
+    grouped = partial(_grouped, groups=num_kv_heads)
+    v_rows = partial(grouped, start=queries + head_dim, length=value_dim)
+    v_view = () if v is None else (TensorView(v, v_rows, flatten=(0, 1)),)
     if pairs:
         q_heads = [kv * rows + head for kv in range(num_kv_heads) for head in range(group_size)]
         k_heads = [kv * rows + group_size for kv in range(num_kv_heads)]
         q_views, k_views = _heads(q, q_heads, head_dim, pairs), _heads(k, k_heads, head_dim, pairs)
         return WeightMapping(target, (*q_views, *k_views, *v_view))
-    q_view = TensorView(q, partial(grouped, heads=slice(group_size)), flatten=(0, 2))
-    return WeightMapping(target, (q_view, TensorView(k, partial(grouped, heads=group_size), flatten=(0, 1)), *v_view))
+    q_view = TensorView(q, partial(grouped, start=0, length=queries), flatten=(0, 1))
+    k_view = TensorView(k, partial(grouped, start=queries, length=head_dim), flatten=(0, 1))
+    return WeightMapping(target, (q_view, k_view, *v_view))
 
 
 def grouped_qkv_in_one(
-    target: str, source: str, num_kv_heads: int, group_size: int, head_dim: int, pairs: int = 0
+    target: str,
+    source: str,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    pairs: int = 0,
+    value_dim: int | None = None,
 ) -> WeightMapping:
     """The weight of `grouped_qkv` from a single checkpoint tensor (Phi 3).
 
     Args:
-        target: native tensor (num_kv_heads * (group_size + 2) * head_dim, ...).
+        target: native tensor, as in `grouped_qkv`.
         source: checkpoint tensor: all query heads, then all key heads, then all value heads.
         num_kv_heads: key/value heads.
         group_size: query heads per key/value head.
         head_dim: channels of a head.
         pairs: leading channels of each query and key head that the checkpoint rotates as neighbours: see `heads`.
+        value_dim: channels of a value. Default: `head_dim`.
     """
-    apart = grouped_qkv(target, "q", "k", "v", num_kv_heads, group_size, head_dim, pairs)
+    apart = grouped_qkv(target, "q", "k", "v", num_kv_heads, group_size, head_dim, pairs, value_dim)
     rows = num_kv_heads * head_dim
     starts = {"q": 0, "k": group_size * rows, "v": (group_size + 1) * rows}
     return WeightMapping(
@@ -242,8 +262,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _grouped(tensor: Tensor, shape: tuple[int, int, int], heads: int | slice) -> Tensor:
-    return tensor.unflatten(0, shape)[:, heads]
+def _grouped(tensor: Tensor, groups: int, start: int, length: int) -> Tensor:
+    """Some of the rows of each group: (groups * n, ...) -> (groups, length, ...)."""
+    return tensor.unflatten(0, (groups, -1)).narrow(1, start, length)
 
 
 def _interleaved(tensor: Tensor, start: int, length: int) -> Tensor:

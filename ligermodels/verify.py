@@ -191,7 +191,8 @@ def _outputs(model: nn.Module, names: Iterable[str], ids: Tensor) -> dict[str, T
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             output = output if isinstance(output, Tensor) else output[0]
-            outputs[name] = output.flatten(0, -2).cpu()  # some modules get tokens without the batch dimension
+            # Some modules get tokens without the batch dimension, and Llama 4 adds to an output in place.
+            outputs[name] = output.flatten(0, -2).to("cpu", copy=True)
 
         return hook
 

@@ -93,13 +93,16 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         cross_attention_layers add_cross_attention cross_attention_hidden_size
         is_encoder_decoder pruned_heads text_config vision_config per_layer_config
         quantization_config quantization compression_config sparsity_config transformers_weights
+        swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim swa_rope_theta layernorm_epsilon
+        hybrid_layer_pattern hybrid_block_size add_swa_attention_sink_bias add_full_attention_sink_bias
+        intermediate_size_mlp moe_layers interleave_moe_layer_step floor_scale attn_scale
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
         """),
         (),
     ),
     **dict.fromkeys(
         _names("""
-        qk_scale_factor output_multiplier use_gated_activation
+        qk_scale_factor output_multiplier attention_value_scale use_gated_activation
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor moe_routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage
         rope_scaling_factor alpha

@@ -62,7 +62,8 @@ class HFAttention(OnModules, Attention):
         """x (B, T, H) -> q, k and v (B, T, channels)."""
         config, source = self.config, self.source
         if "attention.qkv" in native_of(source).names:
-            sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+            keys, values = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim
+            sizes = [config.num_heads * config.head_dim, keys, values]
             q, k, v = part(source, "attention.qkv")(x).split(sizes, dim=-1)
             return q, k, v
         q, k = part(source, "attention.q")(x), part(source, "attention.k")(x)
@@ -75,12 +76,11 @@ class HFAttention(OnModules, Attention):
 
         if norm is not None and norm.over == "projection":
             q, k = self._norms(q, k)
-        q, k, v = (channels.unflatten(2, (-1, config.head_dim)) for channels in (q, k, v))
+        q, k = (channels.unflatten(2, (-1, config.head_dim)) for channels in (q, k))
+        v = v.unflatten(2, (-1, config.value_dim))
         if norm is not None and norm.over == "head" and not norm.after_rope:
             q, k = self._norms(q, k)
-        if config.values is not None and config.values.norm_eps is not None:
-            v = ops.rms_norm(v, None, config.values.norm_eps)
-        return q, k, v
+        return q, k, v if config.values is None else config.values.from_projection(v, config.head_dim)
 
     def _norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The norms of queries and keys."""

@@ -142,7 +142,10 @@ def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     family = family_of(fields)
     layouts = [each for each in family.layouts if _is_at(hf.get_decoder(), hf, each.get("prefix", "model"))]
     if not layouts or not hasattr(hf, "lm_head"):
-        raise InputError(f"nativize: {type(hf).__name__} is not a ...ForCausalLM, or a multimodal model around one")
+        raise InputError(
+            f"nativize: {type(hf).__name__} does not have its backbone and head where a ...ForCausalLM, or a "
+            "multimodal model around one, has them"
+        )
     # Modules of transformers 5 have the names of the first layout with one tensor for all experts, if there is one.
     layout = next((each for each in layouts if each in family.stacked_layouts), layouts[0])
     prefix = layout.get("prefix", "model")

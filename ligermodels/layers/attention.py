@@ -53,11 +53,10 @@ class Attention(AttentionLayer):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.num_kv_heads * config._heads_of_group * config.head_dim
-        self.qkv = Linear(hidden_size, width, bias=config.bias)
+        self.qkv = Linear(hidden_size, config.num_kv_heads * config.group_width, bias=config.bias)
         shape = config.num_heads, config.num_kv_heads, config.head_dim
         self.split = _split_class(config.qk_norm)(*shape, config.qk_norm, config.values)
-        self.o = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
+        self.o = Linear(config.num_heads * config.value_dim, hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.gate = None if config.head_gate is None else Linear(hidden_size, config.num_heads, bias=False)
         self.init_weights()
@@ -85,12 +84,14 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
+        self._check_length(k, state)
         if self.external is not None:
             out = self.external(q, k, v)
         elif state is None:
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
+        out = out[..., : self.config.value_dim]
         out = (out if self.gate is None else out * self._head_gates(self.gate(x))[..., None]).flatten(2)
         out = self.o(out if gate is None else out * elementwise(torch.sigmoid, gate))
         if not self.config.shares_kv:
@@ -106,6 +107,17 @@ class Attention(AttentionLayer):
         if self.config.head_gate == "sigmoid":
             return elementwise(torch.sigmoid, logits)
         return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
+
+    def _check_length(self, keys: Tensor, state: LayerKV | None) -> None:
+        """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
+        config. An external attention has its own limit."""
+        chunk, length = self.config.chunk, (keys if state is None else state.keys).shape[1]
+        if chunk is not None and length > chunk and self.external is None:
+            raise InputError(
+                f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "
+                f"not implemented for longer rows; got room for {length}: give rows, or prompts with their new tokens, "
+                f"of at most {chunk} tokens"
+            )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
@@ -143,7 +155,7 @@ class Attention(AttentionLayer):
 
         Returns:
             q (B, T, num_heads, D); k and v (B, T, num_kv_heads, D), in a decoding pass all slots of the state; and the
-            gates (B, T, num_heads * D) or None.
+            gates (B, T, num_heads * D) or None. Values narrower than D have zeros behind them.
         """
         rope, qkv, gate = self.config.rope, self.qkv(x), None
         tables: Tables = (None, None) if rope is None else context.rope_tables[rope]
@@ -154,7 +166,8 @@ class Attention(AttentionLayer):
     def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """The projection (B, T, C) without the output gates, and the gates (B, T, num_heads * D)."""
         config = self.config
-        heads = qkv.unflatten(-1, (-1, config._heads_of_group, config.head_dim))  # with key/value heads of this rank
+        heads_of_group = config.group_width // config.head_dim
+        heads = qkv.unflatten(-1, (-1, heads_of_group, config.head_dim))  # with key/value heads of this rank
         qkv, gates = heads.split([heads.shape[-2] - config.group_size, config.group_size], dim=-2)
         return qkv.flatten(2), gates.flatten(2)
 
@@ -179,7 +192,9 @@ class SplitQKV(nn.Module):
         super().__init__()
         self.group_size, self.head_dim, self.qk_norm = num_heads // num_kv_heads, head_dim, qk_norm
         self.values, self.norm_options = values, {} if qk_norm is None else qk_norm.norm.options
-        self._group_width = head_dim * (self.group_size + (1 if values is not None and values.from_keys else 2))
+        self._keys_width = head_dim * (self.group_size + 1)
+        value_width = head_dim if values is None else 0 if values.from_keys else values.dim or head_dim
+        self._group_width = self._keys_width + value_width
         self.q_norm: nn.Parameter | None = None
         self.k_norm: nn.Parameter | None = None
         if qk_norm is not None and qk_norm.has_weight:
@@ -234,13 +249,13 @@ class SplitQKV(nn.Module):
         return kv_heads
 
     def _with_values(self, qkv: Tensor) -> Tensor:
-        """(B, T, Hkv * (group + 1 or 2) * D) -> (..., Hkv * (group + 2) * D), of each group the values last."""
+        """(B, T, Hkv * group width) -> (..., Hkv * (group + 2) * D), of each group the values last."""
         if self.values is None:
             return qkv
-        heads = qkv.unflatten(-1, (self._num_kv_heads(qkv), -1, self.head_dim))
-        v = heads[..., -1:, :]
-        v = v if self.values.norm_eps is None else ops.rms_norm(v, None, self.values.norm_eps)
-        return torch.cat([heads[..., : self.group_size + 1, :], v], dim=-2).flatten(-3)
+        groups = qkv.unflatten(-1, (self._num_kv_heads(qkv), -1))
+        v = groups[..., -(self.values.dim or self.head_dim) :]
+        v = self.values.from_projection(v, self.head_dim)
+        return torch.cat([groups[..., : self._keys_width], v], dim=-1).flatten(-2)
 
     def _cached(
         self,
@@ -254,7 +269,7 @@ class SplitQKV(nn.Module):
         """`forward` in a decoding pass: the queries, and all slots of the cache."""
         options: dict[str, Any] = dict(self.norm_options)
         kv_heads, values = self._num_kv_heads(qkv), self.values
-        if values is not None and not values.from_keys:  # the norm of values is in the same kernel
+        if values is not None and values.only_norm:  # it is in the same kernel
             options["value_norm_eps"] = values.norm_eps
         else:
             qkv = self._with_values(qkv)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, grouped_qkv, grouped_qkv_in_one, heads, rename, rows
 from ligermodels.errors import ConfigError
 from ligermodels.layers.attention import Attention
@@ -39,21 +41,39 @@ class QKNormConfig:
             raise ConfigError(f"norm: of queries and keys must be of kind 'rms', got {self.norm.kind!r}")
         if not self.has_weight and (self.over != "head" or self.norm.offset):
             raise ConfigError("has_weight: without a weight the norm must be over the head, and have no offset")
-        if self.after_rope and (self.over != "head" or not self.has_weight):
-            raise ConfigError("after_rope: must be a norm over the head, with a weight")
+        if self.after_rope and self.over != "head":
+            raise ConfigError("after_rope: must be a norm over the head")
 
 
 @dataclass(frozen=True)
 class ValueConfig:
     """How values come from the projection, where it is not as they are: with `norm_eps` each head is divided by its
     root mean square, with this eps under the root (an RMSNorm without weight); with `from_keys` the projection has no
-    values, and these are its keys before their norm and rotation. Gemma 4 has both."""
+    values, and these are its keys before their norm and rotation. Gemma 4 has both. `dim` are the channels of a value,
+    if they are fewer than those of a key, and `scale` is a factor of values (MiMo-V2)."""
 
     norm_eps: float | None = None
     from_keys: bool = False
+    dim: int | None = None
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, "norm_eps")
+        check_numbers(self, "norm_eps", "scale")
+        check_sizes(self, "dim")
+        if self.from_keys and self.dim is not None:
+            raise ConfigError("dim: values that are keys have the channels of keys")
+
+    @property
+    def only_norm(self) -> bool:
+        """Whether values are those of the projection, normalised."""
+        return not self.from_keys and self.dim is None and self.scale == 1.0
+
+    def from_projection(self, v: Tensor, head_dim: int) -> Tensor:
+        """v (..., value channels) -> (..., head_dim), normalised, scaled, and with zeros behind its channels: caches
+        and kernels of attention take keys and values of one width."""
+        v = v if self.norm_eps is None else ops.rms_norm(v, None, self.norm_eps)
+        v = v if self.scale == 1.0 else v * self.scale
+        return v if v.shape[-1] == head_dim else F.pad(v, (0, head_dim - v.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -68,10 +88,11 @@ class AttentionConfig(LayerConfig):
     `output_gate`, heads' outputs are multiplied by the sigmoid of a projection of the input. Checkpoints have it as a
     tensor of its own if the family names an "attention.gate" (AFMoE); otherwise within `q_proj`, for each head its rows
     of q, then its rows of the gate (Qwen3-Next). With `sinks` each query head has a learned logit, one more in the
-    denominator of its softmax (gpt-oss). With a `head_gate` each head's output is multiplied by one number, that
-    activation of a projection of the input (LFM3). `values` says how values come from the projection where they are not
-    simply in it. With `shares_kv`, later layers can attend to the keys and values of this one: see
-    `SharedKVAttentionConfig`.
+    denominator of its softmax (gpt-oss). With a `chunk`, tokens attend within blocks of so many tokens of their
+    document (Llama 4's `attention_chunk_size`); that is not implemented for rows of more tokens, which are refused.
+    With a `head_gate` each head's output is multiplied by one number, that activation of a projection of the input
+    (LFM3). `values` says how values come from the projection where they are not simply in it. With `shares_kv`, later
+    layers can attend to the keys and values of this one: see `SharedKVAttentionConfig`.
     """
 
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -91,6 +112,7 @@ class AttentionConfig(LayerConfig):
     qk_norm: QKNormConfig | None = None
     softmax_scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
@@ -102,15 +124,23 @@ class AttentionConfig(LayerConfig):
     backend: str = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
+        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window", "chunk")
         check_multiple(self, "num_heads", "num_kv_heads")
         check_numbers(self, "softcap", positive=True)
         check_choice(self, "head_gate", (None, "sigmoid", "softplus"))
         if self.rope is not None and self.rope.channels > self.head_dim:
             raise ConfigError(f"rope: rotates {self.rope.channels} channels of heads that have {self.head_dim}")
-        for name, has_it in (("stored_as_pairs", self.stored_as_pairs), ("values", self._values_from_keys)):
-            if self.output_gate and has_it:  # the weight map has no rule for them
-                raise ConfigError(f"output_gate: is not implemented together with {name}")
+        if self.value_dim > self.head_dim:
+            raise ConfigError(f"values: have {self.value_dim} channels, more than the {self.head_dim} of keys")
+        narrow = self.value_dim < self.head_dim
+        for name, other, has_other in (
+            ("output_gate", "stored_as_pairs", self.stored_as_pairs),
+            ("output_gate", "values", self._values_from_keys or narrow),
+            ("stored_as_pairs", "values of fewer channels than keys", narrow),
+            ("shares_kv", "values of fewer channels than keys", narrow),
+        ):
+            if vars(self)[name] and has_other:  # the weight map has no rule for them
+                raise ConfigError(f"{name}: is not implemented together with {other}")
 
     def build(self, hidden_size: int) -> nn.Module:
         return Attention(hidden_size, self)
@@ -125,9 +155,15 @@ class AttentionConfig(LayerConfig):
         return self.values is not None and self.values.from_keys
 
     @property
-    def _heads_of_group(self) -> int:
-        """Heads that the projection has for each key/value head: queries, key, value, and output gates."""
-        return self.group_size * (1 + self.output_gate) + (1 if self._values_from_keys else 2)
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim if self.values is None or self.values.dim is None else self.values.dim
+
+    @property
+    def group_width(self) -> int:
+        """Channels that the projection has for each key/value head: queries, key, value, and output gates."""
+        value = 0 if self._values_from_keys else self.value_dim
+        return (self.group_size * (1 + self.output_gate) + 1) * self.head_dim + value
 
     @property
     def has_extra_output(self) -> bool:
@@ -162,7 +198,7 @@ class AttentionConfig(LayerConfig):
         """
         there = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
         pairs = self.rope.channels if self.rope is not None and self.stored_as_pairs else 0
-        shape = (self.num_kv_heads, self.group_size, self.head_dim, pairs)
+        shape = (self.num_kv_heads, self.group_size, self.head_dim, pairs, self.value_dim)
         found = []
         for kind in ("weight", "bias") if self.bias else ("weight",):
             target = f"{native}.qkv.{kind}"
@@ -218,4 +254,5 @@ class AttentionConfig(LayerConfig):
         return 2 * max_length * self.num_kv_heads * self.head_dim
 
     def info(self) -> dict[str, Any]:
-        return {"heads": self.num_heads, "kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        sizes = {"heads": self.num_heads, "kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return sizes if self.value_dim == self.head_dim else {**sizes, "value_head_dim": self.value_dim}

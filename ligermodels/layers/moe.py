@@ -65,6 +65,7 @@ class MoEConfig(LayerConfig):
         latent_bias: whether these two linear layers have biases.
         shared: a feed-forward layer for all tokens. Default: None.
         shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
+        weigh_inputs: whether weights multiply the experts' inputs, instead of their outputs (Llama 4).
         output_scale: factor of the whole output, of the routed and the shared experts (Cohere 2 MoE).
         aux_loss: whether training may add a load-balancing loss.
 
@@ -100,6 +101,7 @@ class MoEConfig(LayerConfig):
     latent_bias: bool = False
     shared: MLPConfig | UngatedMLPConfig | None = None
     shared_gate: bool = False
+    weigh_inputs: bool = False
     output_scale: float = 1.0
     aux_loss: bool = True
 
@@ -218,7 +220,8 @@ class MoEConfig(LayerConfig):
 
 class MoE(ComposedExperts, Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
-    Experts without a gate compute down_e(activation(up_e(x))).
+    Experts without a gate compute down_e(activation(up_e(x))). With `weigh_inputs` the experts read weight(e) * x, and
+    their outputs are summed as they are.
 
     Modules: `router` (a `Router`), `shared` (a feed-forward layer, or None), `shared_gate` (a linear layer with one
     output or None), and `latent_in` and `latent_out` (linear layers before and after the experts, or None). Parameters:
@@ -290,13 +293,13 @@ class MoE(ComposedExperts, Layer):
         tokens = x.flatten(0, -2)
         latent = tokens if self.latent_in is None else self.latent_in(tokens)
         rows, top_k, mesh = used_in_parts(self, latent), self.config.router.top_k, self._expert_mesh
-        exchange = None if mesh is None else ExpertExchange(rows, top_k, mesh, context)
+        weighs_inputs = self.config.weigh_inputs
+        exchange = None if mesh is None or weighs_inputs else ExpertExchange(rows, top_k, mesh, context)
         given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
-        mixed = self._mix(rows, used_in_parts(self, weights), used_in_parts(self, chosen), exchange)
-        shared = None if self.shared is None else cast(Tensor, self.shared(tokens))
-        if shared is not None and self.shared_gate is not None:
-            shared = elementwise(torch.sigmoid, self.shared_gate(tokens)) * shared
+        parts = used_in_parts(self, weights), used_in_parts(self, chosen)
+        mixed = self._mix_weighed(rows, *parts, context) if weighs_inputs else self._mix(rows, *parts, exchange)
+        shared = self._shared(tokens)
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
         out = out if self.latent_out is None else self.latent_out(out)
         out = (out if shared is None else out + shared).view_as(x)
@@ -304,6 +307,22 @@ class MoE(ComposedExperts, Layer):
         out = out if mesh is None else out.clone()  # FSDP2 warns of modules that return views
         logits, chosen = of_all_tokens(self, logits), of_all_tokens(self, chosen)
         return out, RouterOutput(logits, top_k, chosen, self.config.aux_loss)
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        """The output of the shared expert, if there is one, for tokens (N, H): (N, H)."""
+        if self.shared is None:
+            return None
+        shared = cast(Tensor, self.shared(tokens))
+        return shared if self.shared_gate is None else elementwise(torch.sigmoid, self.shared_gate(tokens)) * shared
+
+    def _mix_weighed(self, tokens: Tensor, weights: Tensor, experts: Tensor, context: ForwardContext | None) -> Tensor:
+        """The sum of the chosen experts of inputs that are multiplied by their weights: a row for each token and
+        expert. Arguments: see `_mix`."""
+        top_k, mesh = self.config.router.top_k, self._expert_mesh
+        rows = (tokens[:, None] * weights.to(tokens.dtype)[..., None]).flatten(0, 1)
+        exchange = None if mesh is None else ExpertExchange(rows, 1, mesh, context)
+        mixed = self._mix(rows, weights.new_ones(len(rows), 1), experts.reshape(-1, 1), exchange)
+        return (mixed.get() if isinstance(mixed, Pending) else mixed).unflatten(0, (-1, top_k)).sum(1)
 
     def _mix(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, exchange: ExpertExchange | None

@@ -173,10 +173,7 @@ class Router(nn.Module):
         else:
             logits = ops.dense_linear(tokens, weight, bias)
         scores = softmax(logits) if config.scores == "softmax" else elementwise(torch.sigmoid, _wide(logits))
-        choice = scores if self.selection_bias is None else scores + self.selection_bias
-        if config.top_k_groups < config.num_groups:
-            choice = _best_groups(choice, config)
-        experts = choice.topk(config.top_k, dim=-1).indices
+        experts = self._choice(logits, scores).topk(config.top_k, dim=-1).indices
         if given_experts is not None:
             experts = torch.where(given_experts == NOT_ROUTED, experts, given_experts)
         weights = scores.gather(1, experts)
@@ -185,6 +182,15 @@ class Router(nn.Module):
             weights = weights / (total.clamp(min=config.min_sum) if config.min_sum else total)
         weights = weights if config.scale == 1.0 else weights * config.scale
         return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
+
+    def _choice(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Numbers (N, E) whose highest are those of the chosen experts."""
+        choice = scores if self.selection_bias is None else scores + self.selection_bias
+        if self.config.top_k_groups < self.config.num_groups:
+            return _best_groups(choice, self.config)
+        if self.config.scores == "sigmoid" and self.selection_bias is None:
+            return _wide(logits)  # in the same order, and no two saturate
+        return choice
 
 
 def softmax(logits: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class SharedKVAttentionConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, "kv_from", least=0)
-        for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate", "head_gate"):
+        for name in ("values", "shares_kv", "query_scaling", "sinks", "output_gate", "head_gate", "chunk"):
             if vars(self)[name]:
                 raise ConfigError(f"{name}: is not implemented for attention to the keys and values of another layer")
         norm = self.qk_norm

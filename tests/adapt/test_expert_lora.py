@@ -30,7 +30,7 @@ from ligermodels.layers.moe import MoE
 HALVES = ["gate_proj", "up_proj", "down_proj"]
 MIXTURES = sorted(name for name, config in CONFIGS.items() if mixtures(lm.from_config(config, device="meta")))
 FORMATS = ("target_parameters", "per_expert", "shared_outer")
-WITHOUT_LAYERS = ("gpt_oss", "gemma4", "granitemoehybrid")
+WITHOUT_LAYERS = ("gpt_oss", "gemma4", "granitemoehybrid", "llama4")
 """Families without checkpoints with a tensor for each expert."""
 
 

@@ -11,7 +11,7 @@ from zoo import CONFIGS, NEWER, WITHOUT_GATES, make_checkpoint, relative_error
 from zoo_oracles import kept_tensors
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 
 EVERY = [*NEWER, "deepseek_v2"]
 WITHOUT_MTP = [name for name in EVERY if name.startswith("nemotron_h")]
@@ -147,6 +147,47 @@ def test_step_sizes_of_nemotron_h_have_a_lower_bound(tmp_path: Path) -> None:
 def test_fields_of_nemotron_h_that_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         lm.from_config({**CONFIGS["nemotron_h-without-experts"], **fields}, device="meta")
+
+
+@torch.no_grad()
+def test_rows_longer_than_a_chunk_of_llama4_are_refused(tmp_path: Path) -> None:
+    """Up to it, and where no layer has chunks, they are those of transformers, also with a rope that is no rotation."""
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = {**CONFIGS["llama4_text"], "attention_chunk_size": 9, "rope_parameters": scaled}
+    oracle = make_checkpoint(tmp_path, config)
+    model = lm.from_pretrained(tmp_path)
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert relative_error(model(ids).logits, oracle(ids).logits) < 2e-5
+    message = re.escape("chunk (attention_chunk_size): layers of this model attend within chunks of 9 tokens")
+    with pytest.raises(InputError, match=message):
+        model(ids[:, [0, *range(9)]])
+    assert model.generate(ids[:, :5], max_new_tokens=4, eos_token_id=None, pad_token_id=0).shape == (2, 9)
+    with pytest.raises(InputError, match=message):
+        model.generate(ids[:, :5], max_new_tokens=6, eos_token_id=None, pad_token_id=0)
+    everywhere = {**config, "layer_types": ["full_attention"] * 4, "attention_chunk_size": None}
+    assert lm.from_config(everywhere)(ids[:, [*range(9), *range(9)]]).logits.isfinite().all()
+    with pytest.raises(ConfigError, match="layer_types has 'chunked_attention', but attention_chunk_size is null"):
+        lm.from_config({**config, "attention_chunk_size": None}, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hybrid_layer_pattern": [1, 1]}, "hybrid_layer_pattern contradicts layer_types"),
+        ({"moe_layer_freq": [1, 1]}, "moe_layer_freq contradicts mlp_layer_types"),
+        ({"swa_num_key_value_heads": 1}, "swa_num_key_value_heads = 1 is not implemented; by num_key_value_heads it"),
+        ({"swa_v_head_dim": 16}, "swa_v_head_dim = 16 is not implemented; by v_head_dim it must be 18"),
+        ({"swa_rope_theta": 7e4}, "swa_rope_theta = 70000.0 contradicts the 10000.0 that transformers reads"),
+        ({"rope_theta": 7e4}, "rope_theta = 70000.0 is not implemented; implemented: None, 5000000.0"),
+        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True is not implemented"),
+        ({"v_head_dim": 20, "swa_v_head_dim": 20}, "v_head_dim 20 above head_dim 18 is not implemented"),
+        ({"num_attention_heads": 3}, "twice num_key_value_heads 1, which does not divide num_attention_heads 3"),
+        ({"n_shared_experts": 1}, "n_shared_experts = 1 is not implemented"),
+    ],
+)
+def test_fields_of_mimo_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lm.from_config({**CONFIGS["mimo_v2_flash-published-fields"], **fields}, device="meta")
 
 
 @torch.no_grad()

@@ -66,10 +66,11 @@ def concatenated(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
 def grouped(draw: st.DrawFn) -> tuple[WeightMapping, list[int]]:
     kv_heads, group, head_dim = draw(DIM), draw(DIM), draw(DIM)
     pairs = 2 * draw(st.integers(0, head_dim // 2))
-    shape = [kv_heads * (group + 2) * head_dim, *draw(REST)]  # Without more dimensions: a bias.
+    value_dim = head_dim if pairs else draw(DIM)
+    shape = [kv_heads * ((group + 1) * head_dim + value_dim), *draw(REST)]  # Without more dimensions: a bias.
     if draw(st.booleans()):
         return heads("w", "norm", kv_heads, head_dim, pairs), [kv_heads * head_dim, *draw(REST)]
-    return grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim, pairs), shape
+    return grouped_qkv("w", "q", "k", "v", kv_heads, group, head_dim, pairs, value_dim), shape
 
 
 @st.composite

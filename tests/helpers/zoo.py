@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from zoo_latest import LATEST
 from zoo_multimodal import multimodal
-from zoo_newer import NEWER as NEWER
+from zoo_newer import NEWER as OTHERS
 from zoo_oracles import auto_class as auto_class
 from zoo_oracles import gradients_of as gradients_of
 from zoo_oracles import make_checkpoint as make_checkpoint
@@ -24,6 +25,7 @@ from zoo_parts import MIXTURES as MIXTURES
 from zoo_parts import PHI_LONGROPE as PHI_LONGROPE
 from zoo_parts import SANDWICH as SANDWICH
 
+NEWER = {**OTHERS, **LATEST}
 CONFIGS: dict[str, dict[str, Any]] = {
     **LLAMAS,
     **LATENT,
@@ -264,7 +266,9 @@ NEWER_MIXTURES = ["cohere2_moe", "cohere2_moe-root-mean-square-norms"]
 NEWER_MIXTURES += sorted(
     name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
 )
-ONLY_NATIVE = {*LATENT, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
+LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
+"""Configs whose experts' inputs are weighed."""
+ONLY_NATIVE = {*LATENT, *LLAMA4, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -52,6 +52,11 @@ MUSE_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 
 MUSE_VISION |= {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "model_type": "muse_glimmer_vision"}
 MUSE = {"out_hidden_size": 64, "projector_hidden_size": 12, "image_token_id": 130, "video_token_id": 129}
 
+LLAMA4_VISION = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA4_VISION |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 12, "model_type": "llama4_vision_model"}
+LLAMA4_VISION |= {"projector_input_dim": 12, "projector_output_dim": 12}
+LLAMA4 = {"image_token_index": 130, "boi_token_index": 129, "eoi_token_index": 128, "tie_word_embeddings": False}
+
 AUDIO = {"num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8}
 AUDIO |= {"output_dim": HIDDEN, "max_source_positions": 20}
 SPEECH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -172,6 +177,7 @@ def multimodal(texts: Configs) -> dict[str, dict[str, Any]]:
             mrope_section=[2, 2, 1],
         ),
         "muse_glimmer": within(texts, "muse_glimmer_text", MUSE_VISION, model_type="muse_glimmer", **MUSE),
+        "llama4": within(texts, "llama4_text", LLAMA4_VISION, model_type="llama4", **LLAMA4),
         "gemma4": gemma4(texts, "gemma4_text-few-layers", GEMMA4_VISION),
         "gemma4-experts": gemma4(texts, "gemma4_text-experts", GEMMA4_VISION),
         "gemma4_unified": gemma4(texts, "gemma4_unified_text", UNIFIED_VISION, "gemma4_unified"),

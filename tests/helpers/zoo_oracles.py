@@ -119,6 +119,7 @@ def renamed(name: str) -> str:
     parts[".mlp.shared_expert."] = ".mlp.shared_experts."
     parts[".attention_layer_norm."] = ".input_layernorm."
     parts[".feedforward_layer_norm."] = ".post_attention_layernorm."
+    parts[".attention_sink_bias"] = ".sinks"
     parts[".mlp.expert_bias"] = ".mlp.e_score_correction_bias"
     for published, own in parts.items():
         name = name.replace(published, own)

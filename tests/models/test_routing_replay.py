@@ -33,6 +33,7 @@ FAMILIES = [
     "gemma4_text-experts",
     *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe"),
     *("granitemoehybrid", "cohere2_moe", "laguna", "nemotron_h"),
+    *("mimo_v2_flash", "llama4_text-two-experts-and-no-norms"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -112,6 +113,8 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
         return logits.softmax(-1).gather(1, experts)
     if name == "gemma4_text-experts":
         return chosen.softmax(-1) * layer.router.expert_scales[experts]
+    if layer.config.weigh_inputs:
+        return chosen.sigmoid()
     of_all = name in ("mistral4-groups", "ernie4_5_moe", "deepseek_v2")
     scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
     if CONFIGS[name].get("norm_topk_prob", True):
@@ -144,7 +147,8 @@ def test_gradients_of_given_experts(name: str) -> None:
     for token in range(7):
         total = torch.zeros_like(x[token])
         for weight, e in zip(weights[token], experts[token].tolist(), strict=True):
-            inner = layer.gate_up[e] @ x[token] + (0 if layer.gate_up_bias is None else layer.gate_up_bias[e])
+            given, weight = (weight * x[token], 1.0) if layer.config.weigh_inputs else (x[token], weight)
+            inner = layer.gate_up[e] @ given + (0 if layer.gate_up_bias is None else layer.gate_up_bias[e])
             outer = layer.down[e] @ layer.activation(inner[None])[0]
             total = total + weight * (outer if layer.down_bias is None else outer + layer.down_bias[e])
         rows.append(total)

@@ -87,7 +87,7 @@ def plan_mixers(config: DecoderConfig, max_length: int, dtype: torch.dtype) -> d
     for block in config.blocks:
         for rope in block.ropes:
             _check_rope(rope, max_length)
-    return {name: _plan(name, mixer, config.hidden_size, dtype) for name, mixer in _mixers(config)}
+    return {name: _plan(name, mixer, config.hidden_size, dtype, max_length) for name, mixer in _mixers(config)}
 
 
 def _mixers(config: DecoderConfig) -> Iterator[tuple[str, LayerConfig]]:
@@ -100,8 +100,15 @@ def _mixers(config: DecoderConfig) -> Iterator[tuple[str, LayerConfig]]:
             yield name, block.mixer
 
 
-def _plan(name: str, mixer: LayerConfig, hidden_size: int, dtype: torch.dtype) -> AttentionPlan | StatePlan:
+def _plan(
+    name: str, mixer: LayerConfig, hidden_size: int, dtype: torch.dtype, max_length: int
+) -> AttentionPlan | StatePlan:
     if isinstance(mixer, AttentionConfig):
+        if mixer.chunk is not None and max_length > mixer.chunk:
+            raise ConfigError(
+                f"{name}: chunk (attention_chunk_size) = {mixer.chunk} is not implemented for longer requests; give "
+                f"--max-model-len {mixer.chunk} or less (it is {max_length})"
+            )
         return _of_heads(mixer)
     if isinstance(mixer, LatentAttentionConfig):
         return _of_latents(mixer)
