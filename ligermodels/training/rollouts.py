@@ -103,17 +103,17 @@ class Sampler:
         samples = [
             Sample(prompt.name, prompt.ids, ids, ids[-1] in ends) for prompt, ids in zip(repeated, new, strict=True)
         ]
-        rewards = self._rewards(
-            {
-                "prompts": [prompt.fields["prompt"] for prompt in repeated],
-                "completions": [documents.completion(ids) for ids in new],
-                "completion_ids": [list(ids) for ids in new],  # the function may change them
-            },
-            [prompt.fields for prompt in repeated],
-        )
+        given = {"completions": [documents.completion(ids) for ids in new], "completion_ids": new}
+        rewards = self._rated(given, [prompt.fields for prompt in repeated])
         scale = self._settings["scale_rewards"]
         advantages = group_advantages(self._rewards.total(rewards), count, scale).tolist()
         return Sampled([sample._replace(advantage=x) for sample, x in zip(samples, advantages, strict=True)], rewards)
+
+    def _rated(self, completions: dict[str, list[Any]], fields: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The rewards of completions with the fields of their prompts: see `Sampled`."""
+        prompts = [each["prompt"] for each in fields]
+        ids = [list(each) for each in completions["completion_ids"]]  # the function may change them
+        return self._rewards({"prompts": prompts, **completions, "completion_ids": ids}, fields)
 
     @property
     def _ends(self) -> list[int]:
