@@ -21,7 +21,7 @@ from zoo import LLAMA as BASE
 from zoo import make_checkpoint
 
 import ligermodels as lm
-from ligermodels import pretrained
+from ligermodels import ops, pretrained
 from ligermodels.cli import app
 from ligermodels.console import progress, show_table
 from ligermodels.data.tokenizer import Tokenizer
@@ -170,6 +170,22 @@ def test_generate_gives_the_models_tokens(checkpoint: Path) -> None:
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_batch_invariant_is_passed_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, forward = [], lm.CausalLM.forward
+
+    def recorded(model: lm.CausalLM, *args: Any, **options: Any) -> Any:
+        modes.append(ops.set_batch_invariant.value)
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(lm.CausalLM, "forward", recorded)
+    arguments = ["generate", checkpoint, "--max-new-tokens", 3, "--prompt", "a", "--prompt", "def test_"]
+    usual = ok(run(*arguments)).stdout
+    assert modes and not any(modes)
+    modes.clear()
+    assert ok(run(*arguments, "--batch-invariant")).stdout == usual
+    assert modes and all(modes)
 
 
 def test_export_casts_and_shards(checkpoint: Path, tmp_path: Path) -> None:
