@@ -59,9 +59,8 @@ def llama4_text(config: Config) -> DecoderConfig:
     if config.get("no_rope_layers") == []:  # as none
         config = {name: value for name, value in config.items() if name != "no_rope_layers"}
     fields = Fields(config, DEFAULTS)
-    fields.ignore(
-        "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"
-    )  # transformers has no such loss
+    # transformers' model uses none of these.
+    fields.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
     every = fields.size("no_rope_layer_interval")
     rotates = fields.flags("no_rope_layers", lambda layer: (layer + 1) % every != 0)  # 1 means with rope
     kinds = fields.kinds("layer_types", (CHUNKED, FULL), lambda layer: CHUNKED if rotates[layer] else FULL)
@@ -99,7 +98,7 @@ def _feed_forward(fields: Fields) -> Any:
         sparse = frozenset(range(step - 1, layers, step))
     router = RouterConfig(*fields.experts("num_local_experts"), scores="sigmoid", normalize=False)
     shared = MLPConfig(size, activation)
-    mixture = MoEConfig(router, size, activation, shared=shared, weigh_inputs=True, aux_loss=False)
+    mixture = MoEConfig(router, size, activation, shared=shared, weight_inputs=True, aux_loss=False)
     dense = MLPConfig(fields.size("intermediate_size_mlp"), activation)
 
     def feed_forward(layer: int) -> LayerConfig:

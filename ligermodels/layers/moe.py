@@ -65,7 +65,7 @@ class MoEConfig(LayerConfig):
         latent_bias: whether these two linear layers have biases.
         shared: a feed-forward layer for all tokens. Default: None.
         shared_gate: multiply the output of `shared` by the sigmoid of a linear layer with one output (Qwen1.5-MoE).
-        weigh_inputs: whether weights multiply the experts' inputs, instead of their outputs (Llama 4).
+        weight_inputs: whether weights multiply the experts' inputs, instead of their outputs (Llama 4).
         output_scale: factor of the whole output, of the routed and the shared experts (Cohere 2 MoE).
         aux_loss: whether training may add a load-balancing loss.
 
@@ -101,7 +101,7 @@ class MoEConfig(LayerConfig):
     latent_bias: bool = False
     shared: MLPConfig | UngatedMLPConfig | None = None
     shared_gate: bool = False
-    weigh_inputs: bool = False
+    weight_inputs: bool = False
     output_scale: float = 1.0
     aux_loss: bool = True
 
@@ -220,7 +220,7 @@ class MoEConfig(LayerConfig):
 
 class MoE(ComposedExperts, Layer):
     """The sum over a token's experts e of weight(e) * down_e(activation(gate_e(x)) * up_e(x)), plus the shared expert.
-    Experts without a gate compute down_e(activation(up_e(x))). With `weigh_inputs` the experts read weight(e) * x, and
+    Experts without a gate compute down_e(activation(up_e(x))). With `weight_inputs` the experts read weight(e) * x, and
     their outputs are summed as they are.
 
     Modules: `router` (a `Router`), `shared` (a feed-forward layer, or None), `shared_gate` (a linear layer with one
@@ -293,12 +293,12 @@ class MoE(ComposedExperts, Layer):
         tokens = x.flatten(0, -2)
         latent = tokens if self.latent_in is None else self.latent_in(tokens)
         rows, top_k, mesh = used_in_parts(self, latent), self.config.router.top_k, self._expert_mesh
-        weighs_inputs = self.config.weigh_inputs
-        exchange = None if mesh is None or weighs_inputs else ExpertExchange(rows, top_k, mesh, context)
+        weights_inputs = self.config.weight_inputs
+        exchange = None if mesh is None or weights_inputs else ExpertExchange(rows, top_k, mesh, context)
         given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
         parts = used_in_parts(self, weights), used_in_parts(self, chosen)
-        mixed = self._mix_weighed(rows, *parts, context) if weighs_inputs else self._mix(rows, *parts, exchange)
+        mixed = self._mix_weighted(rows, *parts, context) if weights_inputs else self._mix(rows, *parts, exchange)
         shared = self._shared(tokens)
         out = sum_over_ranks(self, mixed.get() if isinstance(mixed, Pending) else mixed)
         out = out if self.latent_out is None else self.latent_out(out)
@@ -315,7 +315,7 @@ class MoE(ComposedExperts, Layer):
         shared = cast(Tensor, self.shared(tokens))
         return shared if self.shared_gate is None else elementwise(torch.sigmoid, self.shared_gate(tokens)) * shared
 
-    def _mix_weighed(self, tokens: Tensor, weights: Tensor, experts: Tensor, context: ForwardContext | None) -> Tensor:
+    def _mix_weighted(self, tokens: Tensor, weights: Tensor, experts: Tensor, context: ForwardContext | None) -> Tensor:
         """The sum of the chosen experts of inputs that are multiplied by their weights: a row for each token and
         expert. Arguments: see `_mix`."""
         top_k, mesh = self.config.router.top_k, self._expert_mesh

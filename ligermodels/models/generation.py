@@ -110,7 +110,7 @@ class GenerationMixin:
             if tree is not None:
                 raise InputError("tree: is for speculative decoding; give draft too, the heads on this model")
             return generate(cast(DecodingModel, self), input_ids, **options)
-        if self.batch_invariant or options.pop("batch_invariant", False):
+        if options.pop("batch_invariant", False):  # `draft` refuses that of the model
             raise InputError("batch_invariant: speculative decoding has no such form; generate without draft")
         if getattr(draft, "base", None) is not self:
             raise InputError(f"draft: must be draft heads on this model, whose base it is, got {type(draft).__name__}")

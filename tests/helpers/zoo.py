@@ -267,7 +267,7 @@ NEWER_MIXTURES += sorted(
     name for name, config in NEWER.items() if "moe_intermediate_size" in config and name not in WITHOUT_GATES
 )
 LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
-"""Configs whose experts' inputs are weighed."""
+"""Configs in which routing weights multiply the inputs of experts."""
 ONLY_NATIVE = {*LATENT, *LLAMA4, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 

@@ -113,7 +113,7 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
         return logits.softmax(-1).gather(1, experts)
     if name == "gemma4_text-experts":
         return chosen.softmax(-1) * layer.router.expert_scales[experts]
-    if layer.config.weigh_inputs:
+    if layer.config.weight_inputs:
         return chosen.sigmoid()
     of_all = name in ("mistral4-groups", "ernie4_5_moe", "deepseek_v2")
     scores = logits.softmax(-1).gather(1, experts) if of_all else chosen.sigmoid()
@@ -147,7 +147,7 @@ def test_gradients_of_given_experts(name: str) -> None:
     for token in range(7):
         total = torch.zeros_like(x[token])
         for weight, e in zip(weights[token], experts[token].tolist(), strict=True):
-            given, weight = (weight * x[token], 1.0) if layer.config.weigh_inputs else (x[token], weight)
+            given, weight = (weight * x[token], 1.0) if layer.config.weight_inputs else (x[token], weight)
             inner = layer.gate_up[e] @ given + (0 if layer.gate_up_bias is None else layer.gate_up_bias[e])
             outer = layer.down[e] @ layer.activation(inner[None])[0]
             total = total + weight * (outer if layer.down_bias is None else outer + layer.down_bias[e])
