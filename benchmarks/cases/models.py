@@ -45,6 +45,7 @@ NEMOTRON_3: dict[str, Any] = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256, 8192, **LLAMA_3),
+    "llama-3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256, 8192, **LLAMA_3),
     "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, 8192, tied=True, head_dim=64, **LLAMA_3),
     "gemma-2-2b": _config(
         "gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, tied=True, head_dim=256, sliding_window=4096,
@@ -99,6 +100,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite-4.0-h-micro": _config(
         "granitemoehybrid", 2048, 8192, 40, 32, 8, 100352, 131072, tied=True, **GRANITE_4,
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    ),
+    "falcon-h1-1.5b": _config(
+        "falcon_h1", 2048, 4096, 24, 8, 2, 65536, 131072, head_dim=128, rope_theta=1e11, mamba_d_ssm=3072,
+        mamba_n_heads=48, mamba_d_head=64, mamba_d_state=256, mamba_n_groups=1, mamba_rms_norm=False,
     ),
     "nemotron-3-nano-4-layers": _config(
         "nemotron_h", 2688, 1856, 4, 32, 2, 10048, 262144, head_dim=128, **NEMOTRON_3,

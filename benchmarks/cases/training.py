@@ -87,6 +87,9 @@ CASES = [
     Case("granite-4.0-h-micro", 1, 4096),
     Case("muse-glimmer-4-layers", 2, 4096),
     Case("nemotron-3-nano-4-layers", 2, 4096),
+    Case("falcon-h1-1.5b", 1, 4096),
+    Case("llama-3-8b", 2, 4096, lora_rank=16),
+    Case("qwen3-0.6b", 8, 2048, lora_rank=16),
 ]
 
 

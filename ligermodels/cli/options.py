@@ -50,8 +50,10 @@ def device_named(name: str | None) -> str:
     """
     import torch
 
+    from ligermodels.parallel.ranks import rank_device
+
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return rank_device().type
     try:
         device_type = torch.device(name).type
     except RuntimeError:

@@ -83,7 +83,8 @@ class Job:
 class RunOptions(TypedDict, total=False):
     """Keyword arguments of `run_job`, and of the functions that train by a recipe, such as `fine_tune`.
 
-    device: device of the model, such as "cpu" or "cuda", the GPU of the process. Default: "cpu".
+    device: device of the model, such as "cpu" or "cuda", the GPU of the process. Default: None, the GPU if there is
+        one, else the CPU.
     attention: attention backend of the model. Default: "auto".
     resume: continue from the newest checkpoint in the output folder, if there is one. Default: False.
     overwrite: replace what is in the output folder: an earlier run, or another model. Default: False, that is an error.
@@ -93,7 +94,7 @@ class RunOptions(TypedDict, total=False):
         `Callback`. Default: none.
     """
 
-    device: str
+    device: str | None
     attention: str
     resume: bool
     overwrite: bool

@@ -24,7 +24,7 @@ from ligermodels.layers import IGNORE_INDEX
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.memory import StepMemory
-from ligermodels.parallel.ranks import data_share, planned_ranks
+from ligermodels.parallel.ranks import data_share, planned_ranks, rank_device
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
@@ -94,7 +94,7 @@ def dry_run(
     recipe: TrainingRecipe,
     out: str | os.PathLike[str] | None = None,
     *,
-    device: str = "cpu",
+    device: str | None = None,
     attention: str = "auto",
     gpus: int = 1,
     resume: bool = False,
@@ -107,7 +107,7 @@ def dry_run(
     Args:
         recipe: the settings: such as a `FineTuningRecipe` or an `EagleRecipe`.
         out: folder that the run would write to; None if it is not known yet.
-        device: device of the model, such as "cpu" or "cuda".
+        device: device of the model, such as "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
         attention: attention backend, or "auto".
         gpus: number of ranks.
         resume: whether the run would resume from the newest checkpoint in `out`.
@@ -121,7 +121,7 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
-    folder, console = Path(out or os.devnull), console or Console()
+    folder, console, device = Path(out or os.devnull), console or Console(), device or rank_device().type
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, LigerModelsError, TrainingError
-from ligermodels.parallel.ranks import join
+from ligermodels.parallel.ranks import join, rank_device
 from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
@@ -36,7 +36,7 @@ def run_job(
     *,
     prepare_base: Prepare[R] | None = None,
     before_training: BeforeTraining | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     attention: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
@@ -91,7 +91,7 @@ def run_job(
     check_callbacks(callbacks)
     named, lm_eval = named_callbacks(recipe)
     callbacks = [*callbacks, *named]
-    folder, console = folder_to_write(out), console or Console()
+    folder, console, device = folder_to_write(out), console or Console(), device or rank_device().type
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)

@@ -18,7 +18,7 @@ from zoo import GEMMA4
 import ligermodels as lm
 from benchmarks.__main__ import MODULES
 from benchmarks.cases import all as whole
-from benchmarks.cases import cpu_decoding, float8_loss, mixtures, peers, training
+from benchmarks.cases import cpu_decoding, float8_loss, mixtures, parallel, peers, training
 from benchmarks.cases import draft as draft_benchmark
 from benchmarks.cases import medusa as medusa_benchmark
 from benchmarks.cases import needed_tokens as needed_tokens_benchmark
@@ -43,6 +43,20 @@ def test_decoding_on_a_cpu_is_measured_beside_transformers(monkeypatch: pytest.M
     monkeypatch.setattr(cpu_decoding, "models", lambda size: (theirs, other))
     with pytest.raises(RuntimeError, match="tokens are not those of transformers"):
         cpu_decoding.run("tiny greedy batch 1")
+
+
+def test_steps_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device; a peer trains all parameters alone."""
+    monkeypatch.setitem(CONFIGS, "llama-3-8b", CONFIGS["llama-3-8b"] | SIZES)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    case = parallel.Case("llama-3-8b", 2, 24, {"tensor": 2, "activation_checkpointing": "full"})
+    record = parallel.run(case, parallel.OURS, 2)
+    assert record["tokens_per_s_per_gpu"] == pytest.approx(2 * 24 / record["step_ms"] * 1e3)
+    assert record["degrees"] == {"replicate": 1, "shard": 1, "context": 1, "tensor": 1}
+    assert parallel.degrees_of(case, 4) == {"replicate": 1, "shard": 2, "context": 1, "tensor": 2}
+    assert parallel.planned_gib(case, 4) < parallel.planned_gib(case, 1)
+    with pytest.raises(ValueError, match="FSDP2 over all ranks"):
+        parallel.peer(case)
 
 
 @pytest.mark.parametrize("case", [mixtures.CASES[0], mixtures.CASES[-1]], ids=lambda case: case.model)

@@ -100,7 +100,7 @@ def ssd_operands(
     "ssd",
     case=(
         (BF16, (128, 64), True, True, True), (F16, (112, 40), False, True, False), (F32, (128, 64), True, True, True),
-        (BF16, (128, 64), True, False, True), (F32, (128, 64), False, False, False),
+        (BF16, (256, 64), True, False, True), (F32, (128, 64), False, False, False),
     ),
 )  # fmt: skip
 def ssd(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:

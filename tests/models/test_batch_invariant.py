@@ -28,9 +28,11 @@ NEW = 4
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 
 
-def build(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> lm.CausalLM:
+def build(
+    name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, **fields: int
+) -> lm.CausalLM:
     torch.manual_seed(0)
-    model = lm.from_config(CONFIGS[name])
+    model = lm.from_config({**CONFIGS[name], **fields})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -125,10 +127,16 @@ def test_equal_bits_in_the_interpreter(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_bits_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {}) for name in NAMES),
+        ("qwen3", {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}),
+    ],
+)
+def test_equal_bits_on_a_gpu(name: str, fields: dict[str, int], dtype: torch.dtype) -> None:
     """With and without CUDA graphs of the steps."""
-    model = build(name, "cuda", dtype)
+    model = build(name, "cuda", dtype, **fields)
     check(model, [*LENGTHS, 150])
     (row,) = prompts(model, [40])
     (_, graphed), (_, eager) = generated(model, [row])[0], generated(model, [row], cuda_graph=False)[0]

@@ -131,6 +131,31 @@ def test_gradients_of_attention(where: Where, name: str) -> None:
         assert (each.double() - wanted).norm() <= 20 * torch.finfo(where.dtype).eps * wanted.norm()
 
 
+@pytest.mark.parametrize("value_norm_eps", [None, 1e-5])
+@torch.no_grad()
+def test_heads_in_a_cache(where: Where, value_norm_eps: float | None) -> None:
+    """Norms of heads, and rotations, of decoding and of training."""
+    groups, size, width, tokens = 8, 4, 128, 5
+    qkv, norms = (
+        randn(where, 1, tokens, groups * (size + 2) * width),
+        (randn(where, width), randn(where, width, seed=1)),
+    )
+    angles = randn(where, 1, tokens, 48)
+    shape, tables = (groups, size, width), (angles.cos(), angles.sin())
+    q, k, v = ops.rope_qkv(qkv, *tables, *shape, *norms)
+    v = v if value_norm_eps is None else ops.rms_norm(v, None, value_norm_eps)
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    for token in range(tokens):
+        own = slice(token, token + 1)
+        slots = torch.tensor([token], device=where.device)
+        here = [table[:, own] for table in tables]
+        cached = ops.rope_qkv_cached(
+            qkv[:, own], *here, *shape, keys, values, slots, *norms, value_norm_eps=value_norm_eps
+        )  # fmt: skip
+        assert torch.equal(cached, q[:, own])
+    assert torch.equal(keys, k) and torch.equal(values, v)
+
+
 @torch.no_grad()
 def test_experts(where: Where) -> None:
     x, weights = randn(where, 30, 33), randn(where, 30, 2).float()

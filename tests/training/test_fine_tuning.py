@@ -407,6 +407,14 @@ def test_a_mixture_of_experts_logs_its_auxiliary_loss(base: Path, text: Path, tm
     assert all(line["aux_loss"] > 0 for line in lines if "loss" in line)
 
 
+@pytest.mark.gpu
+def test_the_gpu_is_the_default_device(base: Path, text: Path, tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    fine_tune(FineTuningRecipe(base=str(base), data=str(text), seq_len=16, batch_tokens=64, steps=1), tmp_path / "out")
+    assert torch.cuda.max_memory_allocated() > before
+
+
 def test_the_old_name_of_the_recipe_of_heads_warns() -> None:
     import ligermodels.training
 

@@ -62,13 +62,13 @@ PIPELINED = 110 * 2**10
 72 KiB."""
 
 
-def refuses(q: Tensor) -> str | None:
-    """Why the kernels cannot serve a call, or None."""
+def refuses(q: Tensor, *, in_parts: bool = False) -> str | None:
+    """Why the kernels cannot serve a call, or None. in_parts: calls with wide states are divided into several."""
     width = q.shape[3]
     gpu = gpu_of(q.device)
     if gpu is not None and not gpu.chains_products:
         return f"its kernels do not run on {gpu.name}"
-    if width > MAX_KEY_DIM:
+    if width > MAX_KEY_DIM and not in_parts:
         return f"queries and keys of {width} channels are more than {MAX_KEY_DIM}"
     if gpu is not None and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"

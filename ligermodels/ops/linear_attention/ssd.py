@@ -39,9 +39,9 @@ def ssd(
         S = exp(dt A) S + B (dt x)^T;    y = S^T C + D x
 
     with S (N, P). A token with dt = 0 leaves the state as it is. Differentiable in all tensors but cu_seqlens. Equal
-    bits in every run, in chunks of tokens, without waiting for the device. Kernels compute it for N up to 128 (in 16
-    bits a multiple of 16) on GPUs of compute capability 8, 9 or 12, but not float64, and have no second derivatives;
-    else plain torch does.
+    bits in every run, in chunks of tokens, without waiting for the device. Kernels compute it (in 16 bits for N that
+    is a multiple of 16) on GPUs of compute capability 8, 9 or 12, but not float64, and have no second derivatives; else
+    plain torch does. They take up to 128 of the N channels at once, so a wider state takes several passes.
 
     Args:
         x: (b, T, R, P), any floating dtype, P channels of each head.
@@ -70,7 +70,7 @@ def ssd(
     if cu_seqlens is not None and x.shape[0] != 1:
         raise InputError(f"ssd: documents are packed into one row, but x has {x.shape[0]}; give x (1, T, R, P)")
     check_rising("ssd", cu_seqlens, x.shape[1])
-    if use_kernels(x, dt, A, B, C, D, initial_state) and delta_chunks.refuses(C) is None:
+    if use_kernels(x, dt, A, B, C, D, initial_state) and delta_chunks.refuses(C, in_parts=True) is None:
         first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
         return ssd_chunks.run(x, dt.float(), dt.float() * A.float(), B, C, D, initial_state, first, final_state)
     y, state = ssd_reference(x, dt, A, B, C, D, initial_state=initial_state, cu_seqlens=cu_seqlens)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.linear_attention.delta_chunks import Launch
+from ligermodels.ops.linear_attention.delta_chunks import MAX_KEY_DIM, Launch
 from ligermodels.ops.linear_attention.delta_chunks_forward import (
     CHUNK,
     ancestors_of_chunk,
@@ -48,10 +48,24 @@ def run(
     first: Tensor | None, final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssd` with the same x, B, C, D, initial_state and final_state; dt and g = dt A are fp32, and `first`, int32 (T,),
-    is the first token of each token's packed document, or None."""
+    is the first token of each token's packed document, or None.
+
+    Channels of the state do not mix: y is a sum over them. So a wide state is computed in parts, with sums in fp32."""
     initial_state = None if initial_state is None else initial_state.float()
-    y, state = SSDChunks.apply(x, dt, g, B, C, D, initial_state, first, final_state)
-    return y, state
+    size = B.shape[3]
+    if size <= MAX_KEY_DIM:
+        return SSDChunks.apply(x, dt, g, B, C, D, initial_state, first, final_state, x.dtype)
+    outputs, states = [], []
+    for start in range(0, size, MAX_KEY_DIM):
+        part = slice(start, start + MAX_KEY_DIM)
+        initial = None if initial_state is None else initial_state[:, :, part]
+        skip = None if start else D
+        y, state = SSDChunks.apply(
+            x, dt, g, B[..., part], C[..., part], skip, initial, first, final_state, torch.float32
+        )  # fmt: skip
+        outputs.append(y)
+        states.append(state)
+    return sum(outputs[1:], outputs[0]).to(x.dtype), torch.cat(states, 2) if final_state else states[0]
 
 
 @kernel
@@ -198,10 +212,10 @@ def _groups(
 @custom_op()
 def _ssd_chunks_forward(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial: Tensor | None,
-    first: Tensor | None, final_state: bool,
+    first: Tensor | None, final_state: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y, and the state after the last token, empty without final_state."""
-    out = x.new_empty(x.shape)
+    """y of `dtype`, and the state after the last token, empty without final_state."""
+    out = x.new_empty(x.shape, dtype=dtype)
     shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3]) if final_state else (0,)
     final = x.new_empty(shape, dtype=torch.float32)
     if is_fake(out) or not x.shape[0]:
@@ -247,17 +261,18 @@ class SSDChunks(torch.autograd.Function):
     """`ssd` by the kernels; see `run`."""
 
     @staticmethod
-    def forward(ctx, x, dt, g, B, C, D, initial, first, final_state):
+    def forward(ctx, x, dt, g, B, C, D, initial, first, final_state, dtype):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, dt, g, B, C, D, initial, first)
         ctx.final_state = final_state
-        return _ssd_chunks_forward(x, dt, g, B, C, D, initial, first, final_state)
+        return _ssd_chunks_forward(x, dt, g, B, C, D, initial, first, final_state, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dfinal):
         x, *others = ctx.saved_tensors
-        dout = torch.zeros_like(x) if dout is None else dout
+        dout = torch.zeros_like(x) if dout is None else dout.to(x.dtype)
         dfinal = dfinal if ctx.final_state else None
         need_x, *of_groups, need_skip, need_initial = ctx.needs_input_grad[:7]
-        return _ssd_chunks_backward(dout, dfinal, x, *others, need_x, any(of_groups), need_skip, need_initial)
+        found = _ssd_chunks_backward(dout, dfinal, x, *others, need_x, any(of_groups), need_skip, need_initial)
+        return *found, None, None, None

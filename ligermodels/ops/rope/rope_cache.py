@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm_reference
-from ligermodels.ops.rope.rope import check_packed, split_heads
+from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm, rms_norm_reference
+from ligermodels.ops.rope.rope import check_packed, rope_qkv, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.dispatch import power_of_2_above, set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.signature import Signature
@@ -78,10 +78,24 @@ def rope_qkv_cached(
         norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
         norm["value_norm_eps"] = value_norm_eps
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
+    if kernels and set_batch_invariant.value:
+        norm = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+        qkv = _as_in_training(qkv, cos, sin, *shape, q_norm, k_norm, value_norm_eps, **norm)
+        cos = sin = q_norm = k_norm = value_norm_eps = None
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama",
         value_norm_eps, kernels,
     )  # fmt: skip
+
+
+def _as_in_training(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, value_norm_eps: float | None, **norm: Any,
+) -> Tensor:  # fmt: skip
+    """qkv, normalised and rotated by the kernels of training, whose norms add in an order of their own."""
+    q, k, v = rope_qkv(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    v = v if value_norm_eps is None else rms_norm(v, None, eps=value_norm_eps)
+    return torch.cat([q.unflatten(2, (num_kv_heads, group_size)), k[..., None, :], v[..., None, :]], 3).flatten(2)
 
 
 def rope_qkv_cached_reference(

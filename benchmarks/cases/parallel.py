@@ -1,0 +1,205 @@
+"""`python -m benchmarks parallel [CASE ...] [--gpus N ...] [--out FILE]`: a training step on several GPUs of one host.
+
+Each case is a model, a plan and the batch of each rank. `--gpus 1 4` runs every case on one and on four GPUs: on one
+GPU without a process group. The peer is transformers with Liger's kernels, whose layers are sharded by FSDP2. AdamW in
+bf16 trains all parameters, or LoRA in cases with a `lora_rank`. Speeds are tokens per second and GPU.
+
+Every number of GPUs is a process group of its own: this command starts torchrun, and rank 0 writes the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import ligermodels as lm
+from benchmarks.cases import trees
+from benchmarks.cases.peers import FLOAT8, PROVIDERS
+from benchmarks.cases.training import timed
+from benchmarks.reporting import recording
+from benchmarks.timing import measure
+from ligermodels.parallel.memory import step_memory
+from ligermodels.training.fused_adamw import FusedAdamW
+
+OURS, PEER = "ligermodels", "transformers + liger"
+NAMES = (OURS, FLOAT8, PEER)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its plan. `batch`: sequences of each group of ranks that share data. `layers`: all if None."""
+
+    model: str
+    batch: int
+    length: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    layers: int | None = None
+    lora_rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Model, layers, batch and plan."""
+        layers = "" if self.layers is None else f" {self.layers} layers"
+        lora = "" if self.lora_rank is None else f" LoRA {self.lora_rank}"
+        plan = "".join(f", {key.replace('activation_', '')} {value}" for key, value in self.plan.items())
+        return f"{self.model}{layers} {self.batch}x{self.length}{lora}{plan}"
+
+
+SELECTIVE, FULL = {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}
+CASES = [
+    Case("llama-3-8b", 1, 4096),
+    Case("llama-3-8b", 2, 4096),
+    Case("llama-3-8b", 4, 4096, SELECTIVE),
+    Case("llama-3-8b", 2, 4096, {"replicate": 2}),
+    Case("llama-3.2-1b", 4, 4096),
+    Case("llama-3-8b", 1, 8192, {"tensor": 2}),
+    Case("llama-3-8b", 1, 8192, {"tensor": 4}),
+    Case("llama-3-8b", 1, 8192, SELECTIVE),
+    Case("qwen3-30b-a3b", 2, 4096, layers=12),
+    Case("qwen3-30b-a3b", 2, 4096, {"expert": 2}, layers=12),
+    Case("qwen3-30b-a3b", 2, 4096, {"expert": 4}, layers=12),
+    Case("qwen3.5-9b", 1, 16384, {"context": 2, **SELECTIVE}, layers=16),
+    Case("qwen3-30b-a3b", 2, 4096, FULL),
+    Case("qwen3-30b-a3b", 2, 4096, {"expert": 4, **FULL}),
+    Case("qwen3-8b", 1, 262144, {"context": 4, **FULL}),
+    Case("llama-3-70b", 1, 4096, FULL, lora_rank=16),
+]
+
+
+def chosen(parts: list[str]) -> list[Case]:
+    """Cases with one of these names; all cases without names."""
+    return [case for case in CASES if not parts or case.name in parts]
+
+
+def our_model(case: Case, provider: str, plan: lm.ParallelPlan) -> nn.Module:
+    """Our model on this rank, with random weights."""
+
+    def prepare(model: lm.CausalLM) -> None:
+        if case.lora_rank is not None:
+            lm.add_lora(model, case.lora_rank)
+        if provider == FLOAT8:
+            lm.float8(model)
+
+    config = trees.config_of(case.model, layers=case.layers)
+    return lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE, plan=plan, prepare=prepare)
+
+
+def peer(case: Case) -> nn.Module:
+    """transformers with Liger's kernels; on several ranks FSDP2 shards each layer and the rest.
+
+    Raises:
+        ValueError: the case is not full fine-tuning by FSDP2 over all ranks.
+    """
+    if case.lora_rank is not None or set(case.plan) - {"activation_checkpointing"}:
+        raise ValueError("the peer trains all parameters by FSDP2 over all ranks")
+    model: Any = PROVIDERS[PEER](trees.config_of(case.model, layers=case.layers), None)
+    if case.plan:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if torch.distributed.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return cast(nn.Module, model)
+
+
+def run(case: Case, provider: str, steps: int) -> dict[str, Any]:
+    """The record of a case on these ranks: median step time, tokens per second and GPU, and peak memory of this rank.
+
+    Args:
+        case: The case.
+        provider: One of NAMES.
+        steps: Number of timed steps.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    degrees = degrees_of(case, world)
+    together = degrees["context"] * degrees["tensor"]
+    torch.manual_seed(0)
+    model = (peer(case) if provider == PEER else our_model(case, provider, plan_of(case, world))).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True) if provider == PEER else FusedAdamW(trained, lr=1e-6)
+    torch.manual_seed(rank // together)
+    vocabulary = trees.config_of(case.model, layers=case.layers)["vocab_size"]
+    ids = torch.randint(vocabulary, (case.batch, case.length), device=measure.DEVICE)
+    record = timed(trees.training_step(model, optimizer, ids, ids), steps)
+    tokens = case.batch * case.length * world // together
+    record["tokens_per_s_per_gpu"] = tokens / world / record["step_ms"] * 1e3
+    record["gpus"], record["degrees"] = world, degrees
+    return record
+
+
+def plan_of(case: Case, world: int) -> lm.ParallelPlan:
+    """The plan of a case; on one GPU its activation checkpointing alone."""
+    return lm.ParallelPlan(**{k: v for k, v in case.plan.items() if world > 1 or k in FULL})
+
+
+def degrees_of(case: Case, world: int) -> dict[str, int]:
+    """Ranks of each kind."""
+    return plan_of(case, world).degrees(world)
+
+
+def planned_gib(case: Case, world: int) -> float:
+    """Memory of a rank by the planner, which runs the step on the meta device."""
+    config = trees.config_of(case.model, layers=case.layers)
+    model = lm.from_config(config, dtype=torch.bfloat16, device="meta")
+    if case.lora_rank is not None:
+        lm.add_lora(model, case.lora_rank)
+    model.activation_checkpointing = case.plan.get("activation_checkpointing", "none")
+    degrees = {"expert": case.plan.get("expert", 1), **degrees_of(case, world)}
+    del degrees["replicate"]
+    return step_memory(model, case.batch, case.length, **degrees).total / 2**30
+
+
+def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
+    """Run one case in this process, and write its record from rank 0."""
+    device = int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
+    record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
+    try:
+        record |= run(case, provider, arguments.steps)
+        if provider == OURS:
+            record["planned_gib"] = planned_gib(case, record["gpus"])
+    except Exception as failure:  # A failing peer, out of memory for instance, is a result.
+        record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
+    if int(os.environ.get("RANK", 0)) == 0:
+        recording.write(arguments.out, [{**record, **recording.facts()}])
+        shown = {k: round(v, 2) for k, v in record.items() if isinstance(v, float)}
+        print(record["gpus"], "GPUs:", case.name, provider, shown, record.get("failed", ""), flush=True)
+    os._exit("failed" in record)  # A rank that failed would wait for the others.
+
+
+def main() -> None:
+    """Command line."""
+    parser = recording.parser(__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(case.name for case in CASES)}")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[torch.cuda.device_count()], help="numbers of GPUs")
+    parser.add_argument("--providers", nargs="+", default=[OURS, PEER], choices=NAMES)
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    cases = chosen(arguments.cases)
+    if not cases:
+        parser.error(f"no case of {arguments.cases}; there are: {', '.join(case.name for case in CASES)}")
+    if arguments.rank:
+        as_a_rank(cases[0], arguments.providers[0], arguments)
+    for case in cases:
+        for provider in arguments.providers:
+            for gpus in arguments.gpus:
+                launcher = (
+                    ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+                )
+                command = [sys.executable, *launcher, "-m", "benchmarks", "parallel", case.name, "--rank"]
+                command += ["--providers", provider, "--steps", str(arguments.steps)]
+                command += ["--out", str(arguments.out)] if arguments.out else []
+                subprocess.run(command, check=False)
