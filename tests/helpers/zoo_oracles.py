@@ -41,6 +41,8 @@ def skip_without_oracle(config: dict[str, Any]) -> None:
         pytest.skip(f"transformers {transformers.__version__} does not have {config['model_type']}")
     if config.get("mamba_n_groups", 1) > 1 and Version(transformers.__version__) < Version("5.23"):
         pytest.skip(f"transformers {transformers.__version__} normalises all groups of Mamba2 as one")
+    if "sliding_window_size" in config and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} reads sliding_window_size as sliding_window")
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

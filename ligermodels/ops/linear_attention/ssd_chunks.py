@@ -17,6 +17,7 @@ The products of dM with B and C are computed once for all its heads. M stays in 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,24 +49,10 @@ def run(
     first: Tensor | None, final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssd` with the same x, B, C, D, initial_state and final_state; dt and g = dt A are fp32, and `first`, int32 (T,),
-    is the first token of each token's packed document, or None.
-
-    Channels of the state do not mix: y is a sum over them. So a wide state is computed in parts, with sums in fp32."""
+    is the first token of each token's packed document, or None."""
     initial_state = None if initial_state is None else initial_state.float()
-    size = B.shape[3]
-    if size <= MAX_KEY_DIM:
-        return SSDChunks.apply(x, dt, g, B, C, D, initial_state, first, final_state, x.dtype)
-    outputs, states = [], []
-    for start in range(0, size, MAX_KEY_DIM):
-        part = slice(start, start + MAX_KEY_DIM)
-        initial = None if initial_state is None else initial_state[:, :, part]
-        skip = None if start else D
-        y, state = SSDChunks.apply(
-            x, dt, g, B[..., part], C[..., part], skip, initial, first, final_state, torch.float32
-        )  # fmt: skip
-        outputs.append(y)
-        states.append(state)
-    return sum(outputs[1:], outputs[0]).to(x.dtype), torch.cat(states, 2) if final_state else states[0]
+    y, state = SSDChunks.apply(x, dt, g, B, C, D, initial_state, first, final_state)
+    return y, state
 
 
 @kernel
@@ -230,11 +217,13 @@ def _ssd_chunks_forward(
 def _ssd_chunks_backward(
     dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     initial: Tensor | None, first: Tensor | None, need_x: bool, need_groups: bool, need_skip: bool, need_initial: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x with need_x; of dt, g, B and C with need_groups; of D with need_skip; of the initial state
-    with need_initial. The others are empty."""
-    dx, dskip, dinitial = (
-        empty_gradient(tensor, needed, x) for tensor, needed in ((x, need_x), (D, need_skip), (initial, need_initial))
+    """The gradients of x, in `dtype`, with need_x; of dt, g, B and C with need_groups; of D with need_skip; of the
+    initial state with need_initial. The others are empty."""
+    dx = x.new_empty(x.shape if need_x else (0,), dtype=dtype)
+    dskip, dinitial = (
+        empty_gradient(tensor, needed, x) for tensor, needed in ((D, need_skip), (initial, need_initial))
     )
     ddt, dg, dB, dC = (empty_gradient(tensor, need_groups, x) for tensor in (dt, g, B, C))
     found = dx, ddt, dg, dB, dC, dskip, dinitial
@@ -258,21 +247,60 @@ def _ssd_chunks_backward(
 
 
 class SSDChunks(torch.autograd.Function):
-    """`ssd` by the kernels; see `run`."""
+    """`ssd` by the kernels; see `run`. Channels of the state do not mix, and y is a sum over them: a wide state is
+    computed in parts, with sums in fp32."""
 
     @staticmethod
-    def forward(ctx, x, dt, g, B, C, D, initial, first, final_state, dtype):
+    def forward(ctx, x, dt, g, B, C, D, initial, first, final_state):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, dt, g, B, C, D, initial, first)
         ctx.final_state = final_state
-        return _ssd_chunks_forward(x, dt, g, B, C, D, initial, first, final_state, dtype)
+        parts = _parts_of(B)
+        dtype = x.dtype if len(parts) == 1 else torch.float32
+        found = [
+            _ssd_chunks_forward(
+                x, dt, g, B[..., part], C[..., part], None if i else D, _rows(initial, part), first, final_state, dtype
+            )
+            for i, part in enumerate(parts)
+        ]  # fmt: skip
+        y, state = zip(*found, strict=True)
+        return _sum(y).to(x.dtype), _joined(state, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dfinal):
-        x, *others = ctx.saved_tensors
-        dout = torch.zeros_like(x) if dout is None else dout.to(x.dtype)
+        x, dt, g, B, C, D, initial, first = ctx.saved_tensors
+        dout = torch.zeros_like(x) if dout is None else dout
         dfinal = dfinal if ctx.final_state else None
         need_x, *of_groups, need_skip, need_initial = ctx.needs_input_grad[:7]
-        found = _ssd_chunks_backward(dout, dfinal, x, *others, need_x, any(of_groups), need_skip, need_initial)
-        return *found, None, None, None
+        parts = _parts_of(B)
+        dtype = x.dtype if len(parts) == 1 else torch.float32
+        found = [
+            _ssd_chunks_backward(
+                dout, _rows(dfinal, part), x, dt, g, B[..., part], C[..., part], None if i else D,
+                _rows(initial, part), first, need_x, any(of_groups), need_skip and not i, need_initial, dtype,
+            )
+            for i, part in enumerate(parts)
+        ]  # fmt: skip
+        dx, ddt, dg, dB, dC, dskip, dinitial = zip(*found, strict=True)
+        sums = _sum(dx).to(x.dtype), _sum(ddt), _sum(dg)
+        return *sums, _joined(dB, 3), _joined(dC, 3), dskip[0], _joined(dinitial, 2), None, None
+
+
+def _parts_of(B: Tensor) -> list[slice]:
+    """The channels of the state that each launch takes."""
+    return [slice(start, start + MAX_KEY_DIM) for start in range(0, B.shape[3], MAX_KEY_DIM)]
+
+
+def _rows(state: Tensor | None, part: slice) -> Tensor | None:
+    """The channels `part` of a state (b, R, N, P), or None."""
+    return None if state is None else state[:, :, part]
+
+
+def _sum(parts: tuple[Tensor, ...]) -> Tensor:
+    return reduce(torch.add, parts)
+
+
+def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    """The parts side by side; one of them where they are empty, because nobody needs them."""
+    return torch.cat(parts, dim) if len(parts) > 1 and parts[0].numel() else parts[0]
