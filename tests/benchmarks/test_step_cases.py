@@ -18,7 +18,7 @@ from zoo import GEMMA4
 import ligermodels as lm
 from benchmarks.__main__ import MODULES
 from benchmarks.cases import all as whole
-from benchmarks.cases import cpu_decoding, float8_loss, mixtures, parallel, peers, training
+from benchmarks.cases import batch_invariant, cpu_decoding, float8_loss, grpo, mixtures, parallel, peers, training
 from benchmarks.cases import draft as draft_benchmark
 from benchmarks.cases import medusa as medusa_benchmark
 from benchmarks.cases import needed_tokens as needed_tokens_benchmark
@@ -57,6 +57,27 @@ def test_steps_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parallel.planned_gib(case, 4) < parallel.planned_gib(case, 1)
     with pytest.raises(ValueError, match="FSDP2 over all ranks"):
         parallel.peer(case)
+
+
+def test_steps_of_grpo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ours; TRL's are in an environment of their own."""
+    monkeypatch.setitem(CONFIGS, "qwen3-0.6b", CONFIGS["qwen3-0.6b"] | SIZES | {"vocab_size": 8192})
+    case = grpo.Case(prompts=1, generations=2, tokens=128, steps=2)
+    grpo.files(case, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = grpo.run(case, "ligermodels", tmp_path)
+    assert record["tokens_per_s"] == pytest.approx(2 * 128 / record["step_s"])
+
+
+def test_bits_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "qwen3-8b", CONFIGS["qwen3-8b"] | SIZES | {"vocab_size": 8192})
+    monkeypatch.setattr(batch_invariant, "LENGTH", 64)
+    monkeypatch.setattr(batch_invariant, "BATCHES", (1,))
+    monkeypatch.setattr(batch_invariant, "STEPS", 4)
+    monkeypatch.setattr(batch_invariant, "LENGTHS", (7, 40, 23))
+    record = batch_invariant.run("qwen3-8b", True)
+    assert record["equal_in_a_batch"] == record["equal_in_training"] == record["prompts"] == 3
+    assert min(record["forward_ms"], record["step_ms"], record["decoding_1_ms"]) > 0
 
 
 @pytest.mark.parametrize("case", [mixtures.CASES[0], mixtures.CASES[-1]], ids=lambda case: case.model)
