@@ -238,8 +238,9 @@ class GatedDeltaNet(RecurrentLayer):
         shard, shares = context.shard, 1
         if shard is not None:  # all tokens, of this rank's share of the heads
             shares = shard.mesh.size()
-            inputs = shard.share_of_channels(_shares(inputs, [keys, keys, sizes[1]], shares))
-            g, beta = shard.share_of_channels(_shares(torch.cat([g, beta], -1), [heads, heads], shares)).chunk(2, -1)
+            inputs = shard.share_of_channels(self.conv.shares(inputs, shares))
+            gates = torch.cat([gate.unflatten(-1, (shares, -1)) for gate in (g, beta)], dim=-1)
+            g, beta = shard.share_of_channels(gates).chunk(2, -1)
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
         earlier = None
         if state is not None:
@@ -268,13 +269,21 @@ class GatedDeltaNet(RecurrentLayer):
 
 
 class CausalConv(nn.Module):
-    """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly."""
+    """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly; so does
+    context parallelism, except that a part of fewer `groups` than ranks goes to several ranks, a group to each."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, parts: Sequence[int], width: int, bias: bool = False, activation: str | None = "silu") -> None:
+    def __init__(
+        self,
+        parts: Sequence[int],
+        width: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        groups: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
-        self.parts, self.activation = tuple(parts), activation
+        self.parts, self.activation, self.groups = tuple(parts), activation, tuple(groups or parts)
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
@@ -319,8 +328,17 @@ class CausalConv(nn.Module):
 
     def _own_share(self, parameter: Tensor, shard: ContextShard) -> Tensor:
         """This rank's share of the channels of a parameter (..., channels) under context parallelism."""
-        parts = [part * parameter.shape[-1] // sum(self.parts) for part in self.parts]  # fewer under tensor parallelism
-        return _shares(parameter, parts, shard.mesh.size())[..., shard.mesh.get_local_rank(), :]
+        return self.shares(parameter, shard.mesh.size())[..., shard.mesh.get_local_rank(), :]
+
+    def shares(self, x: Tensor, ranks: int) -> Tensor:
+        """x (..., channels) -> (..., ranks, share): the channels of each rank under context parallelism."""
+        divisor = sum(self.parts) // x.shape[-1]  # the ranks of tensor parallelism
+        found = []
+        for part, count in zip(x.split([part // divisor for part in self.parts], dim=-1), self.groups, strict=True):
+            copies = max(ranks * divisor // count, 1)
+            groups = part.unflatten(-1, (ranks // copies, 1, -1))
+            found.append(groups.expand(*groups.shape[:-2], copies, -1).flatten(-3, -2))
+        return torch.cat(found, dim=-1)
 
     def _whole(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter (..., channels), with the channels of the other ranks."""
@@ -367,11 +385,6 @@ class GatedNorm(FullPrecision):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z (..., heads, size) -> (..., heads, size), of their dtype."""
         return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
-
-
-def _shares(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
-    """x (..., sum(parts)) -> (..., ranks, sum(parts) / ranks): for each rank, its share of each part."""
-    return torch.cat([part.unflatten(-1, (ranks, -1)) for part in x.split(list(parts), dim=-1)], dim=-1)
 
 
 def with_input_channel(weight: Tensor) -> Tensor:

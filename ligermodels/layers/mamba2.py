@@ -93,6 +93,11 @@ class Mamba2Config(LayerConfig):
         of_groups = self.num_groups * self.state_size
         return self.inner_size, of_groups, of_groups
 
+    @property
+    def conv_groups(self) -> tuple[int, int, int]:
+        """Heads of x, and groups of B and C."""
+        return self.num_heads, self.num_groups, self.num_groups
+
     def new_state(
         self,
         num_layers: int,
@@ -150,21 +155,36 @@ class Mamba2(RecurrentLayer):
 
     The rows of `in_proj` are the gate z, x, B, C and the step sizes dt, as in checkpoints. Tensor parallelism divides
     the rows evenly, regardless of these parts. Outputs are gathered, and each rank takes the channels of its groups.
+
+    Under context parallelism each rank has some tokens for its projections, gate and norm, and convolves and runs the
+    recurrence over all tokens of a share of the heads, as `GatedDeltaNet` does. Ranks whose heads have the same group
+    all convolve its B and C.
     """
 
     float8_linears: ClassVar[Mapping[str, str | None]] = {"in_proj": INPUT, "out": None}
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"in_proj": "columns_to_all", "out": "rows"}
     sequence_parallel: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, config: Mamba2Config) -> None:
         super().__init__()
         self.config = config
         width = config.inner_size + sum(config.conv_parts) + config.num_heads
         self.in_proj = Linear(hidden_size, width, bias=config.bias)
-        self.conv = CausalConv(config.conv_parts, config.conv_width, bias=config.conv_bias)
+        self.conv = CausalConv(config.conv_parts, config.conv_width, bias=config.conv_bias, groups=config.conv_groups)
         self.steps = Steps(config.num_heads, config.time_step_limit)
         self.norm = GatedGroupNorm(config) if config.has_norm else None
         self.out = Linear(config.inner_size, hidden_size, bias=config.out_bias)
+
+    def check_context_parallel(self, ranks: int) -> None:
+        """Each rank computes whole heads, of whole groups or of one group."""
+        split_evenly("num_heads (mamba_n_heads)", self.config.num_heads, ranks)
+        few, many = sorted((self.config.num_groups, ranks))
+        if many % few:
+            raise ConfigError(
+                f"num_groups (mamba_n_groups): {self.config.num_groups} groups cannot be shared among {ranks} ranks; "
+                "one number must be a multiple of the other"
+            )
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
         """Mix tokens.
@@ -189,15 +209,22 @@ class Mamba2(RecurrentLayer):
         dt, rates, skip = self.steps(dt)
         if context.seq_lens is not None:  # padding must not change the state
             dt = dt * (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
+        shard = context.shard
+        if shard is not None:  # all tokens, of this rank's share of the heads
+            shares, rank = shard.mesh.size(), shard.mesh.get_local_rank()
+            inputs = shard.share_of_channels(self.conv.shares(inputs, shares))
+            dt = shard.share_of_channels(dt.unflatten(-1, (shares, -1)))
+            rates, skip = (of_heads.unflatten(0, (shares, -1))[rank] for of_heads in (rates, skip))
+            inner, of_groups = inner // shares, max(of_groups // shares, config.state_size)
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
         earlier = None
         if state is not None:
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
-        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one)
+        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one, shard)
         values, b, c = convolved.split([inner, of_groups, of_groups], dim=-1)
         b, c = (tensor.unflatten(-1, (-1, config.state_size)) for tensor in (b, c))
-        operands = values.unflatten(-1, (heads, -1)), dt, rates, b, c, skip
+        operands = values.unflatten(-1, (-1, config.head_dim)), dt, rates, b, c, skip
         if state is None:
             y, _ = ops.ssd(*operands, cu_seqlens=context.cu_seqlens, final_state=False)
         elif one:
@@ -209,6 +236,8 @@ class Mamba2(RecurrentLayer):
             y, last = ops.ssd(*operands, initial_state=state.matrix)
             state.advance(inputs, last, context.seq_lens)
         y = y.to(z.dtype).flatten(2)
+        if shard is not None:
+            y = shard.share_of_tokens(y).flatten(2)
         return self.out(ops.swiglu(z, y) if self.norm is None else self.norm(y, z))
 
     def _scaled(self, projected: Tensor, inner: int, of_groups: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,8 +24,14 @@ from ligermodels.speculative.joint import JointMedusa, frozen_copy
 FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3", "lfm2-biases")
 """Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
 mixture with a load-balancing loss; latent attention; short convolutions."""
-RECURRENT = ("qwen3_5_text", "qwen3_next")
-"""Gated DeltaNet, alone and with a mixture."""
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_next": {},
+    "bamba-other-sizes": {},
+    "nemotron_h": {"n_groups": 4},
+    "falcon_h1": {"mamba_n_groups": 2},
+}
+"""Gated DeltaNet, alone and with a mixture; Mamba2, of one group for all ranks, of several, and beside attention."""
 SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
 """Layers that use the keys and values of other layers, with per-layer inputs."""
 PLAN = lm.ParallelPlan(context=2)
@@ -80,13 +86,15 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for name, mode in zip(RECURRENT, ("none", "full"), strict=True):
+    for (name, sizes), mode in zip(RECURRENT.items(), ("none", "full", "selective", "none", "full"), strict=True):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
-        plain, model = build(name), lm.parallelize(build(name), plan)
+        plain, model = build(name, **sizes), lm.parallelize(build(name, **sizes), plan)
         for inputs in inputs_of_all_kinds().values():
             check_pass(model, plain, inputs)
     with pytest.raises(ConfigError, match=r"context: blocks\[1\].mixer: num_key_heads .*: 3 cannot be split"):
         lm.parallelize(build("qwen3_5_text-other-sizes"), PLAN)
+    with pytest.raises(ConfigError, match=r"context: blocks\[0\].mixer: num_groups .*: 3 groups cannot be shared"):
+        lm.parallelize(build("bamba"), PLAN)
     model = build("llama-3")
     model.decoder.blocks[1].mixer.context_parallel = False
     with pytest.raises(ConfigError, match=r"context: blocks\[1\].mixer \(Attention\) cannot be given a part"):
@@ -188,17 +196,14 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for inputs in list(inputs_of_all_kinds().values())[::2]:
         check_pass(both[1], both[0], inputs)
     assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
-    config = {
-        **CONFIGS["qwen3_5_text"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "intermediate_size": 96,
-    }
-    both_recurrent = [lm.from_config(config) for _ in range(2)]
-    both_recurrent[1].load_state_dict(both_recurrent[0].state_dict())
-    both_recurrent[1] = lm.parallelize(both_recurrent[1], lm.ParallelPlan(context=2, tensor=2))
-    for inputs in list(inputs_of_all_kinds().values())[1::2]:
-        check_pass(both_recurrent[1], both_recurrent[0], inputs)
+    for name, fields in (
+        ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "intermediate_size": 96}),
+        ("bamba", {"mamba_n_groups": 2, "intermediate_size": 96}),
+    ):
+        recurrent = build(name, **fields)
+        spread_out = lm.parallelize(build(name, **fields), lm.ParallelPlan(context=2, tensor=2))
+        for inputs in list(inputs_of_all_kinds().values())[1::2]:
+            check_pass(spread_out, recurrent, inputs)
     # Four parts of each sequence; of the heads of stage 2 too.
     every = inputs_of_all_kinds()
     for i, name in enumerate(("llama-3.2", "gemma2", "qwen3_moe")):
@@ -222,7 +227,7 @@ def test_families(tmp_path: Path) -> None:
     in_ranks(2, families, tmp_path)
 
 
-def test_gated_delta_net(tmp_path: Path) -> None:
+def test_recurrent_mixers(tmp_path: Path) -> None:
     in_ranks(2, recurrent, tmp_path)
 
 

@@ -32,9 +32,9 @@ FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe", "qwen3_5_tex
 mixer; short convolutions with experts."""
 
 
-def build(name: str, dtype: torch.dtype | None = torch.float32) -> lm.CausalLM:
+def build(name: str, dtype: torch.dtype | None = torch.float32, **fields: Any) -> lm.CausalLM:
     torch.manual_seed(0)
-    return lm.from_config(CONFIGS[name], dtype=dtype)
+    return lm.from_config({**CONFIGS[name], **fields}, dtype=dtype)
 
 
 def batch(seed: int) -> Batch:
