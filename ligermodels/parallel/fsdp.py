@@ -76,7 +76,7 @@ class _Sharder(NamedTuple):
         return cls(mesh, experts, policy, uncast)
 
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
-        """Shard a module, and return one module for each of its groups, in the order of gathering backwards."""
+        """Shard a module, and return one module for each of its groups, its own group first."""
         if isinstance(module, FSDPModule):
             return [module]
         unsharded = [submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule)]
@@ -99,9 +99,14 @@ class _Sharder(NamedTuple):
 def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
     if isinstance(decoder.blocks[0], FSDPModule):
         return
-    blocks = [sharder.shard(block) for block in decoder.blocks]
-    for (before, *_), after in pairwise(blocks):  # while a block computes, the next one is gathered
-        before.set_modules_to_forward_prefetch(after)
+    groups = [sharder.shard(block) for block in decoder.blocks]
+    for before, after in pairwise(groups):  # while a block computes, the next one is gathered
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
+    # Selective checkpointing computes a block again by the operations of its forward pass, which did not gather these.
+    last, *inner = groups[-1]
+    if inner:
+        last.set_modules_to_backward_prefetch([*inner, *(groups[-2] if len(groups) > 1 else ())])
 
 
 def _no_deepcopy(_: Any) -> None:
