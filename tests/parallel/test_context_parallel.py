@@ -73,7 +73,8 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         plain, model = build(name), lm.parallelize(build(name), plan)
         for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
             check_pass(model, plain, inputs)
-        check_training(model, plain, torch.optim.SGD, tensor=2)
+        if name in ("llama-3.2", "qwen3_moe"):
+            check_training(model, plain, torch.optim.SGD, tensor=2)
 
 
 def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from two_ranks import in_ranks
 from zoo import CONFIGS, make_checkpoint
 
@@ -48,9 +48,20 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def own_parts(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of both tensors, without communication if `found` is sharded evenly or not at all."""
+    if not isinstance(found, DTensor):
+        return found, wanted
+    if not all(type(placement) in (Shard, Replicate) for placement in found.placements):
+        return found.full_tensor(), wanted
+    parts = distribute_tensor(wanted, found.device_mesh, found.placements, src_data_rank=None)
+    return found.to_local(), parts.to_local()
+
+
 def check_equal(
     spread: nn.Module, plain: nn.Module, what: Callable[[nn.Parameter], Tensor | None], **close: Any
 ) -> None:
+    """Each rank compares its own parts."""
     wanted = {name: what(p) for name, p in plain.named_parameters()}
     found = {name: what(p) for name, p in spread.named_parameters()}
     assert found.keys() == wanted.keys()
@@ -59,7 +70,8 @@ def check_equal(
             assert found[name] is None, name
         else:
             options = {"rtol": 2e-4, "atol": 2e-6, **close}
-            torch.testing.assert_close(whole(found[name]), tensor, **options, msg=lambda m, n=name: f"{n}: {m}")
+            own = own_parts(found[name], tensor)
+            torch.testing.assert_close(*own, **options, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def from_first_rank(plain: nn.Module, *others: Tensor) -> None:
