@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from children import forks
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 WORLD = 2
 
@@ -69,3 +71,13 @@ def _enter(
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)  # Without gloo's teardown, in which the rank that is later may abort.
+
+
+def own_parts(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of both tensors, without communication if `found` is sharded evenly or not at all."""
+    if not isinstance(found, DTensor):
+        return found, wanted
+    if not all(type(placement) in (Shard, Replicate) for placement in found.placements):
+        return found.full_tensor(), wanted
+    parts = distribute_tensor(wanted, found.device_mesh, found.placements, src_data_rank=None)
+    return found.to_local(), parts.to_local()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from two_ranks import in_ranks
+from torch.distributed.tensor import DTensor
+from two_ranks import in_ranks, own_parts
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
@@ -46,16 +46,6 @@ def batch(seed: int) -> Batch:
 
 def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def own_parts(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of both tensors, without communication if `found` is sharded evenly or not at all."""
-    if not isinstance(found, DTensor):
-        return found, wanted
-    if not all(type(placement) in (Shard, Replicate) for placement in found.placements):
-        return found.full_tensor(), wanted
-    parts = distribute_tensor(wanted, found.device_mesh, found.placements, src_data_rank=None)
-    return found.to_local(), parts.to_local()
 
 
 def check_equal(
