@@ -163,7 +163,7 @@ def _rows(facts: dict[str, Any], recipe: FineTuningRecipe) -> Iterator[tuple[str
         yield "unusable lines", f"{facts['unusable']:,}"
     yield "tokens", f"{facts['tokens']:,}"
     yield "tokens trained on", f"{facts['trained_tokens']:,}"
-    noun = {"documents": "document", "prompts": "prompt"}.get(recipe.data_form.name, "prompt with its completion")
+    noun = recipe.data_form.record
     for percent, length in facts["lengths"].items():
         name = {"0": f"the shortest {noun}", "100": f"the longest {noun}"}.get(percent, f"percentile {percent}")
         yield f"tokens of a {noun}: {name}", f"{length:,}"

@@ -58,8 +58,8 @@ def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
     if bad := len(plan.documents.bad):
         yield "", f"{bad:,} unusable lines are skipped"
     form, noun, trained = recipe.data_form, "sequences", f", {epoch.targets:,} of them trained"
-    if form.name == "prompts":
-        noun, trained = "prompts", f"; {form.row_sequences} completions of each are sampled, and trained"
+    if form.samples:
+        noun, trained = f"{form.record}s", f"; {form.row_sequences} completions of each are sampled, and trained"
     yield "epoch", f"{epoch.sequences:,} {noun}, {epoch.tokens:,} tokens{trained}"
     epochs = plan.steps * run.sequences / epoch.sequences / form.batch_steps
     resumed = f", from step {plan.start + 1:,}" if plan.start else ""

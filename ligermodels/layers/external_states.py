@@ -36,9 +36,30 @@ class RecurrentLayer(Layer):
     several requests, and `external` calls it again for rows of requests with their states. Such a call has a state
     that holds earlier tokens and, if rows have padding, `ForwardContext.seq_lens`; no other field of the context is
     set. The layer's tensors of a state are `LayerDelta.tensors` or `LayerConv.tensors`.
+
+    A subclass defines `mix(x, context, state)`, with the arguments and the result of `forward`.
     """
 
     external: ExternalStates | None = None
+
+    def forward(self, x: Tensor, context: ForwardContext, state: Any = None) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x: hidden states, (B, T, H).
+            context: context of the forward pass.
+            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
+
+        Returns:
+            (B, T, H).
+        """
+        if self.external is not None and state is None:
+            return self.external(self, x)
+        return self.mix(x, context, state)
+
+    def mix(self, x: Tensor, context: ForwardContext, state: Any) -> Tensor:
+        """Mix tokens, with the states in `state`: see `forward`."""
+        raise NotImplementedError
 
 
 class RequestRows(NamedTuple):

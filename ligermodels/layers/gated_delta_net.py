@@ -211,19 +211,7 @@ class GatedDeltaNet(RecurrentLayer):
         """Each rank computes whole key heads."""
         split_evenly("num_key_heads (linear_num_key_heads)", self.config.num_key_heads, ranks)
 
-    def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x: hidden states, (B, T, H).
-            context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
-
-        Returns:
-            (B, T, H).
-        """
-        if self.external is not None and state is None:
-            return self.external(self, x)
+    def mix(self, x: Tensor, context: ForwardContext, state: LayerDelta | None) -> Tensor:
         config = self.config
         parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)

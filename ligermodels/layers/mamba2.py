@@ -186,19 +186,7 @@ class Mamba2(RecurrentLayer):
                 "one number must be a multiple of the other"
             )
 
-    def forward(self, x: Tensor, context: ForwardContext, state: LayerDelta | None = None) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x: hidden states, (B, T, H).
-            context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
-
-        Returns:
-            (B, T, H).
-        """
-        if self.external is not None and state is None:
-            return self.external(self, x)
+    def mix(self, x: Tensor, context: ForwardContext, state: LayerDelta | None) -> Tensor:
         config = self.config
         parts = [config.inner_size, *config.conv_parts, config.num_heads]
         projected = own_part_of_each(self, self.in_proj(x), parts)

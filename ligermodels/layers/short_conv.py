@@ -111,19 +111,7 @@ class ShortConv(RecurrentLayer):
         self.conv = CausalConv([config.channels], config.width, config.bias, activation=None)
         self.out = Linear(config.channels, hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, context: ForwardContext, state: LayerConv | None = None) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x: hidden states, (B, T, H).
-            context: context of the forward pass.
-            state: decoding state; the tokens of x are added to it. It must be zero before the first pass.
-
-        Returns:
-            (B, T, H).
-        """
-        if self.external is not None and state is None:
-            return self.external(self, x)
+    def mix(self, x: Tensor, context: ForwardContext, state: LayerConv | None) -> Tensor:
         gate_in, gate_out, values = own_part_of_each(self, self.in_proj(x), [self.config.channels] * 3).chunk(3, -1)
         inputs, earlier, tree = gate_in * values, None, context.tree
         one = state is not None and tree is None and context.seq_lens is None and x.shape[1] == 1

@@ -71,7 +71,7 @@ def data_messages(
     """
     sizes = {"training": num_training, "validation": num_validation}
     rows, size, samples = recipe.batch_tokens // recipe.row_tokens, f"of {recipe.row_tokens:,} tokens", ""
-    if recipe.data_form.name == "prompts":
+    if recipe.data_form.samples:
         size, samples = "of a prompt", f", with {recipe.data_form.row_sequences} completions each"
     for split, documents in sizes.items():
         count = counts.get(split)

@@ -54,7 +54,7 @@ def data_source(recipe: TrainingRecipe) -> DataSource:
     form = recipe.data_form
     if form.name == "documents":
         return DataSource()
-    if form.name == "prompts":
+    if form.samples:
         settings = recipe.settings()
         room = recipe.seq_len - settings["max_completion_length"]
         raises = recipe.excess_length_strategy == "raise"

@@ -114,7 +114,7 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
     def data_form(self) -> DataForm:
         """The form of the records."""
         form = OBJECTIVES[self.objective].data
-        if form.name == "prompts":
+        if form.samples:
             return form._replace(row_sequences=self.num_generations, batch_steps=self.num_iterations)
         return form._replace(mismatched=form.mismatched and self.loss_type != ("apo_zero_unpaired",))
 

@@ -130,8 +130,7 @@ def dry_run(
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console, on_meta=True)
         stack.callback(plan.documents.close)
         recipe, micro_batches = plan.recipe, plan.micro_batches
-        if recipe.data_form.name == "prompts":
-            check_reward_fields(plan)
+        check_reward_fields(plan)
         model, job = _on_meta(plan, attention)
         optimizer = optimizer_of(recipe, job)
         epoch = plan.counts.get("training")

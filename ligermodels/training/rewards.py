@@ -89,9 +89,10 @@ class Reward:
 
 
 def check_reward_fields(plan: RunPlan, *_: Any) -> None:
-    """Check that the records of a run have the fields that its reward functions need. Raises ConfigError."""
+    """Check that the records of a run have the fields that its reward functions, if it has any, need. Raises
+    ConfigError."""
     documents: Any = plan.documents
-    for path in plan.recipe.settings()["reward"]:
+    for path in plan.recipe.settings().get("reward", ()):
         Reward(path).check_fields(documents.columns)
 
 

@@ -181,7 +181,7 @@ def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     if is_early:
         say(f"stopped early, after step {step:,} of {plan.steps:,}")
     best = callbacks.best.best.step if plan.recipe.load_best_model_at_end else None
-    what = _best_by(plan.recipe)
+    what = plan.recipe.data_form.best_result
     if best is not None and best not in state.ranks.from_first(str(folder), state.checkpoints.steps):
         say(f"the checkpoint of step {best:,}, which has the {what}, is missing")
         best = None
@@ -200,10 +200,6 @@ def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     if plan.has_validation:  # a run that resumed after its last step has no evaluation yet
         evaluation = callbacks.validate.evaluations.get(step if best is None else best) or state.evaluate()
     return Outcome(step, plan.steps, evaluation, stopped_early=is_early, best_step=best)
-
-
-def _best_by(recipe: TrainingRecipe) -> str:
-    return "highest validation reward" if recipe.data_form.name == "prompts" else "lowest validation loss"
 
 
 def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> None:

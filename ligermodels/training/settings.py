@@ -58,11 +58,26 @@ class DataForm(NamedTuple):
     mismatched: bool = False
     prompt_targets: bool = False
 
+    @property
+    def samples(self) -> bool:
+        """Whether training samples the completions of the records, and is validated by their reward."""
+        return self.name == "prompts"
+
+    @property
+    def record(self) -> str:
+        """What a record is called in messages."""
+        return {"documents": "document", "prompts": "prompt"}.get(self.name, "prompt with its completion")
+
+    @property
+    def best_result(self) -> str:
+        """What the best validation result of a run is called in messages."""
+        return "highest validation reward" if self.samples else "lowest validation loss"
+
     def row_size(self, seq_len: int) -> str:
         """Most tokens of a row, for messages."""
         if self.row_sequences == 1:
             return f"seq_len ({seq_len})"
-        if self.name == "prompts":
+        if self.samples:
             return f"{self.row_sequences} times seq_len ({seq_len}), for the completions of a prompt"
         return f"twice seq_len ({seq_len}), for the two sequences of a pair"
 

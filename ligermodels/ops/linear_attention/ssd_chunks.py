@@ -93,8 +93,8 @@ def values_kernel(
         d = product(high_m, low_m, high_b, low_b, d, HALF, False, NARROW) * weight[:, None]
         if SKIP:
             d += tl.load(skip + head).to(tl.float32) * do.to(tl.float32)
-        place = dv + ours * V + n[:, None] * (heads * V) + j[None, :]
-        tl.store(place, d.to(dv.dtype.element_ty), mask=of_values)
+        dv_block = dv + ours * V + n[:, None] * (heads * V) + j[None, :]
+        tl.store(dv_block, d.to(dv.dtype.element_ty), mask=of_values)
 
 
 @kernel
@@ -226,12 +226,12 @@ def _ssd_chunks_backward(
         empty_gradient(tensor, needed, x) for tensor, needed in ((D, need_skip), (initial, need_initial))
     )
     ddt, dg, dB, dC = (empty_gradient(tensor, need_groups, x) for tensor in (dt, g, B, C))
-    found = dx, ddt, dg, dB, dC, dskip, dinitial
+    gradients = dx, ddt, dg, dB, dC, dskip, dinitial
     if is_fake(dx):
-        return found
+        return gradients
     if not x.shape[0]:
         dskip.zero_()
-        return found
+        return gradients
     launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D, attending=False)
     launch.prepare()
     of_out, dstates = heads_and_strides(dout), None
@@ -243,7 +243,7 @@ def _ssd_chunks_backward(
     if need_groups or need_skip:
         of_groups = (dC, dB, dg, ddt) if need_groups else None
         _groups(launch, of_out, dstates, dskip if need_skip else None, of_groups)
-    return found
+    return gradients
 
 
 class SSDChunks(torch.autograd.Function):
@@ -257,13 +257,13 @@ class SSDChunks(torch.autograd.Function):
         ctx.final_state = final_state
         parts = _parts_of(B)
         dtype = x.dtype if len(parts) == 1 else torch.float32
-        found = [
+        outputs = [
             _ssd_chunks_forward(
                 x, dt, g, B[..., part], C[..., part], None if i else D, _rows(initial, part), first, final_state, dtype
             )
             for i, part in enumerate(parts)
         ]  # fmt: skip
-        y, state = zip(*found, strict=True)
+        y, state = zip(*outputs, strict=True)
         return _sum(y).to(x.dtype), _joined(state, 2)
 
     @staticmethod
@@ -275,14 +275,14 @@ class SSDChunks(torch.autograd.Function):
         need_x, *of_groups, need_skip, need_initial = ctx.needs_input_grad[:7]
         parts = _parts_of(B)
         dtype = x.dtype if len(parts) == 1 else torch.float32
-        found = [
+        gradients = [
             _ssd_chunks_backward(
                 dout, _rows(dfinal, part), x, dt, g, B[..., part], C[..., part], None if i else D,
                 _rows(initial, part), first, need_x, any(of_groups), need_skip and not i, need_initial, dtype,
             )
             for i, part in enumerate(parts)
         ]  # fmt: skip
-        dx, ddt, dg, dB, dC, dskip, dinitial = zip(*found, strict=True)
+        dx, ddt, dg, dB, dC, dskip, dinitial = zip(*gradients, strict=True)
         sums = _sum(dx).to(x.dtype), _sum(ddt), _sum(dg)
         return *sums, _joined(dB, 3), _joined(dC, 3), dskip[0], _joined(dinitial, 2), None, None
 
