@@ -53,6 +53,7 @@ class Attention(AttentionLayer):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
+        self.score_options = {"softmax_scale": config.softmax_scale, "window": config.window, "softcap": config.softcap}
         self.qkv = Linear(hidden_size, config.num_kv_heads * config.group_width, bias=config.bias)
         shape = config.num_heads, config.num_kv_heads, config.head_dim
         self.split = _split_class(config.qk_norm)(*shape, config.qk_norm, config.values)
@@ -84,14 +85,16 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
-        self._check_length(k, state)
+        if self.config.chunk is not None:
+            self._check_length(self.config.chunk, k if state is None else state.keys)
         if self.external is not None:
             out = self.external(q, k, v)
         elif state is None:
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
-        out = out[..., : self.config.value_dim]
+        if self.config.values is not None:
+            out = out[..., : self.config.value_dim]
         out = (out if self.gate is None else out * self._head_gates(self.gate(x))[..., None]).flatten(2)
         out = self.o(out if gate is None else out * elementwise(torch.sigmoid, gate))
         if not self.config.shares_kv:
@@ -108,11 +111,11 @@ class Attention(AttentionLayer):
             return elementwise(torch.sigmoid, logits)
         return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
-    def _check_length(self, keys: Tensor, state: LayerKV | None) -> None:
+    def _check_length(self, chunk: int, keys: Tensor) -> None:
         """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
         config. An external attention has its own limit."""
-        chunk, length = self.config.chunk, (keys if state is None else state.keys).shape[1]
-        if chunk is not None and length > chunk and self.external is None:
+        length = keys.shape[1]
+        if length > chunk and self.external is None:
             raise InputError(
                 f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "
                 f"not implemented for longer rows; got room for {length}: give rows, or prompts with their new tokens, "
@@ -121,7 +124,7 @@ class Attention(AttentionLayer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
-        options = {**self.score_options, "backend": self.config.backend}
+        options = {**self.score_options, "sinks": local(self, self.sinks), "backend": self.config.backend}
         if context.shard is None:
             return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
         return shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
@@ -134,14 +137,9 @@ class Attention(AttentionLayer):
             state.fill(k, v)
             return self._attend(q, k, v, context)
         mask = None if context.tree is None else context.tree.mask
-        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **self.score_options)
+        options = {**self.score_options, "sinks": local(self, self.sinks)}
+        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options)
         return as_dtype(out, dtype)
-
-    @property
-    def score_options(self) -> dict[str, Any]:
-        """The options of attention ops that change scores."""
-        scale, window, softcap = self.config.softmax_scale, self.config.window, self.config.softcap
-        return {"softmax_scale": scale, "window": window, "softcap": softcap, "sinks": local(self, self.sinks)}
 
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None
@@ -229,14 +227,18 @@ class SplitQKV(nn.Module):
             cache_seqlens: number of tokens of each sequence in the cache.
         """
         kv_heads = self._num_kv_heads(qkv)
-        norms = local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
-        if self.qk_norm is not None and not self.qk_norm.has_weight:
-            norms = (qkv.new_ones(self.head_dim),) * 2
+        norms = (None, None) if self.qk_norm is None else self._norm_weights(self.qk_norm, qkv)
         if cache is not None and cache_seqlens is not None:
             return self._cached(qkv, tables, cache, cache_seqlens, *norms)
         if self.values is not None:
             qkv = self._with_values(qkv)
         return ops.rope_qkv(qkv, *tables, kv_heads, self.group_size, self.head_dim, *norms, **self.norm_options)
+
+    def _norm_weights(self, qk_norm: QKNormConfig, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights (head_dim,) of the norms of queries and keys: ones for norms without weights."""
+        if not qk_norm.has_weight:
+            return (qkv.new_ones(self.head_dim),) * 2
+        return local(self, self.q_norm, partial=True), local(self, self.k_norm, partial=True)
 
     def _num_kv_heads(self, qkv: Tensor) -> int:
         """Key/value heads of the projection; InputError unless it has as many heads for each of them."""

@@ -170,9 +170,12 @@ class Linear(Composed[Compute, Update], nn.Linear):
 
         Returns (..., out_features) of the dtype of `input`, or the result of the activation.
         """
-        gated = options_of(activation) if form is None else None
-        if self.split is None and self.update is None and (activation is None or gated is not None):
-            return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
+        gated = None if activation is None or form is not None else options_of(activation)
+        if self.split is None and (activation is None or gated is not None):
+            if not self._modules:  # neither compute nor update
+                return ops.linear(input, self.weight, self.bias, activation=gated)
+            if self.update is None:
+                return self._product(input, self.weight, self.bias, UNSHARDED, activation=gated)
         if self.split is None:
             y = self.local_sum(input, self.weight, self.bias, UNSHARDED)
         else:

@@ -300,16 +300,17 @@ class Targets:
     def _restored(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
         """The results of a head: scalars are summed over the ranks that share the tokens, and divided by `divisor`;
         results of each token are (B, T), filled where there is no target."""
-        found = ((name, x) for name, x in result._asdict().items() if x is not None)
-        return HeadLoss(**{name: self._by_token(name, x) if x.dim() else self._total(x, divisor) for name, x in found})
-
-    def _total(self, x: Tensor, divisor: Tensor | float | None) -> Tensor:
-        total = self.layout.sum(x)
-        return total if divisor is None else per_item(total, divisor)
-
-    def _by_token(self, name: str, x: Tensor) -> Tensor:
-        fill = WITHOUT_TARGET[name]
-        return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
+        restored: dict[str, Tensor] = {}
+        for name, x in result._asdict().items():
+            if x is None:
+                continue
+            if x.dim():
+                fill = WITHOUT_TARGET[name]
+                x = self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
+            else:
+                x = self.layout.sum(x) if divisor is None else per_item(self.layout.sum(x), divisor)
+            restored[name] = x
+        return HeadLoss(**restored)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

@@ -104,10 +104,10 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
     if request.device == "meta":
         return META
     if name == "auto":
-        found = (b for b in BACKENDS.values() if not b.refuses(request) and not b.defers(request))
-        if (backend := next(found, None)) is None:
-            raise BackendError(f"batch_invariant: no attention backend serves this call: {REFERENCE.refuses(request)}")
-        return backend
+        for backend in BACKENDS.values():
+            if not backend.refuses(request) and not backend.defers(request):
+                return backend
+        raise BackendError(f"batch_invariant: no attention backend serves this call: {REFERENCE.refuses(request)}")
     if reason := BACKENDS[name].refuses(request):
         raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
     return BACKENDS[name]

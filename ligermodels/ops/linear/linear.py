@@ -53,7 +53,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
         for backend in BACKENDS:
             if backend.supports(x, weight, bias):
                 return backend.compute(x, weight, bias, activation)
-    return gated_activation(dense_linear(x, weight, bias), activation)
+    y = dense_linear(x, weight, bias)
+    return y if activation is None else gated_activation(y, activation)
 
 
 class Backend(NamedTuple):

@@ -37,11 +37,13 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
         return
+    if not set_batch_invariant.value:
+        _in_torch(logits, rows, options, class_weights)
+        return
     # Torch sums a single long row by several threads, and several rows by one each.
-    size = 1 if set_batch_invariant.value else max(len(logits), 1)
-    for start in range(0, len(logits), size):
-        chunk = slice(start, start + size)
-        _in_torch(logits[chunk], rows.chunk(chunk), options, class_weights)
+    for row in range(len(logits)):
+        only = slice(row, row + 1)
+        _in_torch(logits[only], rows.chunk(only), options, class_weights)
 
 
 def _in_torch(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:

@@ -115,7 +115,8 @@ def rms_norm_reference(
     """The specification of `rms_norm`, in plain torch, with the same arguments x, weight, eps, offset, casting_mode and
     residual. mean_square: (..., 1), float32 (float64 for float64): the mean square of the whole row, if x has only some
     of the row's channels."""
-    if mean_square is None and weight is not None and _has_torch_op(x, weight):
+    # Where nothing is rounded, torch's own op computes the same. It has no rule for all DTensors.
+    if mean_square is None and weight is not None and x.dtype == weight.dtype in EXACT and is_plain(x, weight):
         y = torch.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, eps).contiguous()
         return y if residual is None else (y + residual).contiguous()
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -128,11 +129,6 @@ def rms_norm_reference(
         y = y * (weight + offset if offset else weight)
     y = y.to(x.dtype).contiguous()
     return y if residual is None else (y + residual).contiguous()
-
-
-def _has_torch_op(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own rms_norm computes the same: nothing is rounded. It has no rule for all DTensors."""
-    return x.dtype == weight.dtype and x.dtype in EXACT and is_plain(x, weight)
 
 
 def add_rms_norm_reference(
