@@ -329,12 +329,12 @@ class ProjectionNormSplitQKV(SplitQKV):
                     "shard both by heads (ligermodels.parallel.tensor)"
                 )
         if not is_tensor_parallel(self):
-            found = [ops.rms_norm(x, weight, **self.norm_options) for x, weight in zip(rows, weights, strict=True)]
+            normed = [ops.rms_norm(x, weight, **self.norm_options) for x, weight in zip(rows, weights, strict=True)]
         else:
             squares = mean_over_ranks(self, torch.stack([_mean_square(x) for x in rows]))
             parts = zip(rows, weights, squares, strict=True)
-            found = [rms_norm_reference(x, weight, mean_square=each, **self.norm_options) for x, weight, each in parts]
-        return [x.view_as(each) for x, each in zip(found, heads, strict=True)]
+            normed = [rms_norm_reference(x, weight, mean_square=each, **self.norm_options) for x, weight, each in parts]
+        return [x.view_as(each) for x, each in zip(normed, heads, strict=True)]
 
 
 def _split_class(qk_norm: QKNormConfig | None) -> type[SplitQKV]:

@@ -58,7 +58,7 @@ class RecurrentLayer(Layer):
         return self.mix(x, context, state)
 
     def mix(self, x: Tensor, context: ForwardContext, state: Any) -> Tensor:
-        """Mix tokens, with the states in `state`: see `forward`."""
+        """Mix the tokens of x, with the arguments x, context and state of `forward`, and its result."""
         raise NotImplementedError
 
 
@@ -111,15 +111,15 @@ def rows_of_requests(bounds: Sequence[int]) -> list[RequestRows]:
     for request, count in enumerate(counts):
         if count:
             groups.setdefault(count.bit_length(), []).append(request)
-    found = []
+    batches = []
     for requests in groups.values():
         lengths = torch.tensor([counts[request] for request in requests])
         starts = torch.tensor([bounds[request] for request in requests])
         index = torch.arange(int(lengths.max()))
         tokens = torch.where(index < lengths[:, None], starts[:, None] + index, -1)
         padded = bool((lengths != len(index)).any())
-        found.append(RequestRows(torch.tensor(requests), tokens, lengths if padded else None))
-    return found
+        batches.append(RequestRows(torch.tensor(requests), tokens, lengths if padded else None))
+    return batches
 
 
 def run_requests(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.ops.loss.chunks import GradientSum
 from ligermodels.ops.loss.divergence_rows import divergence_in_place
-from ligermodels.ops.loss.divergences import DistillationOptions, Labels
+from ligermodels.ops.loss.divergences import DistillationOptions, DivergenceRows, Labels
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import once_differentiable
 
@@ -191,12 +191,13 @@ def _gradients(
     truth, lses, likeliest = _teacher_logits(teacher, chunk)
     best = None if likeliest is None else logits.argmax(1)
     part = _Slots._make(x[chunk].flatten() for x in slots)
-    divergence_in_place(
-        logits, truth, part.divergence, part.mask, part.of_gradient if needed else None,
-        DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale),
-        part.accepted, part.agreed, lses, None if lses is None else part.overlap,
-        Labels(part.targets, options.ce_weight, options.divergence_weight, part.cross_entropy, part.ranks),
+    labels = Labels(part.targets, options.ce_weight, options.divergence_weight, part.cross_entropy, part.ranks)
+    rows = DivergenceRows(
+        part.divergence, part.mask, part.of_gradient if needed else None, part.accepted, part.agreed, lses,
+        None if lses is None else part.overlap, labels,
     )  # fmt: skip
+    how = DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale)
+    divergence_in_place(logits, truth, rows, how)
     if best is not None and teacher.tokens is not None:
         part.agreed.copy_((teacher.tokens[best] == likeliest) & part.mask)
     if options.dpace is not None:

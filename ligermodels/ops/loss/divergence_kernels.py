@@ -6,7 +6,7 @@ need them, and for the gradient, which needs these. A row comes from memory once
 
 from torch import Tensor
 
-from ligermodels.ops.loss.divergences import DistillationOptions, Labels
+from ligermodels.ops.loss.divergences import DistillationOptions, DivergenceRows
 from ligermodels.ops.loss.logit_functions import effective, exp
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
@@ -236,26 +236,15 @@ def _divergence_kernel(
         tl.store(ranks + row, rank)
 
 
-def launch_divergence(
-    student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
-    options: DistillationOptions, accepted: Tensor | None, agreed: Tensor | None, teacher_lses: Tensor | None,
-    overlaps: Tensor | None, labels: Labels | None,
-) -> None:  # fmt: skip
-    """`divergence_in_place` for logits (M, V) whose last dimensions are contiguous. Without loss_weights the student's
-    logits stay; the teacher's do in any case.
+def launch_divergence(student: Tensor, teacher: Tensor, rows: DivergenceRows, options: DistillationOptions) -> None:
+    """`divergence_in_place` by the kernel: without `rows.loss_weights` the logits of the student stay, and the logits of
+    the teacher do in any case.
 
     Args:
-        student: (M, V).
-        teacher: (M, V), or (M / S, V): row i for the S rows from i * S on.
-        losses: float32 (M,).
-        valid: bool (M,).
-        loss_weights: float32 (M,), or None.
+        student: (M, V), the last dimension contiguous.
+        teacher: (M, V), or (M / S, V): row i for the S rows from i * S on; the last dimension contiguous.
+        rows: numbers of each row, in float32, and memory for the results.
         options: the options of the divergence.
-        accepted: float32 (M,), or None.
-        agreed: bool (M,), or None.
-        teacher_lses: float32 (M,), or (M / S,), or None.
-        overlaps: float32 (M,), or None.
-        labels: a cross entropy beside it, or None.
     """
     (M, V), teacher_rows = student.shape, max(len(teacher), 1)
     lanes = min(max(power_of_2_above(-(-V // (4 * TILES))), 256), 2048)
@@ -266,11 +255,13 @@ def launch_divergence(
 
     scales = numbers(options.logit_scale, options.softcap)
     teacher_scales = numbers(options.teacher_logit_scale, options.teacher_softcap)
+    labels = rows.labels
     targets, label_losses, ranks = (None,) * 3 if labels is None else (labels.targets, labels.losses, labels.ranks)
     weights = (0.0, 1.0) if labels is None else (labels.weight, labels.divergence_weight)
     _divergence_kernel[(M,)](
-        student, student.stride(0), teacher, teacher.stride(0), M // teacher_rows, valid, loss_weights, losses,
-        accepted, agreed, teacher_lses, overlaps, targets, label_losses, ranks, V, *scales, *teacher_scales,
+        student, student.stride(0), teacher, teacher.stride(0), M // teacher_rows, rows.valid, rows.loss_weights,
+        rows.losses, rows.accepted, rows.agreed, rows.teacher_lses, rows.overlaps, targets, label_losses, ranks, V,
+        *scales, *teacher_scales,
         options.logit_scale * inverse, options.beta, *weights, DIVERGENCE=options.divergence, SCALED=scales[0] != 1,
         CAPPED=options.softcap is not None, TEACHER_SCALED=teacher_scales[0] != 1,
         TEACHER_CAPPED=options.teacher_softcap is not None,

@@ -4,56 +4,44 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.divergence_kernels import launch_divergence
-from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Labels, acceptance
+from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, DivergenceRows, Labels, acceptance
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import is_fake
 
 
-def divergence_in_place(
-    student: Tensor, teacher: Tensor, losses: Tensor, valid: Tensor, loss_weights: Tensor | None,
-    options: DistillationOptions, accepted: Tensor | None = None, agreed: Tensor | None = None,
-    teacher_lses: Tensor | None = None, overlaps: Tensor | None = None, labels: Labels | None = None,
-) -> None:  # fmt: skip
+def divergence_in_place(student: Tensor, teacher: Tensor, rows: DivergenceRows, options: DistillationOptions) -> None:
     """Fills losses and statistics, and replaces the student's logits by the gradient of loss_weights * losses.
 
     In torch this needs `bytes_in_place` beside the logits, and overwrites them in any case.
 
     Args:
-        student: logits (M, V), the last dimension contiguous.
+        student: logits (M, V), the last dimension contiguous. Without `rows.loss_weights` they may be overwritten.
         teacher: logits (M, V), the last dimension contiguous; they may be overwritten. Or (M / S, V): row i for the S
-            rows of the student from i * S on; so `teacher_lses`.
-        losses: (M,), the dtype of the computation, filled with the divergences; 0 in rows that are not valid.
-        valid: bool (M,).
-        loss_weights: (M,), the dtype of the losses; None: no gradient is needed, and the student's logits may be
-            overwritten.
+            rows of the student from i * S on.
+        rows: numbers of each row, and memory for the results.
         options: the options of the divergence.
-        accepted: (M,), the dtype of the losses, filled with the `acceptance` of each row; None: not computed.
-        agreed: bool (M,), filled with whether both sides have the largest logit at the same class; None: not computed.
-        teacher_lses: (M,), the log-sum-exp of the teacher's logits over all its classes, for `accepted`, where it has
-            more than V; None: over these V.
-        overlaps: (M,), filled with the acceptance over these V classes; None: not computed.
-        labels: a cross entropy beside the divergence; the gradient is of their weighted sum. None: the divergence's.
     """
     if is_fake(student):
         return
     if use_kernels(student, teacher):
-        launch_divergence(
-            student, teacher, losses, valid, loss_weights, options, accepted, agreed, teacher_lses, overlaps, labels
-        )
+        launch_divergence(student, teacher, rows, options)
         return
+    losses, valid, loss_weights, labels, teacher_lses = (
+        rows.losses, rows.valid, rows.loss_weights, rows.labels, rows.teacher_lses
+    )  # fmt: skip
     if (share := len(student) // max(len(teacher), 1)) > 1:
         teacher = teacher.repeat_interleave(share, 0)
         teacher_lses = None if teacher_lses is None else teacher_lses.repeat_interleave(share)
-    if agreed is not None:
-        agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
+    if rows.agreed is not None:
+        rows.agreed.copy_((student.argmax(1) == teacher.argmax(1)).logical_and_(valid))
     log_q, log_p = student.to(losses.dtype), teacher.to(losses.dtype)
     slope, _ = _log_softmax_(log_q, options.logit_scale, options.softcap, options.temperature, loss_weights is not None)
     _, lses = _log_softmax_(log_p, options.teacher_logit_scale, options.teacher_softcap, options.temperature, False)
-    if accepted is not None:
+    if rows.accepted is not None:
         log_mass = None if teacher_lses is None else lses - teacher_lses
-        accepted.copy_(acceptance(log_q, log_p, log_mass).masked_fill_(~valid, 0.0))
-    if overlaps is not None:
-        overlaps.copy_(acceptance(log_q, log_p).masked_fill_(~valid, 0.0))
+        rows.accepted.copy_(acceptance(log_q, log_p, log_mass).masked_fill_(~valid, 0.0))
+    if rows.overlaps is not None:
+        rows.overlaps.copy_(acceptance(log_q, log_p).masked_fill_(~valid, 0.0))
     of_labels = None if labels is None else _cross_entropy(log_q, labels, valid)
     row_losses, gradient = DIVERGENCES[options.divergence].compute(log_q, log_p, options.beta)
     losses.copy_(row_losses.masked_fill_(~valid, 0.0))

@@ -65,6 +65,31 @@ class Labels(NamedTuple):
     ranks: Tensor
 
 
+class DivergenceRows(NamedTuple):
+    """Numbers of each row, and memory for its results, which `divergence_in_place` fills; None for results that are not
+    computed.
+
+    losses: (M,), the dtype of the computation, filled with the divergences; 0 in rows that are not valid.
+    valid: bool (M,).
+    loss_weights: (M,), the dtype of the losses; None: no gradient is needed.
+    accepted: (M,), the dtype of the losses, filled with the `acceptance` of each row.
+    agreed: bool (M,), filled with whether both sides have the largest logit at the same class.
+    teacher_lses: the log-sum-exp of each row of the teacher's logits over all its classes, for `accepted`, where it has
+        more than V; None: over these V.
+    overlaps: (M,), filled with the acceptance over these V classes.
+    labels: a cross entropy beside the divergence; the gradient is of their weighted sum. None: the divergence's.
+    """
+
+    losses: Tensor
+    valid: Tensor
+    loss_weights: Tensor | None = None
+    accepted: Tensor | None = None
+    agreed: Tensor | None = None
+    teacher_lses: Tensor | None = None
+    overlaps: Tensor | None = None
+    labels: Labels | None = None
+
+
 def _forward_kl(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     p = log_p.exp()
     losses = log_p.sub_(log_q).mul_(p).sum(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import ChunkedHead, chunk_rows, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
-from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence
+from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence, DivergenceRows
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -284,12 +284,13 @@ def _linear_distillation(
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
     flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
     flat_lses = None if teacher_lses is None else teacher_lses.reshape(-1)
-    for (chunk, logits), (rows, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
-        divergence_in_place(
-            logits, teacher_logits, flat_losses[chunk], flat_mask[chunk],
-            flat_weights[chunk] if any(needs) else None, options, flat_accepted[chunk] if outputs[0] else None,
-            flat_agreed[chunk] if outputs[1] else None, None if flat_lses is None else flat_lses[rows],
+    for (chunk, logits), (teacher_chunk, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
+        rows = DivergenceRows(
+            flat_losses[chunk], flat_mask[chunk], flat_weights[chunk] if any(needs) else None,
+            accepted=flat_accepted[chunk] if outputs[0] else None, agreed=flat_agreed[chunk] if outputs[1] else None,
+            teacher_lses=None if flat_lses is None else flat_lses[teacher_chunk],
         )  # fmt: skip
+        divergence_in_place(logits, teacher_logits, rows, options)
         student.add_gradients(chunk, logits)
     student.close()
     return [losses, accepted, agreed, *gradients]

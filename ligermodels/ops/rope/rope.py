@@ -1,14 +1,14 @@
 """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as Hugging Face stores it;
 also fused with the split of a packed q/k/v projection and with the norms of queries and keys."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
-from ligermodels.ops.rope.rope_kernels import PROGRAMS, heads_of, launch, packed_heads
+from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
@@ -16,6 +16,20 @@ from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
 
 _HEADS = Signature(dtensors="replicated", q="B T Hq D", k="B T Hk D", cos="rows T R", sin="rows T R")
 _PACKED = Signature(dtensors="replicated", qkv="B T C", cos="rows T R ?", sin="rows T R ?", q_norm="D ?", k_norm="D ?")
+
+
+class PackedShape(NamedTuple):
+    """The heads of a packed projection: for each key/value head its `group_size` query heads, then its key, then its
+    value, each of `head_dim` channels."""
+
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Channels of the projection."""
+        return self.num_kv_heads * (self.group_size + 2) * self.head_dim
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +103,8 @@ def rope_qkv(
         >>> q.shape, k.shape
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
-    shape = num_kv_heads, group_size, head_dim
-    qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
+    shape = PackedShape(num_kv_heads, group_size, head_dim)
+    qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, shape, q_norm, k_norm, casting_mode)
     if use_kernels(qkv, cos, sin, q_norm, k_norm):
         return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
     return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, casting_mode=casting_mode)
@@ -107,16 +121,18 @@ def rope_qkv_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The specification of `rope_qkv`, in plain torch, with the same arguments: qkv, cos, sin, num_kv_heads,
     group_size, head_dim, q_norm, k_norm, and the options of the norms."""
-    q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    shape = PackedShape(num_kv_heads, group_size, head_dim)
+    q, k, v = split_heads(qkv, cos, sin, shape, q_norm, k_norm, **norm)
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def split_heads(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, **norm: Any,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, shape: PackedShape, q_norm: Tensor | None,
+    k_norm: Tensor | None, **norm: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`rope_qkv_reference` (qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm and the options of the
-    norms), but its results may have any strides."""
+    """`rope_qkv_reference` (qkv, cos, sin, shape, q_norm, k_norm and the options of the norms), but its results may
+    have any strides."""
+    num_kv_heads, group_size, head_dim = shape
     heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
     q_and_k, v = heads[..., :-1, :], heads[..., -1, :]
     if q_norm is not None or k_norm is not None:
@@ -142,21 +158,20 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_packed(
-    op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, casting_mode: str,
+    op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, shape: PackedShape, q_norm: Tensor | None,
+    k_norm: Tensor | None, casting_mode: str,
 ) -> Any:  # fmt: skip
-    """The tensors among the arguments of `rope_qkv` (qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm
-    and casting_mode), checked. Raises InputError, naming `op`."""
+    """The tensors among the arguments of `rope_qkv` (qkv, cos, sin, shape, q_norm, k_norm and casting_mode), checked.
+    Raises InputError, naming `op`."""
     if (cos is None) != (sin is None):
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
-    width = num_kv_heads * (group_size + 2) * head_dim
-    if qkv.shape[-1:] != (width,):
+    if qkv.shape[-1:] != (shape.width,):
         raise InputError(
-            f"{op}: qkv must be of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {width}); "
+            f"{op}: qkv must be of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {shape.width}); "
             f"got {tuple(qkv.shape)}"
         )
-    tensors = _PACKED.check(op, qkv, cos, sin, q_norm, k_norm, D=head_dim)
-    _check_tables(op, len(qkv), head_dim, cos)
+    tensors = _PACKED.check(op, qkv, cos, sin, q_norm, k_norm, D=shape.head_dim)
+    _check_tables(op, len(qkv), shape.head_dim, cos)
     check_casting_mode(op, casting_mode)
     return tensors
 
@@ -194,10 +209,8 @@ def _rope_split(
         (num_kv_heads * size, size, source, heads_of(x, size))
         for size, source, x in zip((group_size, 1, 1), packed, (q, k, v), strict=True)
     ]
-    launch(
-        qkv.shape[:2].numel(), head_dim, parts, cos, sin, False,
-        q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, cast_before=cast_before,
-    )  # fmt: skip
+    norms = HeadNorms(q_norm, k_norm, eps, offset, cast_before)
+    launch(qkv.shape[:2].numel(), head_dim, parts, cos, sin, False, norms)
     return q, k, v
 
 
@@ -225,10 +238,8 @@ def _rope_merge(
     if need_q_norm or need_k_norm:
         programs = min(B * T, num_sms(dq.device) * PROGRAMS)
         partial = dq.new_empty((2, programs, head_dim), dtype=torch.float32)
-    launch(
-        B * T, head_dim, parts, cos, sin, True, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, norm_input=qkv,
-        need_q_norm=need_q_norm, need_k_norm=need_k_norm, partial=partial,
-    )  # fmt: skip
+    backward = NormBackward(qkv, need_q_norm, need_k_norm, partial)
+    launch(B * T, head_dim, parts, cos, sin, True, HeadNorms(q_norm, k_norm, eps, offset), backward)
     if partial is not None:
         for gradient, parts_of_programs in zip((dq_norm, dk_norm), partial, strict=True):
             if gradient.numel():

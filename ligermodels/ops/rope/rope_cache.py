@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm, rms_norm_reference
-from ligermodels.ops.rope.rope import check_packed, rope_qkv, split_heads
+from ligermodels.ops.rope.rope import PackedShape, check_packed, rope_qkv, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
 from ligermodels.ops.runtime.dispatch import power_of_2_above, set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -66,8 +66,8 @@ def rope_qkv_cached(
     Raises:
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
-    shape = num_kv_heads, group_size, head_dim
-    check_packed("rope_qkv_cached", qkv, cos, sin, *shape, q_norm, k_norm, casting_mode)
+    shape = PackedShape(num_kv_heads, group_size, head_dim)
+    check_packed("rope_qkv_cached", qkv, cos, sin, shape, q_norm, k_norm, casting_mode)
     _CACHES.check("rope_qkv_cached", qkv, k_cache, v_cache, slots, Hkv=num_kv_heads, D=head_dim)
     check_strides("rope_qkv_cached", k_cache=k_cache, v_cache=v_cache)
     inputs = (qkv, k_cache, v_cache, q_norm, k_norm)
@@ -80,7 +80,7 @@ def rope_qkv_cached(
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
     if kernels and set_batch_invariant.value:
         norm = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
-        qkv = _as_in_training(qkv, cos, sin, *shape, q_norm, k_norm, value_norm_eps, **norm)
+        qkv = _as_in_training(qkv, cos, sin, shape, q_norm, k_norm, value_norm_eps, **norm)
         cos = sin = q_norm = k_norm = value_norm_eps = None
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama",
@@ -89,13 +89,13 @@ def rope_qkv_cached(
 
 
 def _as_in_training(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_kv_heads: int, group_size: int, head_dim: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, value_norm_eps: float | None, **norm: Any,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, shape: PackedShape, q_norm: Tensor | None,
+    k_norm: Tensor | None, value_norm_eps: float | None, **norm: Any,
 ) -> Tensor:  # fmt: skip
     """qkv, normalised and rotated by the kernels of training, whose norms add in an order of their own."""
-    q, k, v = rope_qkv(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    q, k, v = rope_qkv(qkv, cos, sin, *shape, q_norm, k_norm, **norm)
     v = v if value_norm_eps is None else rms_norm(v, None, eps=value_norm_eps)
-    return torch.cat([q.unflatten(2, (num_kv_heads, group_size)), k[..., None, :], v[..., None, :]], 3).flatten(2)
+    return torch.cat([q.unflatten(2, shape[:2]), k[..., None, :], v[..., None, :]], 3).flatten(2)
 
 
 def rope_qkv_cached_reference(
@@ -105,7 +105,8 @@ def rope_qkv_cached_reference(
 ) -> Tensor:  # fmt: skip
     """The specification of `rope_qkv_cached`, in plain torch, with the same arguments: qkv, cos, sin, num_kv_heads,
     group_size, head_dim, k_cache, v_cache, slots, q_norm, k_norm, value_norm_eps, and the options of the norms."""
-    q, k, v = split_heads(qkv, cos, sin, num_kv_heads, group_size, head_dim, q_norm, k_norm, **norm)
+    shape = PackedShape(num_kv_heads, group_size, head_dim)
+    q, k, v = split_heads(qkv, cos, sin, shape, q_norm, k_norm, **norm)
     v = v if value_norm_eps is None else rms_norm_reference(v, None, value_norm_eps)
     q = q.clone(memory_format=torch.contiguous_format) if q.data_ptr() == qkv.data_ptr() else q.contiguous()
     if qkv.is_cpu:  # reading slots costs nothing there, and indexing costs most

@@ -218,11 +218,36 @@ Part = tuple[int, int, Heads, Heads | None]
 """Heads per token, heads per group, the source of the heads, and their destination (None: not needed)."""
 
 
+class HeadNorms(NamedTuple):
+    """The norms of query and key heads: their weights (dim,), None for no norm, and their options."""
+
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    cast_before: bool = True
+
+
+class NormBackward(NamedTuple):
+    """The backward pass of `HeadNorms`.
+
+    packed: packed input of the norms, None without norms.
+    need_q_norm, need_k_norm: whether the gradients of the norms' weights are needed.
+    partial: float32 (2, programs, dim), gets each program's part of the gradients of q_norm and k_norm.
+    """
+
+    packed: Tensor | None = None
+    need_q_norm: bool = False
+    need_k_norm: bool = False
+    partial: Tensor | None = None
+
+
+NO_NORMS, NO_BACKWARD = HeadNorms(), NormBackward()
+
+
 def launch(
-    rows: int, dim: int, parts: Sequence[Part | None], cos: Tensor | None, sin: Tensor | None, inverse: bool, *,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
-    cast_before: bool = True, norm_input: Tensor | None = None, need_q_norm: bool = False, need_k_norm: bool = False,
-    partial: Tensor | None = None,
+    rows: int, dim: int, parts: Sequence[Part | None], cos: Tensor | None, sin: Tensor | None, inverse: bool,
+    norms: HeadNorms = NO_NORMS, backward: NormBackward = NO_BACKWARD,
 ) -> None:  # fmt: skip
     """Normalises and rotates q and k, copies v, each from its source to its destination.
 
@@ -232,12 +257,10 @@ def launch(
         parts: q, k and v; at least one is not None, and either all have a destination or none has.
         cos, sin: (B or 1, T, R/2), or None for no rotation.
         inverse: whether to compute gradients.
-        q_norm, k_norm: weights (dim,) of the norms, or None.
-        eps, offset, cast_before: options of the norms.
-        norm_input: packed input of the norms, for their backward pass.
-        need_q_norm, need_k_norm: whether the gradients of the norms' weights are needed.
-        partial: float32 (2, programs, dim), gets each program's part of the gradients of q_norm and k_norm.
+        norms: the norms of q and k before their rotation. Default: none.
+        backward: for gradients, the backward pass of the norms.
     """
+    q_norm, k_norm, eps, offset, cast_before = norms
     arguments: list[Any] = []
     heads: dict[str, int] = {}
     most = 1
@@ -251,12 +274,12 @@ def launch(
         most = max(most, block)
     half, T = (0, 1) if cos is None else (cos.shape[2], cos.shape[1])
     given_heads: list[Any] = [None, *NOWHERE]
-    if norm_input is not None:
-        (q_given, *strides), (k_given, *_), _ = packed_heads(norm_input, heads["Q_GROUP"], dim)
+    if backward.packed is not None:
+        (q_given, *strides), (k_given, *_), _ = packed_heads(backward.packed, heads["Q_GROUP"], dim)
         given_heads = [q_given, k_given, *strides]
     block = power_of_2_above((dim + 1) // 2)
     weight = k_norm if q_norm is None else q_norm
-    programs, stages, pairs = rows, 1, CHANNEL_PAIRS
+    programs, stages, pairs, partial = rows, 1, CHANNEL_PAIRS, backward.partial
     if weight is not None and (partial is not None or not inverse):
         # A norm delays the stores; with pipeline stages the next tokens' loads begin earlier, if shared memory has
         # room.
@@ -267,8 +290,8 @@ def launch(
         *arguments, *strided_tables(cos, sin), T, contiguous(q_norm), contiguous(k_norm), eps, offset, *given_heads,
         partial, rows, -(-rows // max(programs, 1)), **heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         CAST_BEFORE=cast_before, INVERSE=inverse, NEED_HEADS=has_destination,
-        NEED_Q_NORM=need_q_norm, NEED_K_NORM=need_k_norm, HALF=half, DIM=dim, BLOCK=block, STAGES=stages,
-        num_warps=min(max(most * block // pairs, 2 if partial is None else 4), 16),
+        NEED_Q_NORM=backward.need_q_norm, NEED_K_NORM=backward.need_k_norm, HALF=half, DIM=dim, BLOCK=block,
+        STAGES=stages, num_warps=min(max(most * block // pairs, 2 if partial is None else 4), 16),
     )  # fmt: skip
 
 
