@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.packing import document_bounds, packed_positions
-from ligermodels.ops.loss.linear_head import take_rows
+from ligermodels.ops.loss.linear_head import RowSelection
 from ligermodels.ops.runtime.checks import assert_async, check_not_complex
 from ligermodels.ops.runtime.collectives import Ranks
 
@@ -397,4 +397,4 @@ def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:
     """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,), of the flattened ones; none occurs
     twice."""
-    return take_rows(x, indices, 2)[None]
+    return RowSelection(indices, x.shape[:2]).take(x)[None]

@@ -237,8 +237,8 @@ def _divergence_kernel(
 
 
 def launch_divergence(student: Tensor, teacher: Tensor, rows: DivergenceRows, options: DistillationOptions) -> None:
-    """`divergence_in_place` by the kernel: without `rows.loss_weights` the logits of the student stay, and the logits of
-    the teacher do in any case.
+    """`divergence_in_place` by the kernel. The logits of the teacher stay, and so do the logits of the student without
+    `rows.loss_weights`.
 
     Args:
         student: (M, V), the last dimension contiguous.

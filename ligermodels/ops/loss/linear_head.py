@@ -52,12 +52,14 @@ SKIP_BELOW = 0.97  # rows without targets are skipped if the fraction of rows wi
 class RowSelection(NamedTuple):
     """Some of the rows of tensors (..., N) or (...) with `shape` (...)."""
 
-    indices: Tensor  # int64 (n,), rising
+    indices: Tensor  # int64 (n,), none twice
     shape: torch.Size
 
     def take(self, x: Tensor) -> Tensor:
-        """(..., N) -> (n, N), or (...) -> (n,); differentiable."""
-        return take_rows(x, self.indices, len(self.shape))
+        """(..., N) -> (n, N), or (...) -> (n,), where N may be several dimensions; differentiable. No index occurs
+        twice, so gradients are copied."""
+        rows: Tensor = _TakeRows.apply(x, self.indices, len(self.shape))
+        return rows
 
     @overload
     def restore(self, values: Tensor, fill: float) -> Tensor: ...
@@ -90,21 +92,6 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
         return None
     torch._assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
-
-
-def take_rows(x: Tensor, indices: Tensor, dims: int) -> Tensor:
-    """Some rows of x; differentiable.
-
-    Args:
-        x: (..., N), with `dims` dimensions of rows before N, of which there may be any number.
-        indices: int64 (n,), indices of the flattened rows; none occurs twice, so that gradients are copied.
-        dims: number of dimensions of rows.
-
-    Returns:
-        (n, N).
-    """
-    rows: Tensor = _TakeRows.apply(x, indices, dims)
-    return rows
 
 
 class _TakeRows(torch.autograd.Function):
