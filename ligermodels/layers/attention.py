@@ -53,7 +53,6 @@ class Attention(AttentionLayer):
     def __init__(self, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        self.score_options = {"softmax_scale": config.softmax_scale, "window": config.window, "softcap": config.softcap}
         self.qkv = Linear(hidden_size, config.num_kv_heads * config.group_width, bias=config.bias)
         shape = config.num_heads, config.num_kv_heads, config.head_dim
         self.split = _split_class(config.qk_norm)(*shape, config.qk_norm, config.values)
@@ -124,7 +123,7 @@ class Attention(AttentionLayer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
-        options = {**self.score_options, "sinks": local(self, self.sinks), "backend": self.config.backend}
+        options = {**self.score_options, "backend": self.config.backend}
         if context.shard is None:
             return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
         return shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
@@ -137,9 +136,14 @@ class Attention(AttentionLayer):
             state.fill(k, v)
             return self._attend(q, k, v, context)
         mask = None if context.tree is None else context.tree.mask
-        options = {**self.score_options, "sinks": local(self, self.sinks)}
-        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **options)
+        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **self.score_options)
         return as_dtype(out, dtype)
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """The options of attention ops that change scores."""
+        scale, window, softcap = self.config.softmax_scale, self.config.window, self.config.softcap
+        return {"softmax_scale": scale, "window": window, "softcap": softcap, "sinks": local(self, self.sinks)}
 
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None

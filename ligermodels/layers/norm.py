@@ -76,7 +76,7 @@ class _Norm(nn.Module):
 
     def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
-        self.config, self.options = config, config.options
+        self.config = config
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if config.bias else None
         self.init_weights()
@@ -98,7 +98,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., size) -> (..., size), same dtype."""
-        return ops.rms_norm(x, local(self, self.weight, partial=self.of_heads), **self.options)
+        return ops.rms_norm(x, local(self, self.weight, partial=self.of_heads), **self.config.options)
 
 
 class HeadRMSNorm(RMSNorm):
@@ -127,9 +127,9 @@ class AddRMSNorm(RMSNorm):
         """
         branch, weight = None if branch is None else as_dtype(branch, x.dtype), local(self, self.weight)
         if form is not None:
-            options = {**self.options, **form.layouts}
+            options = {**self.config.options, **form.layouts}
             return ops.float8_add_rms_norm(x, branch, weight, dtype=form.dtype, **options)
-        return ops.add_rms_norm(x, branch, weight, **self.options)
+        return ops.add_rms_norm(x, branch, weight, **self.config.options)
 
 
 class RMSNormAdd(RMSNorm):
@@ -143,7 +143,7 @@ class RMSNormAdd(RMSNorm):
             return RMSNorm.forward(self, branch)
         if branch.dtype != x.dtype:  # under autocast
             return x + RMSNorm.forward(self, branch)
-        return ops.rms_norm(branch, local(self, self.weight), residual=x, **self.options)
+        return ops.rms_norm(branch, local(self, self.weight), residual=x, **self.config.options)
 
 
 def adds_residual(norm: nn.Module | None) -> bool:
