@@ -32,7 +32,7 @@ from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
-of_each_family = pytest.mark.parametrize("pair", EACH_FAMILY, indirect=True)
+of_each_family = pytest.mark.parametrize("pair", sorted({*EACH_FAMILY, *OF_EACH_KIND}), indirect=True)
 of_each_kind = pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
 ROUTED = {
     name

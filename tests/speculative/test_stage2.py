@@ -512,7 +512,9 @@ def test_heads_learn_what_there_is_to_know() -> None:
             "adamw", parameter_groups([(parameters, 1e-2)], 0.0), model=trained, betas=(0.9, 0.95)
         )
         more |= {"optimizer": optimizer, "schedule": warmup_cosine(optimizer, steps, warmup_steps=20)}
-        train(trained, PackedBatches(training, seq_len=64, batch_size=8, seed=0), steps=steps, report_every=steps, **more)
+        train(
+            trained, PackedBatches(training, seq_len=64, batch_size=8, seed=0), steps=steps, report_every=steps, **more
+        )
 
     learn(model, model.parameters())
     medusa = lm.MedusaModel.from_base(model, num_heads=4)
