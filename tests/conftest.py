@@ -101,6 +101,14 @@ def reference_ops() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def repeated_work() -> None:
+    """After collection, when the modules of all tests are imported."""
+    from repeated import leave_out
+
+    leave_out()
+
+
 @pytest.fixture(autouse=True)
 def interpreted_kernels(request: pytest.FixtureRequest, reference_ops: None) -> Iterator[None]:
     """Let a test marked `kernels` reach the kernels: the ops choose for themselves again."""

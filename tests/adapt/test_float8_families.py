@@ -38,8 +38,11 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert abs(ratio - 1) < (0.25 if few else 0.15), (key, ratio)
 
 
-@pytest.mark.parametrize("gradient_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "gradient_dtype"),
+    [(name, (torch.float8_e4m3fn, torch.float8_e5m2)[index % 2]) for index, name in enumerate(FAMILIES)],
+    ids=FAMILIES,
+)
 def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> None:
     """And with activation checkpointing the same bits."""
     model = family(name)
@@ -54,7 +57,7 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
         assert again.keys() == found.keys() and all(torch.equal(again[key], found[key]) for key in found), mode
 
 
-@pytest.mark.parametrize("name", list(FAMILIES)[::2])
+@pytest.mark.parametrize("name", list(FAMILIES)[::4])
 def test_training_stays_near_that_in_float32(name: str) -> None:
     plain, found = map(losses_of_training, (family(name), lm.float8(family(name))))
     assert plain[-1] < 0.5 * plain[0] and plain != found

@@ -25,32 +25,49 @@ from zoo import (
 )
 
 import ligermodels as lm
+from ligermodels.archs import family_of
 from ligermodels.cli.describe import checkpoint_facts
 from ligermodels.generation.step import rope_thresholds
 from ligermodels.verify import verify
 
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
-one_of_each_family = pytest.mark.parametrize("pair", EACH_FAMILY, indirect=True)
+of_each_family = pytest.mark.parametrize("pair", sorted({*EACH_FAMILY, *OF_EACH_KIND}), indirect=True)
+of_each_kind = pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
+ROUTED = {
+    name
+    for name, config in CONFIGS.items()
+    if any(getattr(block.mlp, "router", None) for block in family_of(config).decoder_config(config).blocks)
+}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("model")
-    oracle = make_checkpoint(folder, CONFIGS[request.param])
-    return folder, oracle, lm.from_pretrained(folder)
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, Pair]:
+    """By name, for tests of all configs and tests of some."""
+    return {}
+
+
+@pytest.fixture(params=CONFIGS)
+def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    if request.param not in pairs:
+        folder = tmp_path_factory.mktemp("model")
+        oracle = make_checkpoint(folder, CONFIGS[request.param])
+        pairs[request.param] = folder, oracle, lm.from_pretrained(folder)
+    return pairs[request.param]
 
 
 def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
     return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
 
 
+@of_each_family
 def test_every_module(pair: Pair) -> None:
     report = verify(pair[0], tokens=41, tolerance=TOLERANCE)
     assert len(report.places) >= 4 * len(pair[2].decoder.blocks)
     assert report.passed, report.first_mismatch
 
 
+@of_each_kind
 def test_info_of_the_checkpoint(pair: Pair) -> None:
     folder, oracle, model = pair
     found = checkpoint_facts(folder)
@@ -82,6 +99,7 @@ def test_logits_loss_and_every_gradient(pair: Pair) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
+@of_each_family
 def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
     _, oracle, model = pair
     ids = tokens(3, 9)
@@ -97,6 +115,7 @@ def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
     assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
 
 
+@of_each_family
 def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
     model = pair[2]
     lengths = [13, 1, 27]
@@ -107,6 +126,7 @@ def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
     assert relative_error(together, torch.cat(apart, dim=1)) < TOLERANCE
 
 
+@of_each_kind
 @torch.no_grad()
 def test_states_at_every_boundary(pair: Pair) -> None:
     """Of a batch, a padded batch and packed documents; transformers' last entry is after the final norm."""
@@ -143,6 +163,7 @@ def test_states_at_every_boundary(pair: Pair) -> None:
         assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
+@of_each_family
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)
@@ -185,7 +206,7 @@ def test_export_is_byte_equal_and_opens_in_transformers(pair: Pair, tmp_path: Pa
     assert kept[0] == {**added, **kept[1]}  # vLLM needs them: without them its router has no bias, and is a softmax
 
 
-@one_of_each_family
+@pytest.mark.parametrize("pair", [name for name in OF_EACH_KIND if name in ROUTED], indirect=True)
 def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     folder, oracle, _ = pair
     with torch.no_grad():
@@ -198,17 +219,14 @@ def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     assert errors[0] <= 1.1 * errors[1]
 
 
-@pytest.mark.parametrize(
-    ("pair", "mixed"),
-    [*((name, False) for name in EACH_FAMILY), *((name, True) for name in OF_EACH_KIND)],
-    ids=lambda value: {False: "bf16", True: "autocast"}.get(value, value),
-    indirect=["pair"],
-)
+@pytest.mark.parametrize("pair", [name for name in OF_EACH_KIND if name not in ROUTED], indirect=True)
+@pytest.mark.parametrize("mixed", [False, True], ids=["bf16", "autocast"])
 def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixed: bool) -> None:
-    """Against fp64: the loss, each gradient and all together; of parameters in bf16, or in fp32 under autocast."""
-    folder, oracle, model = pair
-    if any(hasattr(block.mlp, "router") for block in model.decoder.blocks):
-        pytest.skip("rounding sends a token to another expert on either side: test_moe.py compares the layer")
+    """Against fp64: the loss, each gradient and all together; of parameters in bf16, or in fp32 under autocast.
+
+    Without routers: rounding sends a token to another expert on either side; test_moe.py compares the layer.
+    """
+    folder, oracle, _ = pair
     ids = tokens(16)
     found = []
     dtype = torch.float32 if mixed else torch.bfloat16
@@ -241,9 +259,13 @@ def with_numbers_together(gradients: dict[str, torch.Tensor]) -> dict[str, torch
     return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
-@pytest.mark.parametrize("how", ["as it is", "transposed", "transposed, H = 2 I", "transposed, H = I"])
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe", *MIXTURES, "deepseek_v3", "glm4_moe_lite", "mistral4", *NEWER_MIXTURES]
+    ("name", "how"),
+    [
+        *((name, "as it is") for name in ("qwen3_moe", *MIXTURES, "deepseek_v3", "mistral4", *NEWER_MIXTURES)),
+        *(("mixtral", how) for how in ("transposed", "transposed, H = 2 I", "transposed, H = I")),
+        ("glm4_moe_lite", "transposed"),
+    ],
 )
 def test_experts_in_one_tensor(name: str, how: str, tmp_path: Path) -> None:
     """The layout that transformers 5 may save, and that of some hubs: loaded, and written back as it came."""
@@ -308,6 +330,7 @@ def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
     assert said.config == meant.config
 
 
+@of_each_kind
 def test_every_module_is_called_by_its_forward(pair: Pair) -> None:
     """In training and in decoding: else hooks, gathers of shards and adapters in its place would be skipped."""
     model, called = pair[2], set[str]()

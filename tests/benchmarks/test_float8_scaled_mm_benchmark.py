@@ -1,5 +1,7 @@
 """The benchmark of float8 products by their scales, as far as a CPU goes: casts, operands, and that wrong ones show."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.cases import float8_scaled_mm as benchmark
 from benchmarks.timing import measure
 
-SHAPES = {"qkv": (384, 256), "down": (256, 512)}
+SHAPES = {"qkv": (128, 256), "down": (256, 128)}
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DEVICE", "cpu")
     monkeypatch.setattr(benchmark, "PROJECTIONS", SHAPES)
     monkeypatch.setattr(benchmark, "TOKENS", 128)
-    monkeypatch.setattr(benchmark, "CHECKED", ((1, 2), (3, 2), (1, 3)))  # some CPUs multiply float8 very slowly
+    monkeypatch.setattr(benchmark, "CHECKED", ((1, 1), (2, 1), (1, 2)))  # some CPUs multiply float8 very slowly
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
@@ -40,13 +42,18 @@ def test_casts(granularity: benchmark.Granularity) -> None:
     assert (groups <= each * 448 * 1.001).all() and float((groups / each).max()) > 447
 
 
+@cache
+def runs_here(way: benchmark.Way) -> bool:
+    return benchmark.why_not(way) is None
+
+
 @pytest.mark.parametrize("product", benchmark.KINDS)
 @pytest.mark.parametrize("name", list(benchmark.WAYS)[1:])
 def test_operands(name: str, product: benchmark.Product) -> None:
     """What was cast multiplies to what is wanted. CPUs take one scale for a tensor, since torch 2.13 also for rows."""
     way = benchmark.WAYS[name]
     assert way is not None
-    x, w, dy = (torch.randn(*shape).bfloat16() for shape in ((128, 256), (384, 256), (128, 384)))
+    x, w, dy = (torch.randn(*shape).bfloat16() for shape in ((128, 256), (128, 256), (128, 128)))
     wanted = {
         "forward": x.float() @ w.float().t(),
         "gradient of the input": dy.float() @ w.float(),
@@ -56,7 +63,7 @@ def test_operands(name: str, product: benchmark.Product) -> None:
     assert a8.is_contiguous() and b8.is_contiguous()
     dequantized = benchmark.dequantize(a8, scale_a) @ benchmark.dequantize(b8, scale_b).t()
     assert (dequantized - wanted).norm() < 0.06 * wanted.norm()
-    if way.activations == "tensor" or (way.activations == "row" and benchmark.why_not(way) is None):
+    if way.activations == "tensor" or (way.activations == "row" and runs_here(way)):
         y = benchmark.scaled_mm(a8, b8, scale_a, scale_b, way).float()
         assert (y - dequantized).norm() < 0.01 * dequantized.norm()
 

@@ -518,11 +518,11 @@ def test_completion_in_a_shell() -> None:
     assert "_LIGERMODELS_COMPLETE=complete_bash" in shown and "complete -o default" in shown
 
 
-def test_a_repository_offline() -> None:
-    process = start("info", "nobody/nothing")
-    shown, messages = process.communicate()
-    assert (process.returncode, shown) == (1, "")
-    assert re.fullmatch(r"error: .*nobody/nothing.*\n", messages)
+def test_a_repository_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run("info", "nobody/nothing")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*nobody/nothing.*\n", result.stderr)
 
 
 def test_the_reader_goes_away(checkpoint: Path) -> None:

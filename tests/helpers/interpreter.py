@@ -3,8 +3,8 @@
 The interpreter runs a kernel as Python. At each launch, and at each call of a device function, it searches all of
 `triton.language` for the functions that it replaces; each operation builds and checks the types of its blocks anew,
 and each sum of integers is computed a second time, to look for an overflow that is not reported. Here the
-replacements are searched for once, a device function finds them in place, and block types of one shape share their
-parts. The operations themselves are the interpreter's own.
+replacements are searched for once, a device function finds them in place, block types of one shape share their parts,
+and operands of equal types need no conversion. The operations themselves are the interpreter's own.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,11 @@ def quicken() -> None:
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     core.block_type.__init__ = sharing_parts(core.block_type.__init__, core._unwrap_if_constexpr)
     core.tensor.__init__ = of_its_type(core)
+    core.dtype.__eq__ = same_or(core.dtype.__eq__)
+    core._unwrap_if_constexpr = unwrapping(core, core._unwrap_if_constexpr)
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = unless_alike(core, semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = unless_alike(core, semantic.binary_op_type_checking_impl, of_one_dtype=True)
 
 
 class Patches:
@@ -81,34 +86,75 @@ def by_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def sharing_parts(initialize: Callable[..., None], unwrap: Callable[[Any], Any]) -> Callable[..., None]:
-    """`block_type.__init__`, called once for each shape and name of an element type."""
+    """`block_type.__init__`, called once for each shape and name of an element type; equal shapes are one object."""
     found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def shared(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [size if type(size) is int else unwrap(size) for size in shape]
-        key = element_ty.name, *sizes
-        if key in found and all(type(size) is int for size in sizes):
+        sizes = tuple([size if type(size) is int else unwrap(size) for size in shape])
+        key = element_ty.name, sizes
+        if key in found:
             self.element_ty = element_ty
             self.shape, self.numel, self.name = found[key]
         else:
             initialize(self, element_ty, shape)
-            found[key] = self.shape, self.numel, self.name
+            if all(type(size) is int for size in sizes):
+                self.shape = shapes.setdefault(sizes, self.shape)
+                found[key] = self.shape, self.numel, self.name
 
     return shared
 
 
 def of_its_type(core: Any) -> Callable[..., None]:
     """`tensor.__init__`; tensors of one shape share it."""
-    found: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    found: dict[int, tuple[Any, Any, Any]] = {}  # the shape of a type, which it keeps alive, by its id
 
     def initialize(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in found:
-            numel = 1
+        shape = type.shape if type.is_block() else None
+        if id(shape) not in found:
+            sizes, numel = list(shape or ()), 1
             for size in sizes:
                 numel *= size
-            found[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
+            found[id(shape)] = shape, core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = found[sizes]
+        _, self.shape, self.numel = found[id(shape)]
 
     return initialize
+
+
+def same_or(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """`equal`, not asked whether a type equals itself."""
+    return lambda self, other: self is other or equal(self, other)
+
+
+def unwrapping(core: Any, unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`unwrap`, not asked about values that wrap nothing."""
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype}
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    return unwrapped
+
+
+def unless_alike(core: Any, convert: Callable[..., Any], *, of_one_dtype: bool = False) -> Callable[..., Any]:
+    """`convert`, a conversion of two operands to one shape and, with `of_one_dtype`, one dtype: not asked about tensors
+    that have these already.
+
+    The last of its four options tells of division, which computes float16 and bfloat16 in float32.
+    """
+    halves = core.float16, core.bfloat16
+
+    def converted(self: Any, lhs: Any, rhs: Any, *options: bool) -> Any:
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            one, other = lhs.type, rhs.type
+            alike = one.shape is other.shape if one.is_block() and other.is_block() else one is other
+            if of_one_dtype:
+                dtype = lhs.dtype
+                alike = alike and dtype is rhs.dtype and not dtype.is_ptr()
+                alike = alike and not (len(options) == 4 and dtype in halves)
+            if alike:
+                return lhs, rhs
+        return convert(self, lhs, rhs, *options)
+
+    return converted

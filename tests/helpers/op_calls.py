@@ -43,7 +43,7 @@ def calls(name: str, **parameters: tuple[Any, ...]) -> Callable[[Callable[..., A
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
-    return torch.empty(shape, dtype=dtype).fill_(0.5).requires_grad_(grad)
+    return torch.zeros(shape, dtype=dtype).requires_grad_(grad)  # takes no memory until it is written
 
 
 def backward(*outputs: Any) -> None:

@@ -248,12 +248,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values())
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 OF_EACH_KIND = (
-    "afmoe", "apertus", "bamba", "cohere2", "deepseek_v3", "gemma2", "gemma4_text", "glm4", "gpt_oss", "granite",
-    "lfm2", "llama-2", "minimax_m2", "mistral-window", "mixtral", "muse_glimmer_text", "olmo2", "qwen3", "qwen3_5_text",
-    "qwen3_next",
+    "apertus", "biases-linear-one-kv-head", "cohere2", "deepseek_v2", "deepseek_v2-greedy",
+    "deepseek_v3-without-experts", "ernie4_5_moe-biases", "falcon_h1", "falcon_h1-norms-and-biases", "gemma2",
+    "gemma4_text-experts", "gemma4_text-per-layer-inputs", "gpt_oss", "hunyuan_v1_dense", "internlm3", "laguna",
+    "lfm2-biases", "lfm3", "llama4_text", "mimo_v2_flash", "mistral4", "muse_glimmer_text",
+    "nemotron_h-latent-experts-and-biases", "olmo_hybrid", "phi3-long", "qwen2_moe",
 )  # fmt: skip
-"""Of EACH_FAMILY those that together have every kind of norm, mixer, feed-forward layer and scaling, for tests of code
-that goes by layers, not by families."""
+"""Few configs that together have every kind of layer with every option of its config (tests/archs/test_zoo.py), for
+tests of code that goes by layers, not by families."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}

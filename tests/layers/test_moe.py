@@ -248,7 +248,7 @@ def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
     assert all(leaf.grad is None for name, leaf in leaves.items() if name != trained)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "glm4, groups", "gpt_oss"])
+@pytest.mark.parametrize("name", ["glm4, groups", "gpt_oss"])
 def test_compiled(name: str) -> None:
     case = CASES[name]
     layer = make_ours(case, make_oracle(case))

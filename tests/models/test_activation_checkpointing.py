@@ -19,8 +19,8 @@ from ligermodels.errors import InputError
 
 def make(name: str) -> lm.CausalLM:
     config = CONFIGS[name]
-    if hasattr(AutoConfig.for_model(config["model_type"]), "router_aux_loss_coef"):
-        # The load-balancing loss leaves the blocks by another way; DeepSeek and families like it have none.
+    if name != "laguna" and hasattr(AutoConfig.for_model(config["model_type"]), "router_aux_loss_coef"):
+        # The load-balancing loss leaves the blocks by another way; Laguna, DeepSeek and families like it have none.
         config = {**config, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     torch.manual_seed(0)
     return lm.from_config(config, dtype=torch.float32)

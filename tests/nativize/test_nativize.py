@@ -52,7 +52,6 @@ def positions() -> Tensor:
 
 
 CASES: dict[str, Any] = {
-    "labels": {"attention_mask": None},
     "padding": {},
     "items": {"attention_mask": None, "num_items_in_batch": torch.tensor(17)},
     "documents": {"attention_mask": None, "position_ids": positions(), "use_cache": False},
@@ -68,7 +67,7 @@ def loss_and_gradients(hf: PreTrainedModel, **inputs: Any) -> tuple[Any, dict[st
     return out, {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", sorted(zoo.CONFIGS.keys() - zoo.ONLY_NATIVE))
+@pytest.mark.parametrize("name", sorted({*zoo.EACH_FAMILY, *zoo.OF_EACH_KIND} - zoo.ONLY_NATIVE))
 def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradients, logits and generated tokens, natively as counted by passes, and again after `restore`."""
     hf, inputs = make(name), batch()

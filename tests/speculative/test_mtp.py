@@ -303,12 +303,12 @@ def same_files(one: Path, other: Path) -> None:
         assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "num_layers"),
     [*((name, 1) for name in ("qwen3_5_text", "qwen3_next", "qwen3_5_moe", *DEEPSEEKS)), *SEVERAL],
 )
-def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_stock_checkpoint_goes_out_as_it_came(name: str, num_layers: int, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if num_layers == 1 else torch.float32
     oracle = make_checkpoint(tmp_path / "in", with_layers(name, num_layers), dtype=dtype)
     tensors = add_head(tmp_path / "in", oracle, like_deepseek=name in DEEPSEEKS, num_layers=num_layers)
     model = lm.MTPModel.from_pretrained(tmp_path / "in", dtype=dtype)

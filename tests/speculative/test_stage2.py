@@ -507,12 +507,14 @@ def test_heads_learn_what_there_is_to_know() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": vocab}
     model = lm.from_config({**CONFIGS["llama-3.1"], **sizes, "initializer_range": 0.1}, dtype=torch.float32)
 
-    def learn(trained: Any, parameters: Iterator[torch.nn.Parameter], **more: Any) -> None:
+    def learn(trained: Any, parameters: Iterator[torch.nn.Parameter], steps: int = 150, **more: Any) -> None:
         optimizer = optimizer_named(
             "adamw", parameter_groups([(parameters, 1e-2)], 0.0), model=trained, betas=(0.9, 0.95)
         )
-        more |= {"optimizer": optimizer, "schedule": warmup_cosine(optimizer, 200, warmup_steps=20)}
-        train(trained, PackedBatches(training, seq_len=64, batch_size=8, seed=0), steps=200, report_every=200, **more)
+        more |= {"optimizer": optimizer, "schedule": warmup_cosine(optimizer, steps, warmup_steps=20)}
+        train(
+            trained, PackedBatches(training, seq_len=64, batch_size=8, seed=0), steps=steps, report_every=steps, **more
+        )
 
     learn(model, model.parameters())
     medusa = lm.MedusaModel.from_base(model, num_heads=4)
@@ -531,7 +533,7 @@ def test_heads_learn_what_there_is_to_know() -> None:
 
     # Stage 2 on the next token of the data, without a reference: a model that knows the language does so afterwards.
     second = copy.deepcopy(medusa)
-    learn(JointMedusa(second), second.parameters(), loss_options=lambda step: {"heads_loss_weight": 0.2})
+    learn(JointMedusa(second), second.parameters(), 60, loss_options=lambda step: {"heads_loss_weight": 0.2})
     kl = evaluate_kl(second.base, model, batches())
     after = evaluate_heads(second, batches()).accuracy(1).tolist()
     assert kl.perplexity_change < 0.01 and kl.kl > 0
@@ -540,7 +542,7 @@ def test_heads_learn_what_there_is_to_know() -> None:
 
 def test_stage_2_makes_better_heads_and_leaves_the_model_as_good(tmp_path: Path) -> None:
     """The demo's model, smaller: head 0 gains over stage 1, and over a stage 1 that lasts as long."""
-    s = DemoSettings(corpus_bytes=1_200_000, vocab_size=320, hidden_size=64, seq_len=128, steps=250, head_steps=120)
+    s = DemoSettings(corpus_bytes=600_000, vocab_size=320, hidden_size=64, seq_len=128, steps=150, head_steps=70)
     corpus = Corpus(python_sources(s.corpus_bytes))
     split = corpus.split(s.validation_fraction, s.seed)
     tokenizer = train_tokenizer((corpus.read(i)[0].decode() for i in split[0]), s.vocab_size, tmp_path)

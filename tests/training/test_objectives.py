@@ -76,7 +76,7 @@ def metrics(out: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("objective", PREFERENCES)
 def test_an_objective_is_learned(objective: str, base: Path, pairs: Path, tmp_path: Path) -> None:
     """By the command; the policy starts as the reference, and then prefers the chosen completions."""
-    flags = ["--objective", objective, "--seq-len", 96, "--batch-tokens", 1536, "--lr", 1e-3, "--steps", 30]
+    flags = ["--objective", objective, "--seq-len", 96, "--batch-tokens", 1536, "--lr", 2e-3, "--steps", 20]
     arguments = ["train", base, "--data", pairs, "--out", tmp_path / "out", *flags, "--set", "report_every=1"]
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output

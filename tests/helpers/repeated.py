@@ -1,0 +1,28 @@
+"""Work that packages repeat for each call in one process, done once or left out, so that tests take less time."""
+
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+
+def leave_out() -> None:
+    """Of the modules that are imported by now: build the command line once, not for each call of a test; let
+    transformers log the kind of a config, not its text, which is made for each model though nothing shows it; and write
+    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some)."""
+    if typer := sys.modules.get("typer.testing"):
+        typer._get_command = lru_cache(maxsize=None)(typer._get_command)
+    if transformers := sys.modules.get("transformers.configuration_utils"):
+        transformers.PreTrainedConfig.__repr__ = lambda self: f"<{type(self).__name__}>"
+    if run := sys.modules.get("ligermodels.training.run"):
+        write_curves.__wrapped__ = run.draw_curves
+        run.draw_curves = write_curves
+
+
+def write_curves(folder: Path) -> str:
+    """In place of `ligermodels.training.metrics.draw_curves`."""
+    from ligermodels.training.folder import CURVES, METRICS
+    from ligermodels.training.metrics import read_curves
+
+    (folder / CURVES).write_text(json.dumps(read_curves(folder / METRICS)))
+    return ""
