@@ -32,21 +32,10 @@ def even(config: dict[str, Any]) -> dict[str, Any]:
 EVEN = {**BASE, "intermediate_size": 96, "num_hidden_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**EVEN, "model_type": "llama"},
-    "llama-tied": {
-        **EVEN,
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "gemma2": {
-        **SANDWICH,
-        "intermediate_size": 96,
-        "model_type": "gemma2",
-        "head_dim": 14,
-        "num_key_value_heads": 2,
-        "final_logit_softcapping": 3.0,
-    },
+    "llama-tied": EVEN | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "gemma2": SANDWICH
+    | {"model_type": "gemma2", "intermediate_size": 96, "head_dim": 14, "num_key_value_heads": 2}
+    | {"final_logit_softcapping": 3.0},
     "qwen3": {**EVEN, "model_type": "qwen3"},
     "olmo2": {**EVEN, "model_type": "olmo2"},
     "qwen3_moe": {
