@@ -24,7 +24,8 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         q: (B, 1, G, K), any floating dtype; the op normalises it.
         k: (B, 1, G, K), of q's dtype; the op normalises it.
         v: (B, 1, R, V), of q's dtype, R a multiple of G.
-        g: (B, 1, R), floating, logarithm of the decay of the state before the token, finite and at most 0.
+        g: (B, 1, R), floating, logarithm of the decay of the state before the token, finite and at most 0; or
+            (B, 1, R, K), of a decay for each key channel, in torch ops.
         beta: (B, 1, R), floating, how far the token moves the state to its value, within [0, 1].
         state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the token; updated in place to the state
             after the token.
@@ -38,7 +39,7 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     refuse_batch_invariant("gated_delta_rule_step")
     check_decoding("gated_delta_rule_step", q, k, v, g, beta, state)
     check_tensor("gated_delta_rule_step", "q", q, (q.shape[0], 1, *q.shape[2:]), q.device)
-    if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM:
+    if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM or g.dim() == 4:
         return gated_delta_rule_step_reference(q, k, v, g, beta, state)
     return _gated_delta_rule_step(q, k, v, g, beta, state)
 

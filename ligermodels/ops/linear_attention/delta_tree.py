@@ -34,7 +34,8 @@ def gated_delta_rule_tree(
         q: (B, N, G, K) for N nodes, any floating dtype; the op normalises it.
         k: (B, N, G, K), of q's dtype; the op normalises it.
         v: (B, N, R, V), of q's dtype, R a multiple of G.
-        g: (B, N, R), floating, logarithm of the decay of the state before each node, finite and at most 0.
+        g: (B, N, R), floating, logarithm of the decay of the state before each node, finite and at most 0; or
+            (B, N, R, K), of a decay for each key channel, in torch ops.
         beta: (B, N, R), floating, how far each node moves the state to its value, within [0, 1].
         state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the root; it is not changed.
         ancestors: bool (N, N), or (B, N, N) where each sequence has a tree of its own: True at [i, j] if node j is
@@ -49,13 +50,16 @@ def gated_delta_rule_tree(
     check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
     nodes = q.shape[1]
     check_ancestors("gated_delta_rule_tree", ancestors, q.shape[0], nodes, q.device)
-    if not use_kernels(q, state) or nodes > MAX_NODES:
+    if not use_kernels(q, state) or nodes > MAX_NODES or g.dim() == 4:
         return gated_delta_rule_tree_reference(q, k, v, g, beta, state, ancestors)
     o, *updates = _gated_delta_rule_tree(q, k, v, g, beta, state, ancestors)
     return o, TreeUpdates(*updates)
 
 
 _COMMIT = Signature(state="B R K V", decay="B N R float64", keys="B N G K", values="B N R V =keys", node="B int64")
+_COMMIT_CHANNELS = Signature(
+    state="B R K V", decay="B N R K float64", keys="B N G K", values="B N R V =keys", node="B int64"
+)
 
 
 def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Tensor) -> None:
@@ -72,7 +76,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
         InputError: shapes, dtypes or devices do not fit.
     """
     op, (decay, keys, values) = "commit_tree", updates
-    _COMMIT.check(op, state, decay, keys, values, node)
+    (_COMMIT_CHANNELS if decay.dim() == 4 else _COMMIT).check(op, state, decay, keys, values, node)
     (batch, heads, key_dim, _), nodes = state.shape, decay.shape[1]
     check_ancestors(op, ancestors, batch, nodes, state.device)
     if not state.is_contiguous() or not nodes or not keys.shape[2] or heads % keys.shape[2]:
@@ -80,7 +84,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
             f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
             f"{tuple(state.shape)}, keys {tuple(keys.shape)}"
         )
-    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
+    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM or decay.dim() == 4:
         state.copy_(tree_state(state, updates, node, ancestors))
     else:
         _commit_tree(state, decay, keys, values, node, ancestors)

@@ -59,7 +59,8 @@ def gated_delta_rule(
         q: (B, T, G, K), any floating dtype; the op normalises it.
         k: (B, T, G, K), of q's dtype; the op normalises it.
         v: (B, T, R, V), of q's dtype, R a multiple of G. Value head j uses query and key head j // (R / G).
-        g: (B, T, R), floating, logarithm of the decay of the state before each token, finite and at most 0.
+        g: (B, T, R), floating, logarithm of the decay of the state before each token, finite and at most 0; or
+            (B, T, R, K), of a decay for each key channel, each row of S (Kimi Delta Attention), by "reference" alone.
         beta: (B, T, R), floating, how far each token moves the state to its value, within [0, 2].
         initial_state: (B, R, K, V), floating, the state before the first token; zero when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T. The first
@@ -105,8 +106,10 @@ def _choose(
     if backend not in BACKENDS:
         raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
     kernels = backend in ("auto", "triton") and use_kernels(q, g, beta, initial_state)
-    if backend == "reference" or (backend == "auto" and not kernels):
+    if backend == "reference" or (backend == "auto" and (not kernels or g.dim() == 4)):
         return "reference"
+    if g.dim() == 4:
+        raise BackendError(f"gated_delta_rule: backend {backend!r} has no decay for each key channel; use 'reference'")
     refusals = {}
     if backend != "fla":
         missing = 'it needs Triton, CUDA tensors, none of them float64, and no set_backend("reference")'
@@ -147,6 +150,7 @@ def gated_delta_rule_tree_reference(
 
 
 _TENSORS = Signature(q="B T G K", k="B T G K =q", v="B T R V =q", g="B T R", beta="B T R")
+_BY_CHANNEL = Signature(q="B T G K", k="B T G K =q", v="B T R V =q", g="B T R K", beta="B T R")
 
 
 def check_operands(
@@ -155,7 +159,7 @@ def check_operands(
     """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
     together, and `state` has one of `dtypes`, if there are any."""
     reject_dtensors(op, state)
-    _TENSORS.check(op, q, k, v, g, beta)
+    (_BY_CHANNEL if g.dim() == 4 else _TENSORS).check(op, q, k, v, g, beta)
     (batch, tokens, groups, width), heads = q.shape, v.shape[2]
     if 0 in (tokens, groups, width, v.shape[3]) or heads % groups:
         raise InputError(

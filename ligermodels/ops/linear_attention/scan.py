@@ -5,8 +5,10 @@ A head keeps a state S (K, V), zero at first. Each token
 
     S = exp(g) S;    S = S + k u^T;    o = S^T q
 
-with u = weight v, or, by the delta rule, u = weight (v - S^T k). The recurrence can also be computed for all tokens at
-once, if no token comes before one of its ancestors: see `gated_delta_rule`; without the delta rule U = weight V.
+g is one number, or has one for each of the K rows of S (Kimi Delta Attention, 2025,
+https://arxiv.org/abs/2510.26692); u = weight v, or, by the delta rule, u = weight (v - S^T k). The recurrence can also
+be computed for all tokens at once, if no token comes before one of its ancestors: see `gated_delta_rule`; without the
+delta rule U = weight V.
 
 A sequence is computed in chunks; the ancestors of a token are all tokens before it, or, with packed documents, the
 tokens before it in its document. A tree is one chunk with its own ancestors.
@@ -30,7 +32,7 @@ CHUNK = 64
 class TreeUpdates(NamedTuple):
     """The updates that the N nodes of a tree make to the state; `tree_state` computes the state after a node.
 
-    decay: (B, N, R) fp64, the sum of g over each node's path.
+    decay: (B, N, R), or (B, N, R, K) of a decay for each key channel, fp64, the sum of g over each node's path.
     keys: (B, N, G, K), normalised, fp32 (fp64 for fp64).
     values: (B, N, R, V), the vector added along each key, fp32 (fp64 for fp64).
     """
@@ -50,7 +52,7 @@ def scan_sequence(
         q: (B, T, G, K), fp32 or fp64; all is computed in its dtype.
         k: (B, T, G, K).
         v: (B, T, R, V), R a multiple of G.
-        g: (B, T, R), logarithm of the decay of the state before each token.
+        g: (B, T, R) or (B, T, R, K), logarithm of the decay of the state before each token.
         weight: (B, T, R), factor of each token's update.
         initial_state: (B, R, K, V), or None for zero.
         cu_seqlens: int32 (n + 1,), bounds of packed documents, or None.
@@ -72,7 +74,7 @@ def scan_sequence(
     before = torch.cat([document[:1, :1], document[:-1, -1:]])  # the document of the token before each chunk
     with without_autocast(q):
         chunked = partial(_chunked, dtype=q.dtype, count=count, size=size)
-        chunks = _Chunks(
+        chunks = _chunks_of(g)(
             chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), ancestors, document == before, delta
         )
         outputs = []
@@ -98,9 +100,9 @@ def scan_tree(
         chunked = partial(_chunked, dtype=q.dtype, count=1, size=nodes)
         above = ancestors.reshape(-1, 1, 1, 1, nodes, nodes)
         follows = ancestors.new_ones(1, nodes)
-        chunk = _Chunks(chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), above, follows, delta)
+        chunk = _chunks_of(g)(chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), above, follows, delta)
         o, u = chunk.outputs(0, _initial_state(q, v, initial_state))
-    decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))
+    decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))  # (B, N, R, ...)
     return o.flatten(1, 2).transpose(1, 2), TreeUpdates(decay, k.to(q.dtype), values)
 
 
@@ -117,14 +119,15 @@ def tree_state(initial_state: Tensor, updates: TreeUpdates, node: Tensor, ancest
         (B, R, K, V), of the dtype of `initial_state`.
     """
     decay, keys, values = updates
+    decay = decay if decay.dim() == 4 else decay[..., None]
     repeats = values.shape[2] // keys.shape[2]
     with without_autocast(values):
-        reached = decay.gather(1, node[:, None, None].expand(-1, 1, decay.shape[2]))
+        reached = decay.gather(1, node[:, None, None, None].expand(-1, 1, *decay.shape[2:]))
         path = ancestors.expand(len(node), *ancestors.shape[-2:])[torch.arange(len(node), device=node.device), node]
-        kept = (reached - decay).masked_fill(~path[:, :, None], -torch.inf).to(values.dtype).exp()
-        keys = keys.repeat_interleave(repeats, dim=2).permute(0, 2, 3, 1)
-        added = keys @ (kept[..., None] * values).transpose(1, 2)
-        return reached.to(values.dtype).exp().mT[..., None] * initial_state + added.to(initial_state.dtype)
+        kept = (reached - decay).masked_fill(~path[:, :, None, None], -torch.inf).to(values.dtype).exp()
+        keys = (kept * keys.repeat_interleave(repeats, dim=2)).permute(0, 2, 3, 1)
+        added = keys @ values.transpose(1, 2)
+        return reached.to(values.dtype).exp()[:, 0, :, :, None] * initial_state + added.to(initial_state.dtype)
 
 
 def _initial_state(q: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
@@ -139,6 +142,10 @@ def _chunked(x: Tensor, dtype: torch.dtype, count: int, size: int) -> Tensor:
     after, x = count * size - x.shape[1], x.to(dtype)
     x = F.pad(x, (*[0] * (2 * x.dim() - 4), 0, after)) if after else x
     return x.unflatten(1, (count, size)).movedim(3, 1)
+
+
+def _chunks_of(g: Tensor) -> type[_Chunks]:
+    return _Chunks if g.dim() == 3 else _ChannelChunks
 
 
 class _Chunks:
@@ -164,10 +171,12 @@ class _Chunks:
         self.u = weight * v
         self.k_kept: Tensor | None = weight * self.kept * k if delta else None
         if self.k_kept is not None and k.shape[-2] > 1:
-            a = weight * (k @ k.transpose(-1, -2)) * decay.tril(-1)
-            right_sides = torch.cat([self.u, self.k_kept], dim=-1)
-            solved = torch.linalg.solve_triangular(a, right_sides, upper=False, unitriangular=True)
-            self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+            self._solve(weight * (k @ k.transpose(-1, -2)) * decay.tril(-1), self.k_kept)
+
+    def _solve(self, a: Tensor, k_kept: Tensor) -> None:
+        """Multiply u and `k_kept` by the inverse of 1 + a, with a (B, G, R / G, n, C, C) strictly lower triangular."""
+        solved = torch.linalg.solve_triangular(a, torch.cat([self.u, k_kept], dim=-1), upper=False, unitriangular=True)
+        self.u, self.k_kept = solved.split([self.u.shape[-1], k_kept.shape[-1]], dim=-1)
 
     def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """o and u (B, G, R / G, C, V) of chunk i, with the state (B, G, R / G, K, V) before it."""
@@ -181,3 +190,78 @@ class _Chunks:
         o, u = self.outputs(i, state)
         added = self.k[:, :, :, i].transpose(-1, -2) @ (self.to_last[:, :, :, i] * u)
         return o, self.kept[:, :, :, i, -1:] * state + added
+
+
+class _ChannelChunks(_Chunks):
+    """The same with a decay for each key channel: g is (B, R, n, C, K).
+
+    The decays within a chunk are then part of the sums over channels. exp(G_i - G_j) is the product of two factors of
+    at most 1, with the sum G before a block of tokens in between: products of blocks with earlier ones are matrix
+    products. Within a block, and for trees, all pairs' factors are computed: BLOCK * K numbers per token.
+    """
+
+    BLOCK = 16
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Tensor, ancestors: Tensor, follows: Tensor,
+        delta: bool,
+    ) -> None:  # fmt: skip
+        v, g, weight = (x.unflatten(1, (k.shape[1], -1)) for x in (v, g, weight[..., None]))
+        q, k = q[:, :, None], k[:, :, None]
+        # In fp64, because differences are small compared to the sums.
+        is_tree, wide = ancestors.dim() > 3, g.double()
+        self.path_decay = ancestors.double() @ wide if is_tree else wide.cumsum(-2)
+        # Sums over earlier documents in the chunk only lead to factors that `follows` and `ancestors` mask.
+        self.kept = self.path_decay.to(g.dtype).exp() * follows[..., None]
+        to_last = (self.path_decay[..., -1:, :] - self.path_decay).to(g.dtype)
+        self.to_last = to_last.masked_fill(~ancestors[..., -1, :, None], -torch.inf).exp()
+        pairs = partial(_pairs, path_decay=self.path_decay, ancestors=ancestors, block=q.shape[-2] if is_tree else None)
+        self.q, self.k = self.kept * q, self.to_last * k
+        self.attending = pairs(q, k)
+        self.u = weight * v
+        self.k_kept: Tensor | None = weight * self.kept * k if delta else None
+        if self.k_kept is not None and k.shape[-2] > 1:
+            self._solve(weight * pairs(k, k).tril(-1), self.k_kept)
+
+    def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        u = self.u[:, :, :, i]
+        if self.k_kept is not None:
+            u = u - self.k_kept[:, :, :, i] @ state
+        return self.q[:, :, :, i] @ state + self.attending[:, :, :, i] @ u, u
+
+    def run(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        o, u = self.outputs(i, state)
+        return o, self.kept[:, :, :, i, -1, :, None] * state + self.k[:, :, :, i].transpose(-1, -2) @ u
+
+
+def _pairs(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block: int | None) -> Tensor:
+    """The sums over channels c of x_ic y_jc exp(G_ic - G_jc), where j is i or one of its ancestors, else 0.
+
+    Args:
+        x: (..., n, C, K).
+        y: (..., n, C, K).
+        path_decay: G, fp64 (..., n, C, K).
+        ancestors: bool (..., C, C).
+        block: tokens whose pairs are computed one by one. Default: `_ChannelChunks.BLOCK`; for sequences, where G falls
+            from token to token.
+
+    Returns:
+        (..., n, C, C).
+    """
+    size, block = x.shape[-2], block or _ChannelChunks.BLOCK
+    rows = []
+    for start in range(0, size, block):
+        end = min(start + block, size)
+        own, there = slice(start, end), ancestors[..., start:end, start:end, None]
+        g = path_decay[..., own, :]
+        within = (g[..., :, None, :] - g[..., None, :, :]).to(x.dtype).masked_fill(~there, -torch.inf).exp()
+        parts = [(x[..., own, None, :] * y[..., None, own, :] * within).sum(-1)]
+        if start:
+            before = path_decay[..., start - 1 : start, :]
+            left = x[..., own, :] * (g - before).to(x.dtype).exp()
+            right = y[..., :start, :] * (before - path_decay[..., :start, :]).to(x.dtype).exp()
+            parts.insert(0, left @ right.transpose(-1, -2) * ancestors[..., own, :start])
+        if end < size:
+            parts.append(parts[-1].new_zeros(*parts[-1].shape[:-1], size - end))
+        rows.append(torch.cat(parts, dim=-1))
+    return torch.cat(rows, dim=-2)
