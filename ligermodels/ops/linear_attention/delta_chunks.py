@@ -62,8 +62,11 @@ PIPELINED = 110 * 2**10
 72 KiB."""
 
 
-def refuses(q: Tensor, *, in_parts: bool = False) -> str | None:
-    """Why the kernels cannot serve a call, or None. in_parts: calls with wide states are divided into several."""
+def refuses(q: Tensor, *, in_parts: bool = False, by_channel: bool = False) -> str | None:
+    """Why the kernels cannot serve a call, or None. in_parts: calls with wide states are divided into several.
+    by_channel: each key channel has a decay of its own."""
+    if by_channel:
+        return "its kernels have one decay for all key channels of a head"
     width = q.shape[3]
     gpu = gpu_of(q.device)
     if gpu is not None and not gpu.chains_products:

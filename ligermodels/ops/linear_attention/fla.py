@@ -29,7 +29,7 @@ class DeltaRequest(NamedTuple):
     """The properties of a call that decide whether fla can serve it; none is read from device memory.
 
     continued: whether there is an initial state. gradient: whether autograd may ask for gradients. recording: whether
-    the call goes into a CUDA graph.
+    the call goes into a CUDA graph. by_channel: whether each key channel has a decay of its own.
     """
 
     device: str
@@ -40,6 +40,7 @@ class DeltaRequest(NamedTuple):
     compiling: bool
     gradient: bool = False
     recording: bool = False
+    by_channel: bool = False
 
 
 @functools.cache
@@ -68,6 +69,8 @@ def refuses(request: DeltaRequest) -> str | None:
         return f"it takes bfloat16 and float16, not {request.dtype}"
     if request.key_dim > MAX_KEY_DIM:
         return f"queries and keys of {request.key_dim} channels are more than {MAX_KEY_DIM}"
+    if request.by_channel:
+        return "a decay for each key channel is not implemented on it"
     if request.packed and request.continued:
         return "packed documents after an initial state are not implemented on it"
     if request.packed and request.recording:

@@ -12,6 +12,9 @@ state before the first token, and A_ij = beta_i (k_i . k_j) decay_ij for strict 
     O = exp(G) Q S + ((Q K^T) * decay) U
     state after token a = exp(G_a) S + sum of decay_aj k_j u_j^T
 
+In Kimi Delta Attention (2025, https://arxiv.org/abs/2510.26692) g has a number for each of the K rows of S, and G and
+the decays too: (k_i . k_j) decay_ij is then the sum over channels c of k_ic k_jc exp(G_ic - G_jc).
+
 A sequence is computed in chunks, and a tree is one chunk: see `scan`.
 """
 
@@ -106,20 +109,18 @@ def _choose(
     if backend not in BACKENDS:
         raise BackendError(f"gated_delta_rule: backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
     kernels = backend in ("auto", "triton") and use_kernels(q, g, beta, initial_state)
-    if backend == "reference" or (backend == "auto" and (not kernels or g.dim() == 4)):
+    if backend == "reference" or (backend == "auto" and not kernels):
         return "reference"
-    if g.dim() == 4:
-        raise BackendError(f"gated_delta_rule: backend {backend!r} has no decay for each key channel; use 'reference'")
     refusals = {}
     if backend != "fla":
         missing = 'it needs Triton, CUDA tensors, none of them float64, and no set_backend("reference")'
-        refusals["triton"] = delta_chunks.refuses(q) if kernels else missing
+        refusals["triton"] = delta_chunks.refuses(q, by_channel=g.dim() == 4) if kernels else missing
     if backend != "triton":
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
         compiling = torch.compiler.is_compiling()
         packed, continued = cu_seqlens is not None, initial_state is not None
         request = fla.DeltaRequest(
-            q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient, is_recording()
+            q.device.type, q.dtype, q.shape[3], packed, continued, compiling, gradient, is_recording(), g.dim() == 4
         )  # fmt: skip
         refusals["fla"] = fla.refuses(request)
     for name, refusal in refusals.items():

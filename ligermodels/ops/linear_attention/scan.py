@@ -16,6 +16,7 @@ tokens before it in its document. A tree is one chunk with its own ancestors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ from ligermodels.ops.runtime.tensors import without_autocast
 
 CHUNK = 64
 """Tokens that the reference computes at once: for T tokens it takes T * CHUNK numbers and T / CHUNK states per head."""
+PAIRS = 16
+"""With a decay for each key channel: tokens in a row of which each pair has K factors of its own. This takes
+T * PAIRS * K numbers more."""
 
 
 class TreeUpdates(NamedTuple):
@@ -74,7 +78,7 @@ def scan_sequence(
     before = torch.cat([document[:1, :1], document[:-1, -1:]])  # the document of the token before each chunk
     with without_autocast(q):
         chunked = partial(_chunked, dtype=q.dtype, count=count, size=size)
-        chunks = _chunks_of(g)(
+        chunks = _kind(g)(
             chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), ancestors, document == before, delta
         )
         outputs = []
@@ -100,7 +104,7 @@ def scan_tree(
         chunked = partial(_chunked, dtype=q.dtype, count=1, size=nodes)
         above = ancestors.reshape(-1, 1, 1, 1, nodes, nodes)
         follows = ancestors.new_ones(1, nodes)
-        chunk = _chunks_of(g)(chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), above, follows, delta)
+        chunk = _kind(g)(chunked(q), chunked(k), chunked(v), chunked(g), chunked(weight), above, follows, delta)
         o, u = chunk.outputs(0, _initial_state(q, v, initial_state))
     decay, values = (t.flatten(1, 2).transpose(1, 2) for t in (chunk.path_decay[:, :, :, 0], u))  # (B, N, R, ...)
     return o.flatten(1, 2).transpose(1, 2), TreeUpdates(decay, k.to(q.dtype), values)
@@ -144,7 +148,8 @@ def _chunked(x: Tensor, dtype: torch.dtype, count: int, size: int) -> Tensor:
     return x.unflatten(1, (count, size)).movedim(3, 1)
 
 
-def _chunks_of(g: Tensor) -> type[_Chunks]:
+def _kind(g: Tensor) -> type[_Chunks]:
+    """The class for decays g (B, T, R), or (B, T, R, K)."""
     return _Chunks if g.dim() == 3 else _ChannelChunks
 
 
@@ -155,112 +160,110 @@ class _Chunks:
     whether the state before the chunk reaches the token (no document begins in between).
     """
 
+    kept: Tensor
+    """Decay from before the chunk to after each token, (B, G, R / G, n, C, 1); for each key channel, (..., C, K)."""
+    path_decay: Tensor
+    """Its logarithm in fp64, because differences are small compared to the sums; without the last dimension of 1."""
+
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Tensor, ancestors: Tensor, follows: Tensor,
         delta: bool,
     ) -> None:  # fmt: skip
         v, g, weight = (x.unflatten(1, (k.shape[1], -1)) for x in (v, g, weight[..., None]))
         self.q, self.k = q, k = q[:, :, None], k[:, :, None]
-        # In fp64, because differences are small compared to the sums.
+        products = self._decayed(g, ancestors, follows)
+        self.attending = products(q, k)
+        self.u = weight * v
+        self.k_kept: Tensor | None = weight * self.kept * k if delta else None
+        if self.k_kept is not None and k.shape[-2] > 1:
+            a = weight * products(k, k).tril(-1)
+            right_sides = torch.cat([self.u, self.k_kept], dim=-1)
+            solved = torch.linalg.solve_triangular(a, right_sides, upper=False, unitriangular=True)
+            self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Set all decays. Returns the function of x and y (..., n, C, K) to their products (..., n, C, C), where the
+        product of a token with an ancestor decays from the ancestor to the token, and other products are 0."""
         self.path_decay = (ancestors * g.double()[..., None, :]).sum(-1)
         difference = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
         decay = difference.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
         self.kept = (self.path_decay.to(g.dtype).exp() * follows)[..., None]
         self.to_last = decay[..., -1, :, None]
-        self.attending = q @ k.transpose(-1, -2) * decay
-        self.u = weight * v
-        self.k_kept: Tensor | None = weight * self.kept * k if delta else None
-        if self.k_kept is not None and k.shape[-2] > 1:
-            self._solve(weight * (k @ k.transpose(-1, -2)) * decay.tril(-1), self.k_kept)
-
-    def _solve(self, a: Tensor, k_kept: Tensor) -> None:
-        """Multiply u and `k_kept` by the inverse of 1 + a, with a (B, G, R / G, n, C, C) strictly lower triangular."""
-        solved = torch.linalg.solve_triangular(a, torch.cat([self.u, k_kept], dim=-1), upper=False, unitriangular=True)
-        self.u, self.k_kept = solved.split([self.u.shape[-1], k_kept.shape[-1]], dim=-1)
+        return lambda x, y: x @ y.transpose(-1, -2) * decay
 
     def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """o and u (B, G, R / G, C, V) of chunk i, with the state (B, G, R / G, K, V) before it."""
         u = self.u[:, :, :, i]
         if self.k_kept is not None:
             u = u - self.k_kept[:, :, :, i] @ state
-        return self.kept[:, :, :, i] * (self.q[:, :, :, i] @ state) + self.attending[:, :, :, i] @ u, u
+        return self._read(i, state) + self.attending[:, :, :, i] @ u, u
+
+    def _read(self, i: int, state: Tensor) -> Tensor:
+        """The part of the outputs of chunk i that comes from the state before it."""
+        return self.kept[:, :, :, i] * (self.q[:, :, :, i] @ state)
 
     def run(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """o of chunk i, and the state after it."""
         o, u = self.outputs(i, state)
-        added = self.k[:, :, :, i].transpose(-1, -2) @ (self.to_last[:, :, :, i] * u)
-        return o, self.kept[:, :, :, i, -1:] * state + added
+        return o, self.kept[:, :, :, i, -1, :, None] * state + self._added(i, u)
+
+    def _added(self, i: int, u: Tensor) -> Tensor:
+        """What the updates u of chunk i add to the state after it."""
+        return self.k[:, :, :, i].transpose(-1, -2) @ (self.to_last[:, :, :, i] * u)
 
 
 class _ChannelChunks(_Chunks):
     """The same with a decay for each key channel: g is (B, R, n, C, K).
 
-    The decays within a chunk are then part of the sums over channels. exp(G_i - G_j) is the product of two factors of
-    at most 1, with the sum G before a block of tokens in between: products of blocks with earlier ones are matrix
-    products. Within a block, and for trees, all pairs' factors are computed: BLOCK * K numbers per token.
+    Decays are then part of the sums over key channels, and cannot be applied to the products.
     """
 
-    BLOCK = 16
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Tensor, ancestors: Tensor, follows: Tensor,
-        delta: bool,
-    ) -> None:  # fmt: skip
-        v, g, weight = (x.unflatten(1, (k.shape[1], -1)) for x in (v, g, weight[..., None]))
-        q, k = q[:, :, None], k[:, :, None]
-        # In fp64, because differences are small compared to the sums.
+    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         is_tree, wide = ancestors.dim() > 3, g.double()
+        # Sums over earlier documents of the chunk only lead to factors that `follows` and `ancestors` mask.
         self.path_decay = ancestors.double() @ wide if is_tree else wide.cumsum(-2)
-        # Sums over earlier documents in the chunk only lead to factors that `follows` and `ancestors` mask.
         self.kept = self.path_decay.to(g.dtype).exp() * follows[..., None]
         to_last = (self.path_decay[..., -1:, :] - self.path_decay).to(g.dtype)
         self.to_last = to_last.masked_fill(~ancestors[..., -1, :, None], -torch.inf).exp()
-        pairs = partial(_pairs, path_decay=self.path_decay, ancestors=ancestors, block=q.shape[-2] if is_tree else None)
-        self.q, self.k = self.kept * q, self.to_last * k
-        self.attending = pairs(q, k)
-        self.u = weight * v
-        self.k_kept: Tensor | None = weight * self.kept * k if delta else None
-        if self.k_kept is not None and k.shape[-2] > 1:
-            self._solve(weight * pairs(k, k).tril(-1), self.k_kept)
+        block = g.shape[-2] if is_tree else PAIRS
+        return partial(_products, path_decay=self.path_decay, ancestors=ancestors, block=block)
 
-    def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        u = self.u[:, :, :, i]
-        if self.k_kept is not None:
-            u = u - self.k_kept[:, :, :, i] @ state
-        return self.q[:, :, :, i] @ state + self.attending[:, :, :, i] @ u, u
+    def _read(self, i: int, state: Tensor) -> Tensor:
+        return (self.kept[:, :, :, i] * self.q[:, :, :, i]) @ state
 
-    def run(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        o, u = self.outputs(i, state)
-        return o, self.kept[:, :, :, i, -1, :, None] * state + self.k[:, :, :, i].transpose(-1, -2) @ u
+    def _added(self, i: int, u: Tensor) -> Tensor:
+        return (self.to_last[:, :, :, i] * self.k[:, :, :, i]).transpose(-1, -2) @ u
 
 
-def _pairs(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block: int | None) -> Tensor:
+def _products(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block: int) -> Tensor:
     """The sums over channels c of x_ic y_jc exp(G_ic - G_jc), where j is i or one of its ancestors, else 0.
+
+    No factor is above 1, so none overflows. With the sum G before a block of tokens in between, exp(G_i - G_j) is the
+    product of a factor of token i in the block and a factor of an earlier token j: the sums are a matrix product. This
+    needs sums that fall from token to token, so a tree is one block. Within a block each pair has a factor of its own.
 
     Args:
         x: (..., n, C, K).
         y: (..., n, C, K).
         path_decay: G, fp64 (..., n, C, K).
         ancestors: bool (..., C, C).
-        block: tokens whose pairs are computed one by one. Default: `_ChannelChunks.BLOCK`; for sequences, where G falls
-            from token to token.
+        block: tokens in a block. Memory: block * K numbers per token.
 
     Returns:
         (..., n, C, C).
     """
-    size, block = x.shape[-2], block or _ChannelChunks.BLOCK
-    rows = []
+    size, rows = x.shape[-2], []
     for start in range(0, size, block):
         end = min(start + block, size)
-        own, there = slice(start, end), ancestors[..., start:end, start:end, None]
-        g = path_decay[..., own, :]
-        within = (g[..., :, None, :] - g[..., None, :, :]).to(x.dtype).masked_fill(~there, -torch.inf).exp()
-        parts = [(x[..., own, None, :] * y[..., None, own, :] * within).sum(-1)]
+        tokens, related = slice(start, end), ancestors[..., start:end, start:end, None]
+        g = path_decay[..., tokens, :]
+        within = (g[..., :, None, :] - g[..., None, :, :]).to(x.dtype).masked_fill(~related, -torch.inf).exp()
+        parts = [(x[..., tokens, None, :] * y[..., None, tokens, :] * within).sum(-1)]
         if start:
             before = path_decay[..., start - 1 : start, :]
-            left = x[..., own, :] * (g - before).to(x.dtype).exp()
+            left = x[..., tokens, :] * (g - before).to(x.dtype).exp()
             right = y[..., :start, :] * (before - path_decay[..., :start, :]).to(x.dtype).exp()
-            parts.insert(0, left @ right.transpose(-1, -2) * ancestors[..., own, :start])
+            parts.insert(0, left @ right.transpose(-1, -2) * ancestors[..., tokens, :start])
         if end < size:
             parts.append(parts[-1].new_zeros(*parts[-1].shape[:-1], size - end))
         rows.append(torch.cat(parts, dim=-1))
