@@ -85,10 +85,10 @@ def layer_norm(dtype: torch.dtype, width: int, affine: tuple[bool, bool], grads:
     backward(ops.layer_norm(x, weight, bias, 1e-6))
 
 
-@calls("gated_rms_norm", dtype=FLOATS, width=(48, 128, 8192), before=BOTH, grads=GRADS)
-def gated_rms_norm(dtype: torch.dtype, width: int, before: bool, grads: tuple[bool, bool]) -> None:
+@calls("gated_rms_norm", dtype=FLOATS, width=(48, 128, 8192), before=BOTH, gate=("silu", "sigmoid"), grads=GRADS)
+def gated_rms_norm(dtype: torch.dtype, width: int, before: bool, gate: str, grads: tuple[bool, bool]) -> None:
     x, z = (leaf(100, 4, width, dtype=dtype, grad=grads[0]) for _ in range(2))
-    backward(ops.gated_rms_norm(x, z, leaf(width, dtype=dtype, grad=grads[1]), 1e-6, before))
+    backward(ops.gated_rms_norm(x, z, leaf(width, dtype=dtype, grad=grads[1]), 1e-6, before, gate))
 
 
 @calls(

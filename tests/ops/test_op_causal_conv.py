@@ -104,6 +104,16 @@ def plain_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     return (y * wide(weight) * F.silu(wide(z))).to(x.dtype)
 
 
+def sigmoid_gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    y = wide(x) / (wide(x).square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return (y * wide(weight) / (1 + torch.exp(-wide(z)))).to(x.dtype)
+
+
+def norm_of_sigmoid_gated(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    y = wide(x) / (1 + torch.exp(-wide(z)))
+    return (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide(weight)).to(x.dtype)
+
+
 def norm_of_gated(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     y = wide(x) * F.silu(wide(z))
     return (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide(weight)).to(x.dtype)
@@ -131,6 +141,15 @@ def test_both_orders_of_gate_and_norm(where: Where, shape: tuple[int, ...], befo
     check(op, plain_norm if before else norm_of_gated, [x, z, weight])
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (2, 7, 3, 100), (2, 0, 3, 8)], ids=str)
+@pytest.mark.parametrize("before", [False, True], ids=["norm of gated", "gated norm"])
+def test_sigmoid_gates(where: Where, shape: tuple[int, ...], before: bool) -> None:
+    x, z = (torch.randn(shape, device=where.device).mul(3).to(where.dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], device=where.device)
+    op = lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6, before, activation="sigmoid")  # noqa: E731
+    check(op, sigmoid_gated_norm if before else norm_of_sigmoid_gated, [x, z, weight])
+
+
 def test_gates_that_are_slices_of_wider_rows(where: Where) -> None:
     """As of a projection whose rows hold more than the gate, of one token and of many."""
     for batch, tokens in ((1, 1), (2, 33)):
@@ -154,8 +173,8 @@ def test_registration(kernels_device: torch.device) -> None:
     for name, arguments in {
         "causal_conv_forward": (x, weight, weight[:, 0], None, None, True),
         "causal_conv_backward": (x, x, weight, weight[:, 0], None, None, False, True, True, True),
-        "gated_rms_norm_forward": (heads, heads, scale, 1e-6, True),
-        "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6, False),
+        "gated_rms_norm_forward": (heads, heads, scale, 1e-6, True, True),
+        "gated_rms_norm_backward": (heads, heads, heads, scale, 1, True, True, 1e-6, False, True),
     }.items():
         op = getattr(torch.ops.ligermodels, name).default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -176,5 +195,7 @@ def test_bad_input() -> None:
         ops.causal_conv(x, weight, activation="gelu")
     with pytest.raises(InputError, match="gated_rms_norm: z must be"):
         ops.gated_rms_norm(x, x[:, :2], torch.zeros(5), 1e-6)
+    with pytest.raises(InputError, match="gated_rms_norm: activation 'tanh' is unknown; there are: silu, sigmoid"):
+        ops.gated_rms_norm(x, x, torch.zeros(5), 1e-6, activation="tanh")
     with pytest.raises(InputError, match="causal_conv_step: inputs must be contiguous"):
         ops.causal_conv_step(x[:, :1], weight, torch.zeros(1, 5, 3).mT)

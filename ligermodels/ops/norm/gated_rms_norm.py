@@ -1,5 +1,6 @@
 """RMSNorm of each head, times silu of a gate: the norm after Gated DeltaNet (https://arxiv.org/abs/2412.06464), and
-after Mamba2 (https://arxiv.org/abs/2405.21060), mostly with the gate before the norm.
+after Mamba2 (https://arxiv.org/abs/2405.21060), mostly with the gate before the norm; times its sigmoid after Kimi
+Delta Attention (https://arxiv.org/abs/2510.26692).
 
 Forward and backward pass read each value once; plain torch would write the gate alone twice as fp32."""
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -16,12 +18,15 @@ from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient,
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
 TENSORS_OF_HEADS = Signature(x="... heads N+", z="... heads N =x", weight="heads N")
+ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 MAX_KERNEL_WIDTH = 8192  # a row of each operand is held in registers; the reference serves wider ones
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True, activation: str = "silu"
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * silu(z), over the last dimension; or, with the gate before the norm,
-    y / sqrt(mean(y^2) + eps) * weight of y = x * silu(z).
+    y / sqrt(mean(y^2) + eps) * weight of y = x * silu(z). With the activation "sigmoid", sigmoid(z) in place of silu(z).
 
     It computes in fp32 (fp64 for fp64), rounds once, and gives equal bits in every run. The backward pass recomputes
     from x and z; nothing else is saved.
@@ -32,32 +37,39 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before
         weight: (N,), or (heads, N) where each head has its own, any floating dtype.
         eps: added to the mean square.
         norm_before_gate: whether the norm comes before the gate. Default: True.
+        activation: activation of the gate, "silu" or "sigmoid". Default: "silu".
 
     Returns:
         Contiguous (..., heads, N) of x's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit.
+        InputError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
+    if activation not in ACTIVATIONS:
+        raise InputError(f"gated_rms_norm: activation {activation!r} is unknown; there are: {', '.join(ACTIVATIONS)}")
     (TENSORS_OF_HEADS if weight.dim() == 2 else TENSORS).check("gated_rms_norm", x, z, weight)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
-        return gated_rms_norm_reference(x, z, weight, eps, norm_before_gate)
-    return _GatedRMSNorm.apply(x, z, weight, eps, norm_before_gate)
+        return gated_rms_norm_reference(x, z, weight, eps, norm_before_gate, activation)
+    return _GatedRMSNorm.apply(x, z, weight, eps, norm_before_gate, activation == "sigmoid")
 
 
-def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True) -> Tensor:
-    """The specification of `gated_rms_norm`, in plain torch, with the same arguments x, z, weight, eps and
-    norm_before_gate."""
+def gated_rms_norm_reference(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True, activation: str = "silu"
+) -> Tensor:
+    """The specification of `gated_rms_norm`, in plain torch, with the same arguments x, z, weight, eps,
+    norm_before_gate and activation."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y, gate = x.to(wide), F.silu(z.to(wide))
+    y, gate = x.to(wide), ACTIVATIONS[activation](z.to(wide))
     y = y if norm_before_gate else y * gate
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
     return (y * gate if norm_before_gate else y).to(x.dtype).contiguous()
 
 
 @triton.jit
-def _load_gate(z, z_token, z_head, row, end, N, heads, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """silu of the gate and its slope, in float32: `load_rows` of z, with heads of tokens as rows."""
+def _load_gate(
+    z, z_token, z_head, row, end, N, heads, SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """silu of the gate (or its sigmoid) and its slope, in float32: `load_rows` of z, with heads of tokens as rows."""
     rows, col = row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (rows < end)[:, None] & (col < N)[None, :]
     place = z + rows // heads * z_token + rows % heads * z_head
@@ -65,7 +77,11 @@ def _load_gate(z, z_token, z_head, row, end, N, heads, ROWS: tl.constexpr, BLOCK
     e = tl.exp(-tl.abs(gate))  # no overflow
     r = 1.0 / (1.0 + e)
     part = tl.where(gate < 0, e * r, r)
-    return gate * part, part + gate * e * r * r
+    slope = e * r * r  # of the sigmoid
+    if not SIGMOID:
+        slope = part + gate * slope
+        part = gate * part
+    return part, slope
 
 
 @triton.jit
@@ -80,7 +96,7 @@ def _store_rows(destination, stride, values, row, end, N, ROWS: tl.constexpr, BL
 @kernel
 def _forward_kernel(
     x, x_stride, z, z_token, z_head, weight, y, M, N, heads, weights, eps, rows_per_program,
-    NORM_BEFORE_GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes rows_per_program consecutive rows of the M rows that share one of the `weights`; heads: heads
     of a token that share it."""
@@ -94,7 +110,7 @@ def _forward_kernel(
     w = tl.load(weight + own * N + col, mask=col < N, other=0.0).to(tl.float32)
     for row in range(first, end, ROWS):
         v = load_rows(x, x_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
-        gate, _ = _load_gate(z, z_token, z_head, row, end, N, heads, ROWS, BLOCK)
+        gate, _ = _load_gate(z, z_token, z_head, row, end, N, heads, SIGMOID, ROWS, BLOCK)
         if not NORM_BEFORE_GATE:
             v = v * gate
         r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / N + eps)
@@ -108,8 +124,8 @@ def _forward_kernel(
 def _backward_kernel(
     dy, dy_stride, x, x_stride, z, z_token, z_head, weight, dx, dz, partial, M, N, heads, weights, eps,
     rows_per_program,
-    NORM_BEFORE_GATE: tl.constexpr, NEED_X: tl.constexpr, NEED_Z: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr, SIGMOID: tl.constexpr, NEED_X: tl.constexpr, NEED_Z: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes the rows that it takes in the forward kernel, ROWS at a time in STAGES pipeline stages, and
     sums its own part of the weight's gradient: no atomics, so equal bits in every run."""
@@ -128,7 +144,7 @@ def _backward_kernel(
     for row in tl.range(first, end, ROWS, num_stages=STAGES):
         d = load_rows(dy, dy_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
         v = load_rows(x, x_stride * weights, row, end, N, ROWS, BLOCK).to(tl.float32)
-        gate, slope = _load_gate(z, z_token, z_head, row, end, N, heads, ROWS, BLOCK)
+        gate, slope = _load_gate(z, z_token, z_head, row, end, N, heads, SIGMOID, ROWS, BLOCK)
         inner = slope  # of the gate's result before the norm; with the norm before the gate it is never used
         if not NORM_BEFORE_GATE:
             inner = v * slope
@@ -178,7 +194,9 @@ def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
 
 
 @custom_op()
-def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool) -> Tensor:
+def _gated_rms_norm_forward(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool, sigmoid: bool
+) -> Tensor:
     y = empty_like(x)
     if is_fake(y):
         return y
@@ -187,7 +205,8 @@ def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, no
         launch = forward_launch(M, N)
         _forward_kernel[(launch.programs * weights,)](
             *_rows(x), *_heads(z), contiguous(weight), y, M, N, heads, weights, eps, launch.rows_per_program,
-            NORM_BEFORE_GATE=norm_before_gate, ROWS=launch.rows, BLOCK=launch.width, num_warps=launch.warps,
+            NORM_BEFORE_GATE=norm_before_gate, SIGMOID=sigmoid, ROWS=launch.rows, BLOCK=launch.width,
+            num_warps=launch.warps,
         )  # fmt: skip
     return y
 
@@ -195,7 +214,7 @@ def _gated_rms_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, no
 @custom_op()
 def _gated_rms_norm_backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, need_x: int, need_z: bool, need_weight: bool, eps: float,
-    norm_before_gate: bool,
+    norm_before_gate: bool, sigmoid: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, z and weight; a gradient that is not needed is empty."""
     dx, dz, dw = empty_gradient(x, need_x, x), empty_gradient(z, need_z, x), empty_gradient(weight, need_weight, weight)
@@ -210,8 +229,8 @@ def _gated_rms_norm_backward(
         partial = x.new_empty((launch.programs, weight.numel()), dtype=torch.float32)
     _backward_kernel[(launch.programs * weights,)](
         *_rows(dy), *_rows(x), *_heads(z), contiguous(weight), dx, dz, partial, M, N, heads, weights, eps,
-        launch.rows_per_program, NORM_BEFORE_GATE=norm_before_gate, NEED_X=bool(need_x), NEED_Z=need_z,
-        NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
+        launch.rows_per_program, NORM_BEFORE_GATE=norm_before_gate, SIGMOID=sigmoid, NEED_X=bool(need_x),
+        NEED_Z=need_z, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
         num_warps=min(2 * launch.warps, 32),
     )  # fmt: skip
     if partial is not dw:
@@ -221,10 +240,10 @@ def _gated_rms_norm_backward(
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, z, weight, eps, norm_before_gate):
+    def forward(ctx, x, z, weight, *options):
         ctx.save_for_backward(x, z, weight)
-        ctx.options = eps, norm_before_gate
-        return _gated_rms_norm_forward(x, z, weight, eps, norm_before_gate)
+        ctx.options = options
+        return _gated_rms_norm_forward(x, z, weight, *options)
 
     @staticmethod
     @once_differentiable
