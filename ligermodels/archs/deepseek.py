@@ -11,7 +11,7 @@ from ligermodels.archs.fields import name_of
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LatentAttentionConfig, RopeConfig, RouterConfig, yarn_mscale
+from ligermodels.layers import LatentAttentionConfig, LayerConfig, RopeConfig, RouterConfig, yarn_mscale
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -122,21 +122,23 @@ def deepseek_v3(config: Config) -> DecoderConfig:
 def latent_decoder(
     fields: Fields,
     *,
-    rope: RopeConfig,
+    rope: RopeConfig | None,
     router: RouterConfig,
     is_dense: Callable[[int], bool],
     query_scaling: QueryScaling | None = None,
     mlp_bias: bool = False,
+    mixer: Callable[[int, LatentAttentionConfig], LayerConfig] = lambda layer, latent: latent,
 ) -> DecoderConfig:
     """The decoder of DeepSeek-V3 and of families with the same layers.
 
     Args:
         fields: the config, with the family's defaults.
-        rope: rotary embedding of the rotated channels of each head.
+        rope: rotary embedding of the rotated channels of each head; None for attention without positions.
         router: router of all mixtures.
         is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
         query_scaling: scaling of queries by position, or None.
         mlp_bias: whether feed-forward projections have biases.
+        mixer: function (layer number, config of latent attention) -> config of the layer's token mixer.
 
     Raises:
         ConfigError: a field is missing, bad or not implemented; the message names it.
@@ -144,7 +146,7 @@ def latent_decoder(
     fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # no loss uses router logits
     heads, rotated = fields.size("num_attention_heads"), rotated_dim(fields)
     fixed(fields, "num_key_value_heads", heads, "num_attention_heads")
-    mixer = LatentAttentionConfig(
+    latent = LatentAttentionConfig(
         heads,
         plain_dim=fields.size("qk_nope_head_dim"),
         rotated_dim=rotated,
@@ -156,13 +158,14 @@ def latent_decoder(
         stored_as_pairs=fields.flag("rope_interleave", False),
         query_scaling=query_scaling,
     )
-    fixed(fields, "qk_head_dim", mixer.key_dim, KEY_DIM)
-    mixer = replace(mixer, softmax_scale=_softmax_scale(fields, mixer.key_dim))
+    fixed(fields, "qk_head_dim", latent.key_dim, KEY_DIM)
+    if rope is not None:
+        latent = replace(latent, softmax_scale=_softmax_scale(fields, latent.key_dim))
     mtp = name_of(fields.config, "num_nextn_predict_layers", ATTRIBUTE_MAP["num_nextn_predict_layers"])
     return decoder(
         fields.replaced(head_dim=rotated),
         attention=lambda layer, common: {"rope": rope},
-        mixer=lambda layer, common: mixer,
+        mixer=lambda layer, common: mixer(layer, latent),
         mlp_bias=mlp_bias,
         mlp=shared_and_routed(fields, router, is_dense),
         num_mtp_layers=fields.size(mtp, 0, zero=True),

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.integrations.modules import OnModules, attribute_named, native_of, part, part_named
-from ligermodels.layers.gated_delta_net import CausalConv, Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
+from ligermodels.layers.causal_conv import CausalConv
+from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
 
 
 class HFCausalConv(OnModules, CausalConv):
@@ -29,7 +30,7 @@ class HFGatedNorm(OnModules, GatedNorm):
 
     def __init__(self, source: nn.Module, config: GatedDeltaNetConfig) -> None:
         super().__init__(source, config)
-        self.eps = config.norm_eps
+        self.eps, self.activation = config.norm_eps, "silu"
 
 
 class HFDecay(OnModules, Decay):

@@ -10,6 +10,7 @@ from ligermodels.layers.dense_moe import DenseMoEConfig
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.layers.keeps_dtype import FullPrecision, KeepsDtype
+from ligermodels.layers.kimi_delta_attention import KimiDeltaAttention, KimiDeltaAttentionConfig
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from ligermodels.layers.latent_cache import LatentCache
@@ -67,6 +68,8 @@ __all__ = [
     "KVCache",
     "KeepsDtype",
     "KeysValues",
+    "KimiDeltaAttention",
+    "KimiDeltaAttentionConfig",
     "LMHead",
     "LatentAttention",
     "LatentAttentionConfig",

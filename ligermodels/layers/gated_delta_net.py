@@ -3,7 +3,7 @@ Hybrid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
+from ligermodels.layers.causal_conv import CausalConv, with_input_channel
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
@@ -21,8 +22,7 @@ from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.keeps_dtype import FullPrecision
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.sharding import TensorSharding, gather_last, local, own_part_of_each, split_evenly
-from ligermodels.layers.tokens import ContextShard
+from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,12 @@ class GatedDeltaNetConfig(LayerConfig):
         """Channels of q, k and v together."""
         return sum(self.conv_parts)
 
+    @property
+    def projected(self) -> dict[str, int]:
+        """Parts of the input projection -> their channels: q, k and v, then the others."""
+        qkv = zip("qkv", self.conv_parts, strict=True)
+        return {**dict(qkv), "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
+
     def new_state(
         self,
         num_layers: int,
@@ -113,7 +119,7 @@ class GatedDeltaNetConfig(LayerConfig):
             names: part -> name in this family.
         """
         sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        parts = self._packed_rows() if "delta.qkvz" in names else self._rows("delta.q" in names)
+        parts = self._packed_rows() if "delta.qkvz" in names else self._rows("delta.q" in sources)
         pieces = ((f"{sources[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in parts)
         return [
             rows(f"{native}.in_proj.weight", pieces),
@@ -143,9 +149,9 @@ class GatedDeltaNetConfig(LayerConfig):
     def _rows(self, apart: bool) -> Iterator[tuple[str, int, int, int]]:
         """Pieces for `rows`: part, its first row in the checkpoint, its first native row, number of rows. q, k and v
         are three parts if they are `apart`, and one part otherwise."""
-        qkv = dict(zip("qkv", self.conv_parts, strict=True)) if apart else {"qkv": self.conv_channels}
-        sizes = {**qkv, "z": self.value_size, "b": self.num_value_heads, "a": self.num_value_heads}
-        start = 0
+        sizes, start = self.projected, 0
+        if not apart:
+            sizes = {"qkv": self.conv_channels, **{part: n for part, n in sizes.items() if part not in "qkv"}}
         for part, size in sizes.items():
             yield part, 0, start, size
             start += size
@@ -200,8 +206,7 @@ class GatedDeltaNet(RecurrentLayer):
     def __init__(self, hidden_size: int, config: GatedDeltaNetConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.conv_channels + config.value_size + 2 * config.num_value_heads
-        self.in_proj = Linear(hidden_size, width, bias=False)
+        self.in_proj = Linear(hidden_size, sum(config.projected.values()), bias=False)
         self.conv = CausalConv(config.conv_parts, config.conv_width)
         self.decay = Decay(config.num_value_heads, config.beta_scale)
         self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
@@ -213,29 +218,28 @@ class GatedDeltaNet(RecurrentLayer):
 
     def mix(self, x: Tensor, context: ForwardContext, state: LayerDelta | None) -> Tensor:
         config = self.config
-        parts = [*config.conv_parts, config.value_size, config.num_value_heads, config.num_value_heads]
-        projected = own_part_of_each(self, self.in_proj(x), parts)
-        ranks = sum(parts) // projected.shape[-1]  # number of ranks that heads are divided over
-        heads, keys = config.num_value_heads // ranks, config.key_size // ranks
-        sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
-        inputs, z, b, a = projected.split(sizes, dim=-1)
-        g, beta = self.decay(a, b)
+        inputs, z, g, beta = self._project(x)
+        heads = z.shape[2]
+        keys, values = config.key_head_dim * heads * config.num_key_heads // config.num_value_heads, z.shape[2:].numel()
         if context.seq_lens is not None:  # padding must not change the state
-            real = (torch.arange(projected.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
-            g, beta = g * real, beta * real
+            real = (torch.arange(x.shape[1], device=x.device) < context.seq_lens[:, None])[..., None]
+            g, beta = (g.flatten(2) * real).view_as(g), beta * real
         shard, shares = context.shard, 1
         if shard is not None:  # all tokens, of this rank's share of the heads
             shares = shard.mesh.size()
             inputs = shard.share_of_channels(self.conv.shares(inputs, shares))
-            gates = torch.cat([gate.unflatten(-1, (shares, -1)) for gate in (g, beta)], dim=-1)
-            g, beta = shard.share_of_channels(gates).chunk(2, -1)
+            gates = torch.cat([gate.flatten(2).unflatten(-1, (shares, -1)) for gate in (g, beta)], dim=-1)
+            decays, beta = shard.share_of_channels(gates).split(
+                [g.shape[2:].numel() // shares, heads // shares], dim=-1
+            )
+            g = decays.unflatten(-1, (-1, *g.shape[3:]))
         one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
         earlier = None
         if state is not None:
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
         convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one, shard)
-        q, k, v = convolved.split([keys // shares, keys // shares, sizes[1] // shares], dim=-1)
+        q, k, v = convolved.split([keys // shares, keys // shares, values // shares], dim=-1)
         q, k = (tensor.unflatten(-1, (-1, config.key_head_dim)) for tensor in (q, k))
         operands = q, k, v.unflatten(-1, (-1, config.value_head_dim)), g, beta
         if state is None:
@@ -252,85 +256,19 @@ class GatedDeltaNet(RecurrentLayer):
         o = o.to(z.dtype)
         if shard is not None:
             o = shard.share_of_tokens(o.flatten(2)).flatten(2).unflatten(-1, (heads, -1))
-        y = self.norm(o, z.unflatten(-1, (heads, -1)))
-        return self.out(y.flatten(2))
+        return self.out(self.norm(o, z).flatten(2))
 
-
-class CausalConv(nn.Module):
-    """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly; so does
-    context parallelism, except that a part of fewer `groups` than ranks goes to several ranks, a group to each."""
-
-    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
-
-    def __init__(
-        self,
-        parts: Sequence[int],
-        width: int,
-        bias: bool = False,
-        activation: str | None = "silu",
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__()
-        self.parts, self.activation, self.groups = tuple(parts), activation, tuple(groups or parts)
-        self.weight = nn.Parameter(torch.empty(sum(parts), width))
-        self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
-
-    def init_weights(self, std: float) -> None:
-        """Weight normal, bias zero."""
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        earlier: Tensor | None,
-        cu_seqlens: Tensor | None,
-        tree: tuple[Tensor, Tensor] | None,
-        step: bool,
-        shard: ContextShard | None = None,
-    ) -> Tensor:
-        """Convolve.
-
-        Args:
-            x: (B, T, channels).
-            earlier: inputs before x, (B, width - 1, channels), or None.
-            cu_seqlens: boundaries of packed documents, or None.
-            tree: parent and depth of the nodes of a tree, or None.
-            step: whether this is a decode step of one token; `earlier` is then updated in place.
-            shard: under context parallelism; x is then this rank's share of the channels.
-
-        Returns:
-            (B, T, channels).
-        """
-        weight = own_part_of_each(self, self._whole(local(self, self.weight).t()), self.parts).t()
-        bias = None if self.bias is None else own_part_of_each(self, self._whole(local(self, self.bias)), self.parts)
-        if shard is not None:
-            weight = self._own_share(weight.t(), shard).t()
-            bias = None if bias is None else self._own_share(bias, shard)
-        if step and earlier is not None:
-            return ops.causal_conv_step(x, weight, earlier, bias, self.activation)
-        return ops.causal_conv(
-            x, weight, bias, earlier=earlier, cu_seqlens=cu_seqlens, tree=tree, activation=self.activation
-        )
-
-    def _own_share(self, parameter: Tensor, shard: ContextShard) -> Tensor:
-        """This rank's share of the channels of a parameter (..., channels) under context parallelism."""
-        return self.shares(parameter, shard.mesh.size())[..., shard.mesh.get_local_rank(), :]
-
-    def shares(self, x: Tensor, ranks: int) -> Tensor:
-        """x (..., channels) -> (..., ranks, share): the channels of each rank under context parallelism."""
-        divisor = sum(self.parts) // x.shape[-1]  # the ranks of tensor parallelism
-        found = []
-        for part, count in zip(x.split([part // divisor for part in self.parts], dim=-1), self.groups, strict=True):
-            copies = max(ranks * divisor // count, 1)
-            groups = part.unflatten(-1, (ranks // copies, 1, -1))
-            found.append(groups.expand(*groups.shape[:-2], copies, -1).flatten(-3, -2))
-        return torch.cat(found, dim=-1)
-
-    def _whole(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of a parameter (..., channels), with the channels of the other ranks."""
-        return gather_last(self, parameter, sum(self.parts), partial=True)
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states (B, T, H) -> of this rank's R heads the inputs of the convolution (B, T, channels), the output
+        gate z (B, T, R, V), g and beta (B, T, R)."""
+        config = self.config
+        parts = list(config.projected.values())
+        projected = own_part_of_each(self, self.in_proj(x), parts)
+        ranks = sum(parts) // projected.shape[-1]  # number of ranks that heads are divided over
+        heads = config.num_value_heads // ranks
+        sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
+        inputs, z, b, a = projected.split(sizes, dim=-1)
+        return inputs, z.unflatten(-1, (heads, -1)), *self.decay(a, b)
 
 
 class Decay(FullPrecision):
@@ -357,13 +295,13 @@ class Decay(FullPrecision):
 
 
 class GatedNorm(FullPrecision):
-    """RMSNorm(x) * silu(z)."""
+    """RMSNorm(x) * activation(z); the activation is "silu" or "sigmoid"."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": "replicated"}
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, activation: str = "silu") -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
 
     def init_weights(self, std: float = 0.0) -> None:
@@ -372,12 +310,7 @@ class GatedNorm(FullPrecision):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z (..., heads, size) -> (..., heads, size), of their dtype."""
-        return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps)
-
-
-def with_input_channel(weight: Tensor) -> Tensor:
-    """As nn.Conv1d of one input channel a group has it: (channels, width) -> (channels, 1, width)."""
-    return weight.unsqueeze(1)
+        return ops.gated_rms_norm(x, z, local(self, self.weight, partial=True), self.eps, activation=self.activation)
 
 
 def _channels_with_input_channel(weight: Tensor, start: int, length: int) -> Tensor:

@@ -33,11 +33,12 @@ class LatentAttentionConfig(LayerConfig):
     Args:
         num_heads: number of heads.
         plain_dim: channels of a query or key without rotation.
-        rotated_dim: rotated channels of a query or key. All heads share the rotated channels of keys.
+        rotated_dim: rotated channels of a query or key. All heads share these channels of keys, which without `rope`
+            are not rotated.
         value_dim: channels of a value.
         kv_rank: channels of the latent of keys and values.
         q_rank: channels of the latent of queries; None to project queries from the hidden states.
-        rope: rotary embedding of the rotated channels.
+        rope: rotary embedding of the rotated channels; None for attention without positions.
         norm: norm of the latents.
         bias: whether the projections to latents and the output projection have biases.
         softmax_scale: factor of the scores; None for key_dim ** -0.5.
@@ -67,7 +68,7 @@ class LatentAttentionConfig(LayerConfig):
     value_dim: int
     kv_rank: int
     q_rank: int | None
-    rope: RopeConfig
+    rope: RopeConfig | None
     norm: NormConfig = field(default_factory=lambda: NormConfig(1e-6))
     bias: bool = False
     softmax_scale: float | None = None
@@ -80,7 +81,7 @@ class LatentAttentionConfig(LayerConfig):
         check_sizes(self, "plain_dim", least=0)
         if self.q_rank is not None:
             check_sizes(self, "q_rank")
-        if self.rope.channels != self.rotated_dim:
+        if self.rope is not None and self.rope.channels != self.rotated_dim:
             raise ConfigError(f"rotated_dim: is {self.rotated_dim}, but rope is of {self.rope.channels} channels")
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -98,7 +99,7 @@ class LatentAttentionConfig(LayerConfig):
 
     @property
     def ropes(self) -> Sequence[RopeConfig]:
-        return (self.rope,)
+        return () if self.rope is None else (self.rope,)
 
     def new_state(
         self,
@@ -247,6 +248,8 @@ class LatentAttention(AttentionLayer):
         return q if config.query_scaling is None else config.query_scaling.scale(q, context.positions)
 
     def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if self.config.rope is None:
+            return x
         return ops.rope(x, x[:, :, :0], *context.rope_tables[self.config.rope])[0]
 
     def _decode(self, q: Tensor, state: LayerLatents, context: ForwardContext) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename
 from ligermodels.errors import ConfigError
+from ligermodels.layers.causal_conv import CausalConv, with_input_channel
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_multiple, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.delta_state import DeltaState, LayerDelta
 from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
-from ligermodels.layers.gated_delta_net import CausalConv, with_input_channel
 from ligermodels.layers.keeps_dtype import FullPrecision
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each, split_evenly

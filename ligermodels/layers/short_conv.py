@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename
+from ligermodels.layers.causal_conv import CausalConv, with_input_channel
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.conv_state import ConvState, LayerConv
 from ligermodels.layers.external_states import RecurrentLayer
 from ligermodels.layers.float8 import INPUT
-from ligermodels.layers.gated_delta_net import CausalConv, with_input_channel
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, own_part_of_each, split_evenly
 

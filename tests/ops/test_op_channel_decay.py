@@ -70,7 +70,13 @@ def test_is_the_loop_over_tokens(tokens: int, initial: bool) -> None:
 def test_strong_decays_in_narrow_dtypes(decay: str, dtype: torch.dtype) -> None:
     """exp(-G) overflows float32 after a token of decay -89; channels of one key differ by any amount."""
     given = operands(1, 150, dtype)
-    levels = {"none": [0.0], "slow": [-1e-4], "strong": [-80.0], "all at once": [-3e4], "mixed": [0.0, -1e-3, -2.0, -80]}
+    levels = {
+        "none": [0.0],
+        "slow": [-1e-4],
+        "strong": [-80.0],
+        "all at once": [-3e4],
+        "mixed": [0.0, -1e-3, -2.0, -80],
+    }
     index = torch.randint(len(levels[decay]), given["g"].shape, generator=torch.Generator().manual_seed(3))
     given["g"] = torch.tensor(levels[decay])[index].to(dtype)
     given["k"] = given["k"][:, :1] + 0.1 * given["k"]  # keys that nearly repeat

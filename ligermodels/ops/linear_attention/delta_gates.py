@@ -14,6 +14,7 @@ from ligermodels.ops.runtime.tensors import rows_and_stride
 BLOCK = 256
 
 _TENSORS = Signature(a="B T R", b="B T R =a", log_rate="R", bias="R")
+_BY_CHANNEL = Signature(a="B T R K", b="B T R =a", log_rate="R", bias="R K")
 
 
 def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,19 +24,20 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
     compared to the rest of the layer, so there is no kernel for their gradients. Differentiable in all arguments.
 
     Args:
-        a: (B, T, R), any floating dtype and strides.
+        a: (B, T, R), any floating dtype and strides; or (B, T, R, K), for a decay for each key channel, in torch ops.
         b: (B, T, R), of a's dtype, any strides.
         log_rate: (R,), floating.
-        bias: (R,), floating.
+        bias: (R,), floating; with a decay for each key channel (R, K).
 
     Returns:
-        g and beta, both (B, T, R), fp32 (fp64 for fp64).
+        g, of a's shape, and beta (B, T, R), fp32 (fp64 for fp64).
 
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    operands = _TENSORS.check("delta_gates", a, b, log_rate, bias)
-    if not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+    by_channel = a.dim() == 4
+    operands = (_BY_CHANNEL if by_channel else _TENSORS).check("delta_gates", a, b, log_rate, bias)
+    if by_channel or not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
         return delta_gates_reference(*operands)
     g, beta = _delta_gates(*operands)
     return g, beta
@@ -44,7 +46,9 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
 def delta_gates_reference(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The specification of `delta_gates`, in plain torch, with the same arguments a, b, log_rate and bias."""
     wide = torch.promote_types(a.dtype, torch.float32)
-    return -log_rate.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide)), b.to(wide).sigmoid()
+    rate = log_rate.to(wide).exp()
+    rate = rate[:, None] if a.dim() == 4 else rate
+    return -rate * F.softplus(a.to(wide) + bias.to(wide)), b.to(wide).sigmoid()
 
 
 @kernel

@@ -26,7 +26,7 @@ def gated_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, norm_before_gate: bool = True, activation: str = "silu"
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * silu(z), over the last dimension; or, with the gate before the norm,
-    y / sqrt(mean(y^2) + eps) * weight of y = x * silu(z). With the activation "sigmoid", sigmoid(z) in place of silu(z).
+    y / sqrt(mean(y^2) + eps) * weight of y = x * silu(z). The activation "sigmoid" puts sigmoid(z) in place of silu(z).
 
     It computes in fp32 (fp64 for fp64), rounds once, and gives equal bits in every run. The backward pass recomputes
     from x and z; nothing else is saved.
