@@ -270,7 +270,18 @@ NEWER_MIXTURES += sorted(
 )
 LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
 """Configs in which routing weights multiply the inputs of experts."""
-ONLY_NATIVE = {*LATENT, *LLAMA4, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
+KIMI = {name for name in NEWER if name.startswith("kimi_linear")}
+"""Configs with layers of Kimi Delta Attention, and of latent attention without positions."""
+ONLY_NATIVE = {
+    *LATENT,
+    *LLAMA4,
+    *KIMI,
+    "cohere2",
+    "cohere2_moe",
+    "falcon_h1",
+    "falcon_h1-norms-and-biases",
+    *WITHOUT_GATES,
+}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, LLAMA3_SCALING, YARN
+from zoo_parts import BASE, EXPERTS, LATENT_BASE, LLAMA3_SCALING, YARN
+
+KIMI_LINEAR: dict[str, Any] = {
+    **{name: value for name, value in LATENT_BASE.items() if name not in ("n_routed_experts", "n_group")},
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-2,  # As for Gated DeltaNet: the output of a query that meets no key is all rounding.
+}
 
 LATEST: dict[str, dict[str, Any]] = {
     "llama4_text": {
@@ -79,5 +86,48 @@ LATEST: dict[str, dict[str, Any]] = {
         "n_shared_experts": None,
         "routed_scaling_factor": None,
         "add_swa_attention_sink_bias": True,
+    },
+    "kimi_linear": {  # With the fields of published checkpoints.
+        **{
+            name: value
+            for name, value in KIMI_LINEAR.items()
+            if name not in ("max_position_embeddings", "num_experts_per_tok")
+        },
+        "q_lora_rank": None,
+        "model_max_length": 128,
+        "head_dim": 10,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "head_dim": 9,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 2,
+        "topk_method": "noaux_tc",
+        "use_grouped_topk": True,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.7,
+    },
+    "kimi_linear-layer-types": {
+        **{name: value for name, value in KIMI_LINEAR.items() if name != "first_k_dense_replace"},
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+        "linear_head_dim": 12,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "n_group": 1,
+        "num_local_experts": 6,
+        "norm_topk_prob": False,
+        "attention_bias": True,
     },
 }

@@ -79,7 +79,9 @@ def randomize(oracle: PreTrainedModel) -> None:
 
 def plain(oracle: PreTrainedModel) -> PreTrainedModel:
     """An oracle in eval mode whose experts, if any, are computed one by one: its default asks for round sizes."""
-    if {"num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"} & {*oracle.config.get_text_config().to_dict()}:
+    if {"num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk"} & {
+        *oracle.config.get_text_config().to_dict()
+    }:
         oracle.set_experts_implementation("eager")
     return as_configured(oracle, oracle.config).eval()
 
@@ -116,6 +118,7 @@ def renamed(name: str) -> str:
     parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
     parts["backbone."] = "model."
+    parts.update({f".self_attn.{own}": f".self_attn.forget_gate.{own}" for own in ("f_a", "f_b", "A_log", "dt_bias")})
     parts[".self_attn.gate_proj."] = ".self_attn.g_proj."
     parts[".mlp.experts.e_score_correction_bias"] = ".mlp.gate.e_score_correction_bias"
     parts[".mlp.shared_expert."] = ".mlp.shared_experts."
