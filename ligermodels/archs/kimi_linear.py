@@ -75,6 +75,7 @@ def kimi_linear(config: Config) -> DecoderConfig:
     fields = Fields(config, KIMI_LINEAR)
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
+    fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
     fields.choices("rope_scaling", None, default=None)
     fields.ignore("linear_attn_config", "head_dim")  # transformers replaces head_dim by qk_rope_head_dim
     kinds = _mixers(fields, nested)

@@ -88,13 +88,8 @@ LATEST: dict[str, dict[str, Any]] = {
         "add_swa_attention_sink_bias": True,
     },
     "kimi_linear": {  # With the fields of published checkpoints.
-        **{
-            name: value
-            for name, value in KIMI_LINEAR.items()
-            if name not in ("max_position_embeddings", "num_experts_per_tok")
-        },
+        **{name: value for name, value in KIMI_LINEAR.items() if name != "num_experts_per_tok"},
         "q_lora_rank": None,
-        "model_max_length": 128,
         "head_dim": 10,
         "linear_attn_config": {
             "full_attn_layers": [2, 4],

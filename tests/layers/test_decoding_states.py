@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import BASE, CONFIGS, HYBRIDS, LATENT, MAMBAS, OF_EACH_KIND, SHORT_CONVS, make_checkpoint, relative_error
+from zoo import BASE, CONFIGS, HYBRIDS, KIMI, LATENT, MAMBAS, OF_EACH_KIND, SHORT_CONVS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.layers import Block, TreeTokens
 
 TOLERANCE = 1e-5
-STATEFUL = sorted({*HYBRIDS, *MAMBAS, *LATENT, *SHORT_CONVS} & {*OF_EACH_KIND, "qwen3_5_text-other-sizes", "bamba"})
+STATEFUL = {*HYBRIDS, *MAMBAS, *LATENT, *SHORT_CONVS} & {*OF_EACH_KIND, "qwen3_5_text-other-sizes", "bamba"}
 
 
-@pytest.fixture(scope="module", params=STATEFUL)
+@pytest.fixture(scope="module", params=sorted(STATEFUL | KIMI))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, {**CONFIGS[request.param], "max_position_embeddings": 512})

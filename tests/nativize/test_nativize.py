@@ -112,7 +112,9 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
 def test_layers_without_a_counterpart_are_refused(name: str) -> None:
     """Before anything is changed."""
     hf = make(name)
-    reasons = "a mixer of (Latent|Parallel)[A-Za-z]+Config is|norms of kind 'layer' are|blocks of one layer are"
+    reasons = (
+        "a mixer of (KimiDelta|Latent|Parallel)[A-Za-z]+Config is|norms of kind 'layer' are|blocks of one layer are"
+    )
     words = rf"nativize: (({reasons}) not supported|Llama4ForCausalLM does not have its backbone)"
     with pytest.raises((ConfigError, InputError), match=words):
         lm.nativize(hf)

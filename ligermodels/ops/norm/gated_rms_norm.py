@@ -4,6 +4,8 @@ Delta Attention (https://arxiv.org/abs/2510.26692).
 
 Forward and backward pass read each value once; plain torch would write the gate alone twice as fp32."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +20,7 @@ from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient,
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
 TENSORS_OF_HEADS = Signature(x="... heads N+", z="... heads N =x", weight="heads N")
-ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 MAX_KERNEL_WIDTH = 8192  # a row of each operand is held in registers; the reference serves wider ones
 
 

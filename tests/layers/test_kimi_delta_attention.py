@@ -1,0 +1,155 @@
+"""Kimi Delta Attention in models: texts longer than a chunk, layouts of checkpoints, dtypes that stay, bad configs."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from zoo import BASE, CONFIGS, KIMI, gradients_of, make_checkpoint, relative_error, stored_as
+
+import ligermodels as lm
+from ligermodels.errors import ConfigError, LigerModelsError
+from ligermodels.layers import FullPrecision
+
+TOLERANCE = 1e-5
+PUBLISHED, BY_TYPES = CONFIGS["kimi_linear"], CONFIGS["kimi_linear-layer-types"]
+Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=sorted(KIMI))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
+    oracle = make_checkpoint(folder, {**config, "max_position_embeddings": 512})
+    return folder, oracle, lm.from_pretrained(folder)
+
+
+def test_texts_longer_than_a_chunk(pair: Pair) -> None:
+    _, oracle, model = pair
+    ids = tokens(2, 150)
+    labels = ids.masked_fill(ids < 30, -100)
+    oracle.zero_grad()
+    model.zero_grad()
+    wanted, output = oracle(ids, labels=labels), model(ids, labels=labels, return_logits=True)
+    wanted.loss.backward()
+    output.loss.backward()
+    assert relative_error(output.logits, wanted.logits) < TOLERANCE
+    assert relative_error(output.loss, wanted.loss) < TOLERANCE
+    ours = stored_as(oracle, gradients_of(model))
+    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    assert max(errors.values()) < 3 * TOLERANCE, errors
+
+
+def test_packed_texts_longer_than_a_chunk(pair: Pair) -> None:
+    """Documents end within chunks and at their ends; gradients do not cross either."""
+    model, lengths = pair[2], [64, 3, 70, 1, 54, 130]
+    ids = tokens(1, sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    results = []
+    for logits in (
+        model(ids, cu_seqlens=bounds).logits,
+        torch.cat([model(ids[:, start:end]).logits for start, end in pairwise(bounds.tolist())], dim=1),
+    ):
+        model.zero_grad()
+        logits.logsumexp(-1).square().mean().backward()
+        results.append([logits, *(parameter.grad for parameter in model.parameters())])
+    errors = [relative_error(found, wanted) for found, wanted in zip(*results, strict=True) if wanted is not None]
+    assert max(errors) < TOLERANCE
+
+
+def test_greedy_tokens_of_long_padded_prompts(pair: Pair) -> None:
+    _, oracle, model = pair
+    ids = tokens(3, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = mask[2, :88] = 0
+    ids[mask == 0] = 0
+    wanted = oracle.generate(
+        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, attention_mask=mask, **options), wanted)
+    medusa = lm.MedusaModel.from_base(model, num_heads=3)
+    assert torch.equal(medusa.generate(ids, attention_mask=mask, **options), wanted)
+
+
+@pytest.mark.parametrize("layout", ["published", "modules"])
+def test_other_layouts(layout: str, tmp_path: Path) -> None:
+    """Published checkpoints have dense layers as "mlp"; a state dict of transformers has the names of its modules."""
+    oracle = make_checkpoint(tmp_path / "saved", PUBLISHED)
+    if layout == "published":
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        dense = "model.layers.0.block_sparse_moe."
+        tensors = {name.replace(dense, "model.layers.0.mlp."): tensor for name, tensor in saved.items()}
+        assert tensors.keys() != saved.keys()
+    else:
+        tensors = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+        assert any(".forget_gate." in name for name in tensors)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    model = lm.from_pretrained(folder)
+    with torch.no_grad():
+        assert relative_error(model(tokens(2, 41)).logits, oracle(tokens(2, 41)).logits) < TOLERANCE
+    model.save_pretrained(tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
+def test_decays_and_norms_stay_in_full_precision() -> None:
+    model = lm.from_config(PUBLISHED, dtype=torch.bfloat16)
+    kept = {name for name, module in model.named_modules() if isinstance(module, FullPrecision)}
+    found = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in kept}
+    assert len(found) == 6 and {p.dtype for p in found.values()} == {torch.float32}
+    for name, p in found.items():
+        if name.endswith("decay.log_rate"):
+            assert (p.exp() >= 1).all() and (p.exp() <= 16).all()
+        if name.endswith("decay.bias"):
+            step = torch.nn.functional.softplus(p)
+            assert (step > 0.9e-3).all() and (step < 0.11).all() and step.std() > 0
+
+
+def linear(**changes: Any) -> dict[str, Any]:
+    return {"linear_attn_config": {**PUBLISHED["linear_attn_config"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (PUBLISHED, {"linear_attn_config": [1]}, "field 'linear_attn_config' must be an object"),
+        (PUBLISHED, linear(kda_layers=[1]), "must together have each layer from 1 to num_hidden_layers = 4 once"),
+        (PUBLISHED, linear(kda_layers=[1, 2, 3]), "must together have each layer from 1"),
+        (PUBLISHED, {"layer_types": ["linear_attention"] * 4}, "linear_attn_config contradicts layer_types"),
+        (PUBLISHED, {"linear_head_dim": 10}, "linear_head_dim = 10 contradicts linear_attn_config.head_dim = 9"),
+        (PUBLISHED, linear(num_heads=0), "field 'linear_num_heads' must be a whole number above 0"),
+        (PUBLISHED, {"model_max_length": 64}, "max_position_embeddings = 128 contradicts model_max_length = 64"),
+        (PUBLISHED, {"n_group": 2}, "n_group = 2 contradicts num_expert_group = 4"),
+        (PUBLISHED, {"mla_use_nope": False}, "mla_use_nope = False is not implemented"),
+        (PUBLISHED, {"rope_scaling": {"type": "yarn"}}, "rope_scaling = .* is not implemented"),
+        (PUBLISHED, {"moe_router_activation_func": "softmax"}, "scoring_func = 'softmax' is not implemented"),
+        (PUBLISHED, {"use_grouped_topk": False}, "use_grouped_topk = False is not implemented"),
+        (PUBLISHED, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not implemented"),
+        (BY_TYPES, {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 contradicts mlp_layer_types"),
+        (BY_TYPES, {"layer_types": ["kda"] * 4}, "field 'layer_types' must be a list of num_hidden_layers = 4"),
+        (BY_TYPES, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+    ],
+)
+def test_bad_configs(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lm.from_config({**config, **change})
+
+
+def test_batch_invariance_is_refused() -> None:
+    model = lm.from_config(BY_TYPES)
+    model.batch_invariant = True
+    with pytest.raises(LigerModelsError, match=r"LatentAttention|KimiDeltaAttention"):
+        model(tokens(1, 5))
