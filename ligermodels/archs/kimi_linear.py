@@ -67,6 +67,7 @@ def kimi_linear(config: Config) -> DecoderConfig:
     nested = config.get("linear_attn_config") or {}
     if not is_object(nested):
         raise ConfigError(f"config.json: field 'linear_attn_config' must be an object, got {short(nested)}")
+    _check_names(config, nested)
     for name, published in PUBLISHED_NAMES.items():
         config = renamed(config, name, published)
     for name, inner in SIZES.items():
@@ -97,6 +98,17 @@ def kimi_linear(config: Config) -> DecoderConfig:
         is_dense=lambda layer: feed_forward[layer] == DENSE,
         mixer=lambda layer, latent: latent if kinds[layer] == FULL else delta,
     )
+
+
+def _check_names(config: Config, nested: Mapping[str, Any]) -> None:
+    """ConfigError, with the name in the config, for a bad value of a field that is read under another name."""
+    fields, inner = Fields(config), Fields(nested, where="config.json: linear_attn_config")
+    fields.flag("moe_renormalize", True)
+    fields.choices("moe_router_activation_func", "sigmoid", default="sigmoid")
+    for name in ("model_max_length", "num_expert_group", "num_experts_per_token", "num_shared_experts"):
+        fields.optional_size(name)
+    for name in SIZES.values():
+        inner.optional_size(name)
 
 
 def _mixers(fields: Fields, nested: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ def test_a_model_in_memory_becomes_native_and_its_state_dict_goes_back(
     name: str, consume: bool, tmp_path: Path
 ) -> None:
     hf, ids = make(name), batch()["input_ids"]
+    # With scaled weights transformers' logits of Kimi Linear are 2.4e-5 from those in float64, and ours 1.3e-6.
+    tolerance = 5e-5 if name in zoo.KIMI else 1e-5
     wanted, state = hf(ids).logits.detach(), {key: x.clone() for key, x in hf.state_dict().items()}
     model = lm.from_transformers(hf, consume=consume)
     assert not model.training and (sum(p.numel() for p in hf.parameters()) == 0) == consume
@@ -40,9 +42,9 @@ def test_a_model_in_memory_becomes_native_and_its_state_dict_goes_back(
         for parameter in other.parameters():
             parameter.mul_(1.5)
     model.load_hf_state_dict(other.state_dict())
-    assert zoo.relative_error(model(ids).logits, other(ids).logits) < 1e-5
+    assert zoo.relative_error(model(ids).logits, other(ids).logits) < tolerance
     model.save_pretrained(tmp_path)
-    assert zoo.relative_error(lm.from_pretrained(tmp_path)(ids).logits, other(ids).logits) < 1e-5
+    assert zoo.relative_error(lm.from_pretrained(tmp_path)(ids).logits, other(ids).logits) < tolerance
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing_and_all_faults_are_listed() -> None:
