@@ -79,6 +79,9 @@ def kimi_linear(config: Config) -> DecoderConfig:
     fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
     fields.choices("rope_scaling", None, default=None)
     fields.ignore("linear_attn_config", "head_dim")  # transformers replaces head_dim by qk_rope_head_dim
+    groups, best = fields.size("n_group"), fields.size("topk_group")
+    if best > groups:
+        raise ConfigError(f"{fields.where}: topk_group {best} is above num_expert_group (n_group) {groups}")
     kinds = _mixers(fields, nested)
     feed_forward = _feed_forwards(fields)
     heads, width = fields.size("linear_num_heads"), fields.size("linear_head_dim")
