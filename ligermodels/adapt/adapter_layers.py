@@ -117,7 +117,9 @@ def _is_shared(checkpoint: Checkpoint, names: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], dict[str, Target]]:
-    """The linear layers and the experts by their names in the layout that contains the most `paths`.
+    """The linear layers and the experts by their names in the layout that contains the most `paths`; linear layers also
+    by names that `paths` have from another layout: files with layers of single experts name the other layers as
+    transformers' modules.
 
     An adapter may belong to the model with its vision tower, or to the text model alone.
     """
@@ -130,4 +132,7 @@ def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], d
     def hits(known: tuple[dict[str, Target], dict[str, Target]]) -> int:
         return len(known[0].keys() & set(paths)) + sum(container(path) in modules for path in known[1])
 
-    return max(((targets(model, own, layouts), expert_targets(model, own, layouts)) for own in every), key=hits)
+    known = [(targets(model, own, layouts), expert_targets(model, own, layouts)) for own in every]
+    linear, experts = max(known, key=hits)
+    elsewhere = {path: target for other, _ in known for path, target in other.items() if path in paths}
+    return {**elsewhere, **linear}, experts

@@ -250,8 +250,8 @@ EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CO
 OF_EACH_KIND = (
     "apertus", "biases-linear-one-kv-head", "cohere2", "deepseek_v2", "deepseek_v2-greedy",
     "deepseek_v3-without-experts", "ernie4_5_moe-biases", "falcon_h1", "falcon_h1-norms-and-biases", "gemma2",
-    "gemma4_text-experts", "gemma4_text-per-layer-inputs", "gpt_oss", "hunyuan_v1_dense", "internlm3", "laguna",
-    "lfm2-biases", "lfm3", "llama4_text", "mimo_v2_flash", "mistral4", "muse_glimmer_text",
+    "gemma4_text-experts", "gemma4_text-per-layer-inputs", "gpt_oss", "hunyuan_v1_dense", "internlm3",
+    "kimi_linear", "laguna", "lfm2-biases", "lfm3", "llama4_text", "mimo_v2_flash", "mistral4", "muse_glimmer_text",
     "nemotron_h-latent-experts-and-biases", "olmo_hybrid", "phi3-long", "qwen2_moe",
 )  # fmt: skip
 """Few configs that together have every kind of layer with every option of its config (tests/archs/test_zoo.py), for

@@ -27,11 +27,12 @@ mixture with a load-balancing loss; latent attention; short convolutions."""
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "qwen3_next": {},
+    "kimi_linear": {},
     "bamba-other-sizes": {},
     "nemotron_h": {"n_groups": 4},
     "falcon_h1": {"mamba_n_groups": 2},
 }
-"""Gated DeltaNet, alone and with a mixture; Mamba2, of one group for all ranks, of several, and beside attention."""
+"""Gated DeltaNet, alone and with a mixture; Kimi Delta Attention; Mamba2, of one group for all ranks, of several, and beside attention."""
 SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
 """Layers that use the keys and values of other layers, with per-layer inputs."""
 PLAN = lm.ParallelPlan(context=2)
@@ -87,7 +88,7 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for (name, sizes), mode in zip(RECURRENT.items(), ("none", "full", "selective", "none", "full"), strict=True):
+    for (name, sizes), mode in zip(RECURRENT.items(), ("none", "full", "selective") * 2, strict=True):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name, **sizes), lm.parallelize(build(name, **sizes), plan)
         for inputs in inputs_of_all_kinds().values():
