@@ -115,7 +115,10 @@ def _module_name(part: LoRAPart, expert_format: ExpertFormat) -> str:
     """The name that `target_modules` has for a part; the experts of a layer have a common one."""
     if not isinstance(part, ExpertPart):
         return part.name
-    return f"{container(part.name)}.{SHARED[part.leaf] if expert_format == 'shared_outer' else leaf(part.layers[0][0])}"
+    if expert_format == "shared_outer":
+        return f"{container(part.name)}.{SHARED[part.leaf]}"
+    layer = part.layers[0][0]  # of the first expert, by its name in the file
+    return f"{container(container(layer))}.{leaf(layer)}"
 
 
 def _pattern(part: LoRAPart, expert_format: ExpertFormat) -> str:

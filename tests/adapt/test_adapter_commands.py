@@ -100,7 +100,7 @@ def test_adapters_of_every_kind_are_exact_both_ways(name: str, tmp_path: Path) -
     shapes = {name: tensor.shape for name, tensor in model.hf_state_dict().items()}
     paths = list(targets(model, transformers_layout(model), layouts_of(model)))
     leaves = sorted({path.rpartition(".")[2] for path in paths})
-    ranks = {path: 5 if path == paths[1] else 2 if path.endswith(leaves[0]) else 4 for path in paths}
+    ranks = {path: 5 if path == paths[1] else 2 if path.endswith(f".{leaves[0]}") else 4 for path in paths}
     stored = {}
     for path, r in ranks.items():
         out, width = shapes[f"{path}.weight"]
@@ -116,7 +116,7 @@ def test_adapters_of_every_kind_are_exact_both_ways(name: str, tmp_path: Path) -
     one, other = (lm.load_adapter(lm.from_pretrained(base), each) for each in (theirs, ours))
     found = {path: (r, alpha) for _, path, r, alpha, _ in settings(other)}
     assert settings(one) == settings(other)
-    assert found == {path: (r, 3 if path.endswith(leaves[-1]) else 6) for path, r in ranks.items()}
+    assert found == {path: (r, 3 if path.endswith(f".{leaves[-1]}") else 6) for path, r in ranks.items()}
     ids = torch.randint(3, 131, (1, 9))
     assert torch.equal(one(ids).logits, other(ids).logits)
 

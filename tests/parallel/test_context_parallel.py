@@ -32,7 +32,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 4},
     "falcon_h1": {"mamba_n_groups": 2},
 }
-"""Gated DeltaNet, alone and with a mixture; Kimi Delta Attention; Mamba2, of one group for all ranks, of several, and beside attention."""
+"""Gated DeltaNet, alone and with a mixture; Kimi Delta Attention; Mamba2, of one group for all ranks, of several, and
+beside attention."""
 SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
 """Layers that use the keys and values of other layers, with per-layer inputs."""
 PLAN = lm.ParallelPlan(context=2)
