@@ -1,8 +1,8 @@
 """`python -m benchmarks batch_invariant [MODEL ...] [--out FILE]`: what `batch_invariant` costs, and whether it holds.
 
 Times of a forward pass and a training step of 1 x 4096 tokens, and of a decoding step by batch size, with and without
-the mode. The record with the mode also counts prompts, out of eight of unequal lengths, whose new tokens' logits are
-the same bits alone and in the batch, and in the forward pass of training.
+the mode. Each record also counts the prompts, out of eight of unequal lengths, whose new tokens have logits with the
+same bits alone and in the batch, and decoded and in a training pass.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def equal_bits(model: lm.CausalLM) -> dict[str, int]:
 
     alone = [generated([row])[0] for row in rows]
     together = generated(rows)
-    with torch.no_grad():
-        trained = [model(ids[None]).logits[0, -NEW - 1 : -1].float() for ids, _ in alone]
+    trained = [model(ids[None]).logits[0, -NEW - 1 : -1].detach().float() for ids, _ in alone]
     return {
         "prompts": len(rows),
         "equal_in_a_batch": sum(torch.equal(a[1], b[1]) for a, b in zip(alone, together, strict=True)),

@@ -6,6 +6,7 @@ weights in bf16 with AdamW on the same prompts, and sample as many tokens: rando
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -26,7 +27,7 @@ from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from ligermodels.training import Callback, FineTuningRecipe, fine_tune
 
-REWARD = "def last_digits(completion_ids, **columns):\n    return [float(sum(ids) % 7) for ids in completion_ids]\n"
+REWARD = "def sum_mod_7(completion_ids, **columns):\n    return [float(sum(ids) % 7) for ids in completion_ids]\n"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def ours(case: Case, folder: Path) -> list[float]:
         base=str(folder / "model"),
         data=str(folder / "prompts.jsonl"),
         objective="grpo",
-        reward="grpo_rewards:last_digits",
+        reward="grpo_rewards:sum_mod_7",
         num_generations=case.generations,
         max_completion_length=case.tokens,
         seq_len=length,
@@ -122,7 +123,7 @@ def trl(case: Case, folder: Path) -> list[float]:
     records = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16),
-        [__import__("grpo_rewards").last_digits],
+        [importlib.import_module("grpo_rewards").sum_mod_7],
         args=settings,
         train_dataset=Dataset.from_list(records),
         processing_class=tokenizer,

@@ -10,6 +10,7 @@ Every number of GPUs is a process group of its own: this command starts torchrun
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -73,9 +74,9 @@ CASES = [
 ]
 
 
-def chosen(parts: list[str]) -> list[Case]:
-    """Cases with one of these names; all cases without names."""
-    return [case for case in CASES if not parts or case.name in parts]
+def has_peer(case: Case) -> bool:
+    """Whether the case is full fine-tuning by FSDP2 over all ranks."""
+    return case.lora_rank is None and not set(case.plan) - set(FULL)
 
 
 def our_model(case: Case, provider: str, plan: lm.ParallelPlan) -> nn.Module:
@@ -92,13 +93,7 @@ def our_model(case: Case, provider: str, plan: lm.ParallelPlan) -> nn.Module:
 
 
 def peer(case: Case) -> nn.Module:
-    """transformers with Liger's kernels; on several ranks FSDP2 shards each layer and the rest.
-
-    Raises:
-        ValueError: the case is not full fine-tuning by FSDP2 over all ranks.
-    """
-    if case.lora_rank is not None or set(case.plan) - {"activation_checkpointing"}:
-        raise ValueError("the peer trains all parameters by FSDP2 over all ranks")
+    """transformers with Liger's kernels; on several ranks FSDP2 shards each layer and the rest."""
     model: Any = PROVIDERS[PEER](trees.config_of(case.model, layers=case.layers), None)
     if case.plan:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -154,7 +149,8 @@ def planned_gib(case: Case, world: int) -> float:
     if case.lora_rank is not None:
         lm.add_lora(model, case.lora_rank)
     model.activation_checkpointing = case.plan.get("activation_checkpointing", "none")
-    degrees = {"expert": case.plan.get("expert", 1), **degrees_of(case, world)}
+    plan = plan_of(case, world)
+    degrees: dict[str, Any] = {"expert": plan.expert, **plan.degrees(world)}
     del degrees["replicate"]
     return step_memory(model, case.batch, case.length, **degrees).total / 2**30
 
@@ -168,11 +164,11 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
     try:
         record |= run(case, provider, arguments.steps)
-        if provider == OURS:
-            record["planned_gib"] = planned_gib(case, record["gpus"])
     except Exception as failure:  # A failing peer, out of memory for instance, is a result.
         record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
     if int(os.environ.get("RANK", 0)) == 0:
+        if provider == OURS:
+            record["planned_gib"] = planned_gib(case, record["gpus"])
         recording.write(arguments.out, [{**record, **recording.facts()}])
         shown = {k: round(v, 2) for k, v in record.items() if isinstance(v, float)}
         print(record["gpus"], "GPUs:", case.name, provider, shown, record.get("failed", ""), flush=True)
@@ -188,18 +184,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    cases = chosen(arguments.cases)
-    if not cases:
-        parser.error(f"no case of {arguments.cases}; there are: {', '.join(case.name for case in CASES)}")
+    by_name = {case.name: case for case in CASES}
+    if unknown := set(arguments.cases) - set(by_name):
+        parser.error(f"unknown cases: {', '.join(unknown)}; there are: {', '.join(by_name)}")
+    cases = [by_name[name] for name in arguments.cases] or CASES
     if arguments.rank:
         as_a_rank(cases[0], arguments.providers[0], arguments)
-    for case in cases:
-        for provider in arguments.providers:
-            for gpus in arguments.gpus:
-                launcher = (
-                    ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-                )
-                command = [sys.executable, *launcher, "-m", "benchmarks", "parallel", case.name, "--rank"]
-                command += ["--providers", provider, "--steps", str(arguments.steps)]
-                command += ["--out", str(arguments.out)] if arguments.out else []
-                subprocess.run(command, check=False)
+    failed = []
+    for case, provider, gpus in itertools.product(cases, arguments.providers, arguments.gpus):
+        if provider == PEER and not has_peer(case):
+            continue
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        command = [sys.executable, *(torchrun if gpus > 1 else []), "-m", "benchmarks", "parallel", case.name, "--rank"]
+        command += ["--providers", provider, "--steps", str(arguments.steps)]
+        command += ["--out", str(arguments.out)] if arguments.out else []
+        if subprocess.run(command, check=False).returncode:
+            failed.append(f"{case.name}, {provider}, {gpus} GPUs")
+    if failed:
+        raise SystemExit("failed: " + "; ".join(failed))

@@ -98,6 +98,7 @@ def checked(path: str) -> dict[str, int]:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Facts about the checkpoint in `folder`."""
+    import torch
 
     from ligermodels.convert.config_json import dtype_of, read_json
     from ligermodels.convert.dequantize import dequantized
@@ -106,7 +107,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.layers.initialization import persistent_tensors
     from ligermodels.models.attention_summary import attention_summary
     from ligermodels.models.checkpoint import choose_layout
-    from ligermodels.parallel.ranks import rank_device
+    from ligermodels.parallel.ranks import rank_device_type
     from ligermodels.pretrained import from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
@@ -115,7 +116,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype_of(hf_config).itemsize
-    device = rank_device()
+    device = torch.device(rank_device_type())
     mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
     layers = [block.info() for block in config.blocks]

@@ -50,10 +50,10 @@ def device_named(name: str | None) -> str:
     """
     import torch
 
-    from ligermodels.parallel.ranks import rank_device
+    from ligermodels.parallel.ranks import rank_device_type
 
     if name is None:
-        return rank_device().type
+        return rank_device_type()
     try:
         device_type = torch.device(name).type
     except RuntimeError:

@@ -15,7 +15,7 @@ from ligermodels.layers.tokens import ContextShard
 
 class CausalConv(nn.Module):
     """Causal convolution: see `ops.causal_conv`. Tensor parallelism divides each of `parts` (channels) evenly; so does
-    context parallelism, except that a part of fewer `groups` than ranks goes to several ranks, a group to each."""
+    context parallelism, except that each group of a part with fewer `groups` than ranks is copied to several ranks."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
 
@@ -76,14 +76,16 @@ class CausalConv(nn.Module):
         return self.shares(parameter, shard.mesh.size())[..., shard.mesh.get_local_rank(), :]
 
     def shares(self, x: Tensor, ranks: int) -> Tensor:
-        """x (..., channels) -> (..., ranks, share): the channels of each rank under context parallelism."""
-        divisor = sum(self.parts) // x.shape[-1]  # the ranks of tensor parallelism
-        found = []
-        for part, count in zip(x.split([part // divisor for part in self.parts], dim=-1), self.groups, strict=True):
-            copies = max(ranks * divisor // count, 1)
+        """x (..., channels) -> (..., ranks, share): the channels of each rank under context parallelism, whose number
+        of ranks `check_context_parallel` of the mixer has checked."""
+        tensor_ranks = sum(self.parts) // x.shape[-1]
+        parts = x.split([part // tensor_ranks for part in self.parts], dim=-1)
+        shares = []
+        for part, num_groups in zip(parts, self.groups, strict=True):
+            copies = max(ranks * tensor_ranks // num_groups, 1)
             groups = part.unflatten(-1, (ranks // copies, 1, -1))
-            found.append(groups.expand(*groups.shape[:-2], copies, -1).flatten(-3, -2))
-        return torch.cat(found, dim=-1)
+            shares.append(groups.expand(*groups.shape[:-2], copies, -1).flatten(-3, -2))
+        return torch.cat(shares, dim=-1)
 
     def _whole(self, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter (..., channels), with the channels of the other ranks."""

@@ -102,11 +102,10 @@ def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
     groups = [sharder.shard(block) for block in decoder.blocks]
     for before, after in pairwise(groups):  # while a block computes, the next one is gathered
         before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before)
-    # Selective checkpointing computes a block again by the operations of its forward pass, which did not gather these.
-    last, *inner = groups[-1]
-    if inner:
-        last.set_modules_to_backward_prefetch([*inner, *(groups[-2] if len(groups) > 1 else ())])
+    # Also the inner groups of the block itself: selective checkpointing, which computes it again, fails where they are
+    # gathered then and were not in its forward pass.
+    for i, (block, *inner) in enumerate(groups):
+        block.set_modules_to_backward_prefetch([*inner, *(groups[i - 1] if i else ())])
 
 
 def _no_deepcopy(_: Any) -> None:

@@ -83,9 +83,15 @@ def join(device: torch.device | str | None = None) -> bool:
     return True
 
 
-def rank_device() -> torch.device:
-    """The device of this rank: the current GPU; the CPU if there is none, or if the group has gloo alone."""
+def rank_device_type() -> str:
+    """ "cuda" if this rank has a GPU; "cpu" if it has none, or if the group has gloo alone. Does not start CUDA."""
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
+    return "cuda" if on_gpu else "cpu"
+
+
+def rank_device() -> torch.device:
+    """The device of this rank: the current GPU, or the CPU: see `rank_device_type`."""
+    on_gpu = rank_device_type() == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -24,7 +24,7 @@ from ligermodels.layers import IGNORE_INDEX
 from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.memory import StepMemory
-from ligermodels.parallel.ranks import data_share, planned_ranks, rank_device
+from ligermodels.parallel.ranks import data_share, planned_ranks, rank_device_type
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
@@ -121,7 +121,8 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
-    folder, console, device = Path(out or os.devnull), console or Console(), device or rank_device().type
+    folder, console = Path(out or os.devnull), console or Console()
+    device = rank_device_type() if device is None else device
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, LigerModelsError, TrainingError
-from ligermodels.parallel.ranks import join, rank_device
+from ligermodels.parallel.ranks import join, rank_device_type
 from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
@@ -91,7 +91,8 @@ def run_job(
     check_callbacks(callbacks)
     named, lm_eval = named_callbacks(recipe)
     callbacks = [*callbacks, *named]
-    folder, console, device = folder_to_write(out), console or Console(), device or rank_device().type
+    folder, console = folder_to_write(out), console or Console()
+    device = rank_device_type() if device is None else device
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)

@@ -55,8 +55,9 @@ def test_steps_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["degrees"] == {"replicate": 1, "shard": 1, "context": 1, "tensor": 1}
     assert parallel.degrees_of(case, 4) == {"replicate": 1, "shard": 2, "context": 1, "tensor": 2}
     assert parallel.planned_gib(case, 4) < parallel.planned_gib(case, 1)
-    with pytest.raises(ValueError, match="FSDP2 over all ranks"):
-        parallel.peer(case)
+    assert not parallel.has_peer(case) and parallel.has_peer(parallel.CASES[0])
+    experts = dataclasses.replace(case, plan={"expert": 2})
+    assert parallel.planned_gib(experts, 1) == parallel.planned_gib(dataclasses.replace(case, plan={}), 1)
 
 
 def test_steps_of_grpo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -165,8 +165,14 @@ def test_parts_of_the_gradient(kernels_device: torch.device) -> None:
                 assert (ours - wanted).norm() <= 1e-5 * wanted.norm(), (output, name)
     y, state = ops.ssd(**given, final_state=False)
     assert state.numel() == 0 and torch.equal(y, ops.ssd(**given)[0])
-    empty = {name: x[:0] if x.dim() > 1 else x.detach().requires_grad_() for name, x in given.items()}
-    assert not torch.autograd.grad(ops.ssd(**empty)[0].sum(), empty["D"])[0].any()
+    for size in (given["B"].shape[-1], delta_chunks.MAX_KEY_DIM + 16):
+        sizes = Sizes(1, 3, 1, 1, size, 16)
+        rows = operands(sizes, Where(kernels_device, torch.float32))
+        empty = {name: (x[:0] if x.dim() > 1 else x).detach().requires_grad_() for name, x in rows.items()}
+        y, state = ops.ssd(**empty)
+        assert state.shape == empty["initial_state"].shape
+        gradients = torch.autograd.grad(y.sum() + state.sum(), list(empty.values()))
+        assert all(g.shape == x.shape and not g.any() for g, x in zip(gradients, empty.values(), strict=True))
     given["x"].requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(ops.ssd(**given)[0].square().sum(), given["x"], create_graph=True)

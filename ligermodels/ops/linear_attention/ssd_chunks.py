@@ -302,5 +302,5 @@ def _sum(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
-    """The parts side by side; one of them where they are empty, because nobody needs them."""
-    return torch.cat(parts, dim) if len(parts) > 1 and parts[0].numel() else parts[0]
+    """The parts side by side; outputs that are not needed have the shape (0,), and stay so."""
+    return torch.cat(parts, dim) if parts[0].dim() > 1 else parts[0]

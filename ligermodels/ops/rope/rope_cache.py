@@ -78,9 +78,10 @@ def rope_qkv_cached(
         norm: dict[str, Any] = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
         norm["value_norm_eps"] = value_norm_eps
         return rope_qkv_cached_reference(qkv, cos, sin, *shape, k_cache, v_cache, slots, q_norm, k_norm, **norm)
-    if kernels and set_batch_invariant.value:
+    has_norm = not (q_norm is None and k_norm is None and value_norm_eps is None)
+    if has_norm and kernels and set_batch_invariant.value:
         norm = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
-        qkv = _as_in_training(qkv, cos, sin, shape, q_norm, k_norm, value_norm_eps, **norm)
+        qkv = _normalised_and_rotated(qkv, cos, sin, shape, q_norm, k_norm, value_norm_eps, **norm)
         cos = sin = q_norm = k_norm = value_norm_eps = None
     return _rope_cached(
         qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama",
@@ -88,11 +89,12 @@ def rope_qkv_cached(
     )  # fmt: skip
 
 
-def _as_in_training(
+def _normalised_and_rotated(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, shape: PackedShape, q_norm: Tensor | None,
     k_norm: Tensor | None, value_norm_eps: float | None, **norm: Any,
 ) -> Tensor:  # fmt: skip
-    """qkv, normalised and rotated by the kernels of training, whose norms add in an order of their own."""
+    """qkv after the norms and the rotation, by the kernels of `rope_qkv` and `rms_norm`, which training has: the cached
+    kernel sums the squares of a head in another order."""
     q, k, v = rope_qkv(qkv, cos, sin, *shape, q_norm, k_norm, **norm)
     v = v if value_norm_eps is None else rms_norm(v, None, eps=value_norm_eps)
     return torch.cat([q.unflatten(2, shape[:2]), k[..., None, :], v[..., None, :]], 3).flatten(2)
