@@ -148,7 +148,8 @@ def test_a_case_is_chosen_by_its_name_or_by_parts() -> None:
 
     assert names("llama-3-8b 4x4096") == ["llama-3-8b 4x4096"]  # not that with LoRA
     assert names("1b", "LoRA") == [
-        *("llama-3.2-1b 4x4096", "llama-3.2-1b 4x4096 50% ignored", "llama-3-8b 4x4096 LoRA 16")
+        *("llama-3.2-1b 4x4096", "llama-3.2-1b 4x4096 50% ignored", "llama-3-8b 4x4096 LoRA 16"),
+        *("llama-3-8b 2x4096 LoRA 16", "qwen3-0.6b 8x2048 LoRA 16"),
     ]
     assert len(names()) == len(training.CASES) and names("gpt-5") == []
 

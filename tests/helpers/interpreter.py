@@ -93,7 +93,7 @@ def sharing_parts(initialize: Callable[..., None], unwrap: Callable[[Any], Any])
     def shared(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([size if type(size) is int else unwrap(size) for size in shape])
         key = element_ty.name, sizes
-        if key in found:
+        if key in found and all(type(size) is int for size in sizes):  # 4.0 equals 4
             self.element_ty = element_ty
             self.shape, self.numel, self.name = found[key]
         else:

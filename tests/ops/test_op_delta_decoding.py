@@ -219,7 +219,7 @@ def test_registration(kernels_device: torch.device) -> None:
     for name, arguments in {
         "ssd_step": (*(t[:, :1].contiguous() for t in of_mamba), skip, state),
         "ssd_tree": (*of_mamba, None, state, ancestors),
-        "ssd_chunks_forward": (*of_mamba, skip, state, None, True),
+        "ssd_chunks_forward": (*of_mamba, skip, state, None, True, torch.float32),
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
