@@ -203,30 +203,45 @@ class Mamba2(RecurrentLayer):
             inputs = shard.share_of_channels(self.conv.shares(inputs, shares))
             dt = shard.share_of_channels(dt.unflatten(-1, (shares, -1)))
             rates, skip = (of_heads.unflatten(0, (shares, -1))[rank] for of_heads in (rates, skip))
-            inner, of_groups = inner // shares, max(of_groups // shares, config.state_size)
-        one = state is not None and context.tree is None and context.seq_lens is None and x.shape[1] == 1
+        y = self._recurrence(inputs, (dt, rates, skip), context, state).to(z.dtype).flatten(2)
+        if shard is not None:
+            y = shard.share_of_tokens(y).flatten(2)
+        return self.out(ops.swiglu(z, y) if self.norm is None else self.norm(y, z))
+
+    def _recurrence(
+        self, inputs: Tensor, steps: tuple[Tensor, Tensor, Tensor], context: ForwardContext, state: LayerDelta | None
+    ) -> Tensor:
+        """The convolution and the recurrence of R heads, (B, T, R, head_dim).
+
+        Args:
+            inputs: x, B and C of these heads before the convolution, (B, T, channels).
+            steps: step sizes (B, T, R), rates A and skip weights D (R,).
+            context: context of the forward pass.
+            state: decoding state, or None.
+        """
+        dt, rates, skip = steps
+        inner = dt.shape[-1] * self.config.head_dim
+        of_groups = (inputs.shape[-1] - inner) // 2
+        one = state is not None and context.tree is None and context.seq_lens is None and inputs.shape[1] == 1
         earlier = None
         if state is not None:
             inputs, earlier = inputs.to(state.inputs.dtype), state.inputs
         tree = None if context.tree is None else (context.tree.parent, context.tree.depth)
-        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one, shard)
+        convolved = self.conv(inputs, earlier, context.cu_seqlens, tree, one, context.shard)
         values, b, c = convolved.split([inner, of_groups, of_groups], dim=-1)
-        b, c = (tensor.unflatten(-1, (-1, config.state_size)) for tensor in (b, c))
-        operands = values.unflatten(-1, (-1, config.head_dim)), dt, rates, b, c, skip
+        b, c = (tensor.unflatten(-1, (-1, self.config.state_size)) for tensor in (b, c))
+        operands = values.unflatten(-1, (-1, self.config.head_dim)), dt, rates, b, c, skip
         if state is None:
-            y, _ = ops.ssd(*operands, cu_seqlens=context.cu_seqlens, final_state=False)
-        elif one:
-            y = ops.ssd_step(*operands, state.matrix)
-        elif context.tree is not None:
+            return ops.ssd(*operands, cu_seqlens=context.cu_seqlens, final_state=False)[0]
+        if one:
+            return ops.ssd_step(*operands, state.matrix)
+        if context.tree is not None:
             y, updates = ops.ssd_tree(*operands, state.matrix, context.tree.mask)
             state.branch(inputs, updates, context.tree)
-        else:
-            y, last = ops.ssd(*operands, initial_state=state.matrix)
-            state.advance(inputs, last, context.seq_lens)
-        y = y.to(z.dtype).flatten(2)
-        if shard is not None:
-            y = shard.share_of_tokens(y).flatten(2)
-        return self.out(ops.swiglu(z, y) if self.norm is None else self.norm(y, z))
+            return y
+        y, last = ops.ssd(*operands, initial_state=state.matrix)
+        state.advance(inputs, last, context.seq_lens)
+        return y
 
     def _scaled(self, projected: Tensor, inner: int, of_groups: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """The gate z, the inputs x, B and C of the convolution, and dt, each times its factor.
