@@ -68,6 +68,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         moe_intermediate_size shared_expert_intermediate_size mlp_only_layers mlp_layer_types norm_topk_prob
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
+        linear_attn_config linear_head_dim linear_num_heads mla_use_nope use_grouped_topk
         use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
         moe_layer_num_skipped position_embedding_xdrope
         expert_selection_fn shared_expert_combination_strategy prefix_dense_sliding_window_pattern

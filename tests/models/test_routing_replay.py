@@ -20,6 +20,7 @@ FAMILIES = [
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_moe-normalised",
+    "kimi_linear",
     "qwen3_next",
     "qwen3_5_moe_text",
     "gpt_oss",

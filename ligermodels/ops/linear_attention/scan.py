@@ -176,20 +176,26 @@ class _Chunks:
         self.u = weight * v
         self.k_kept: Tensor | None = weight * self.kept * k if delta else None
         if self.k_kept is not None and k.shape[-2] > 1:
-            a = weight * products(k, k).tril(-1)
+            a = products(k, k, weight).tril(-1)
             right_sides = torch.cat([self.u, self.k_kept], dim=-1)
             solved = torch.linalg.solve_triangular(a, right_sides, upper=False, unitriangular=True)
             self.u, self.k_kept = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
 
-    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """Set all decays. Returns the function of x and y (..., n, C, K) to their products (..., n, C, C), where the
-        product of a token with an ancestor decays from the ancestor to the token, and other products are 0."""
+    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[..., Tensor]:
+        """Set all decays. Returns the function of x and y (..., n, C, K), and factors (..., n, C, 1) or None, to their
+        products (..., n, C, C), where the product of a token with an ancestor decays from the ancestor to the token,
+        and other products are 0."""
         self.path_decay = (ancestors * g.double()[..., None, :]).sum(-1)
         difference = (self.path_decay[..., :, None] - self.path_decay[..., None, :]).to(g.dtype)
         decay = difference.masked_fill(~ancestors, -torch.inf).exp()  # other differences may overflow
         self.kept = (self.path_decay.to(g.dtype).exp() * follows)[..., None]
         self.to_last = decay[..., -1, :, None]
-        return lambda x, y: x @ y.transpose(-1, -2) * decay
+
+        def products(x: Tensor, y: Tensor, factors: Tensor | None = None) -> Tensor:
+            found = x @ y.transpose(-1, -2)
+            return (found if factors is None else factors * found) * decay
+
+        return products
 
     def outputs(self, i: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """o and u (B, G, R / G, C, V) of chunk i, with the state (B, G, R / G, K, V) before it."""
@@ -218,7 +224,7 @@ class _ChannelChunks(_Chunks):
     Decays are then part of the sums over key channels, and cannot be applied to the products.
     """
 
-    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def _decayed(self, g: Tensor, ancestors: Tensor, follows: Tensor) -> Callable[..., Tensor]:
         is_tree, wide = ancestors.dim() > 3, g.double()
         # Sums over earlier documents of the chunk only lead to factors that `follows` and `ancestors` mask.
         self.path_decay = ancestors.double() @ wide if is_tree else wide.cumsum(-2)
@@ -235,7 +241,9 @@ class _ChannelChunks(_Chunks):
         return (self.to_last[:, :, :, i] * self.k[:, :, :, i]).transpose(-1, -2) @ u
 
 
-def _products(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block: int) -> Tensor:
+def _products(
+    x: Tensor, y: Tensor, factors: Tensor | None = None, *, path_decay: Tensor, ancestors: Tensor, block: int
+) -> Tensor:
     """The sums over channels c of x_ic y_jc exp(G_ic - G_jc), where j is i or one of its ancestors, else 0.
 
     No factor is above 1, so none overflows. With the sum G before a block of tokens in between, exp(G_i - G_j) is the
@@ -245,6 +253,7 @@ def _products(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block
     Args:
         x: (..., n, C, K).
         y: (..., n, C, K).
+        factors: of the rows, (..., n, C, 1), or None.
         path_decay: G, fp64 (..., n, C, K).
         ancestors: bool (..., C, C).
         block: tokens in a block. Memory: block * K numbers per token.
@@ -267,4 +276,5 @@ def _products(x: Tensor, y: Tensor, path_decay: Tensor, ancestors: Tensor, block
         if end < size:
             parts.append(parts[-1].new_zeros(*parts[-1].shape[:-1], size - end))
         rows.append(torch.cat(parts, dim=-1))
-    return torch.cat(rows, dim=-2)
+    products = torch.cat(rows, dim=-2)
+    return products if factors is None else factors * products
