@@ -46,6 +46,8 @@ class GatedDeltaNetConfig(LayerConfig):
         "delta.norm": "linear_attn.norm",
         "delta.out": "linear_attn.out_proj",
     }
+    HEADS_FIELD: ClassVar[str] = "num_key_heads (linear_num_key_heads)"
+    """Field of the number of key heads, and its name in config.json, for errors."""
 
     num_key_heads: int
     num_value_heads: int
@@ -170,7 +172,7 @@ class GatedDeltaNetConfig(LayerConfig):
 
     def tensor_shard(self, ranks: int) -> GatedDeltaNetConfig:
         """Divide the key heads over ranks, together with their value heads."""
-        key_heads = split_evenly("num_key_heads (linear_num_key_heads)", self.num_key_heads, ranks)
+        key_heads = split_evenly(self.HEADS_FIELD, self.num_key_heads, ranks)
         return replace(self, num_key_heads=key_heads, num_value_heads=self.num_value_heads // ranks)
 
     def state_elements(self, max_length: int) -> int:
@@ -214,7 +216,7 @@ class GatedDeltaNet(RecurrentLayer):
 
     def check_context_parallel(self, ranks: int) -> None:
         """Each rank computes whole key heads."""
-        split_evenly("num_key_heads (linear_num_key_heads)", self.config.num_key_heads, ranks)
+        split_evenly(self.config.HEADS_FIELD, self.config.num_key_heads, ranks)
 
     def mix(self, x: Tensor, context: ForwardContext, state: LayerDelta | None) -> Tensor:
         config = self.config

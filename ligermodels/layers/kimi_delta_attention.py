@@ -38,6 +38,7 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
         "delta.norm": "self_attn.o_norm",
         "delta.out": "self_attn.o_proj",
     }
+    HEADS_FIELD: ClassVar[str] = "num_key_heads (linear_num_heads, or num_heads in linear_attn_config)"
 
     gate_rank: int = field(kw_only=True)
 

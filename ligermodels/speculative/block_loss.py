@@ -196,8 +196,8 @@ def _gradients(
         part.divergence, part.mask, part.of_gradient if needed else None, part.accepted, part.agreed, lses,
         None if lses is None else part.overlap, labels,
     )  # fmt: skip
-    how = DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale)
-    divergence_in_place(logits, truth, rows, how)
+    distillation = DistillationOptions(options.divergence, 0.5, 1.0, None, 1.0, teacher.softcap, teacher.logit_scale)
+    divergence_in_place(logits, truth, rows, distillation)
     if best is not None and teacher.tokens is not None:
         part.agreed.copy_((teacher.tokens[best] == likeliest) & part.mask)
     if options.dpace is not None:

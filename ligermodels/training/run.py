@@ -182,13 +182,13 @@ def _finish(step: int, callbacks: RunCallbacks, state: RunState) -> Outcome:
     if is_early:
         say(f"stopped early, after step {step:,} of {plan.steps:,}")
     best = callbacks.best.best.step if plan.recipe.load_best_model_at_end else None
-    what = plan.recipe.data_form.best_result
+    best_result = plan.recipe.data_form.best_result
     if best is not None and best not in state.ranks.from_first(str(folder), state.checkpoints.steps):
-        say(f"the checkpoint of step {best:,}, which has the {what}, is missing")
+        say(f"the checkpoint of step {best:,}, which has the {best_result}, is missing")
         best = None
     if best is not None:
         since = f" of the evaluations since step {callbacks.best.since:,}" if callbacks.best.since else ""
-        say(f"the result is the model of step {best:,}, which has the {what}{since}")
+        say(f"the result is the model of step {best:,}, which has the {best_result}{since}")
         if best != step:
             state.checkpoints.load(best, state.job.model, state.optimizer)
     state.job.export(folder)

@@ -1,7 +1,7 @@
-"""Kimi Delta Attention in models: texts longer than a chunk, layouts of checkpoints, dtypes that stay, bad configs."""
+"""Kimi Delta Attention in models (long texts: `test_gated_delta_net`):
+layouts of checkpoints, dtypes that stay, bad configs."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
-from zoo import BASE, CONFIGS, KIMI, gradients_of, make_checkpoint, relative_error, stored_as
+from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, LigerModelsError
@@ -18,67 +17,10 @@ from ligermodels.layers import FullPrecision
 
 TOLERANCE = 1e-5
 PUBLISHED, BY_TYPES = CONFIGS["kimi_linear"], CONFIGS["kimi_linear-layer-types"]
-Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
 
 
 def tokens(batch: int, length: int) -> Tensor:
     return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module", params=sorted(KIMI))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
-    oracle = make_checkpoint(folder, {**config, "max_position_embeddings": 512})
-    return folder, oracle, lm.from_pretrained(folder)
-
-
-def test_texts_longer_than_a_chunk(pair: Pair) -> None:
-    _, oracle, model = pair
-    ids = tokens(2, 150)
-    labels = ids.masked_fill(ids < 30, -100)
-    oracle.zero_grad()
-    model.zero_grad()
-    wanted, output = oracle(ids, labels=labels), model(ids, labels=labels, return_logits=True)
-    wanted.loss.backward()
-    output.loss.backward()
-    assert relative_error(output.logits, wanted.logits) < TOLERANCE
-    assert relative_error(output.loss, wanted.loss) < TOLERANCE
-    ours = stored_as(oracle, gradients_of(model))
-    theirs = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
-    assert max(errors.values()) < 3 * TOLERANCE, errors
-
-
-def test_packed_texts_longer_than_a_chunk(pair: Pair) -> None:
-    """Documents end within chunks and at their ends; gradients do not cross either."""
-    model, lengths = pair[2], [64, 3, 70, 1, 54, 130]
-    ids = tokens(1, sum(lengths))
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    results = []
-    for logits in (
-        model(ids, cu_seqlens=bounds).logits,
-        torch.cat([model(ids[:, start:end]).logits for start, end in pairwise(bounds.tolist())], dim=1),
-    ):
-        model.zero_grad()
-        logits.logsumexp(-1).square().mean().backward()
-        results.append([logits, *(parameter.grad for parameter in model.parameters())])
-    errors = [relative_error(found, wanted) for found, wanted in zip(*results, strict=True) if wanted is not None]
-    assert max(errors) < TOLERANCE
-
-
-def test_greedy_tokens_of_long_padded_prompts(pair: Pair) -> None:
-    _, oracle, model = pair
-    ids = tokens(3, 90)
-    mask = torch.ones_like(ids)
-    mask[1, :20] = mask[2, :88] = 0
-    ids[mask == 0] = 0
-    wanted = oracle.generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, attention_mask=mask, **options), wanted)
-    medusa = lm.MedusaModel.from_base(model, num_heads=3)
-    assert torch.equal(medusa.generate(ids, attention_mask=mask, **options), wanted)
 
 
 @pytest.mark.parametrize("layout", ["published", "modules"])

@@ -1,47 +1,21 @@
 """The gated delta rule with a decay for each key channel (Kimi Delta Attention), against the loop over tokens in fp64:
 sequences, packed documents, prefills in parts, decode steps and candidate trees."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import delta_loop
 import pytest
 import torch
+from delta_loop import HEADS, K, V, by_tokens, some_state
 from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.linear_attention import delta_chunks, fla
 
-GROUPS, HEADS, K, V = 2, 6, 5, 7
-
-
-def operands(batch: int, tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
-    """Decays from nearly none to nearly all, in each head."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, tokens, *shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    g = -normal(HEADS, K).mul(2).exp()
-    return {"q": normal(GROUPS, K), "k": normal(GROUPS, K), "v": normal(HEADS, V), "g": g,
-            "beta": normal(HEADS).sigmoid()}  # fmt: skip
-
-
-def some_state(batch: int, seed: int = 1) -> Tensor:
-    return torch.randn(batch, HEADS, K, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule as it is defined, token by token."""
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q / q.shape[-1] ** 0.5, k))
-    found = []
-    for t in range(q.shape[1]):
-        state = state * g[:, t, :, :, None].exp()
-        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("brkv,brk->brv", state, k[:, t]))
-        state = state + k[:, t, :, :, None] * u[:, :, None]
-        found.append(torch.einsum("brkv,brk->brv", state, q[:, t]))
-    return torch.stack(found, 1), state
+operands = partial(delta_loop.operands, by_channel=True)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

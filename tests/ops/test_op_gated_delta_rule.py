@@ -8,42 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_loop import GROUPS, HEADS, K, V, by_tokens, operands, some_state
 from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.linear_attention import fla
-
-GROUPS, HEADS, K, V = 2, 6, 5, 7
-
-
-def operands(batch: int, tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
-    """Decays from nearly none to nearly all."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, tokens, *shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    g = -normal(HEADS).mul(2).exp()
-    return {"q": normal(GROUPS, K), "k": normal(GROUPS, K), "v": normal(HEADS, V), "g": g,
-            "beta": normal(HEADS).sigmoid()}  # fmt: skip
-
-
-def some_state(batch: int, seed: int = 1) -> Tensor:
-    return torch.randn(batch, HEADS, K, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule as it is defined, token by token."""
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(HEADS // GROUPS, dim=2) for x in (q / K**0.5, k))
-    found = []
-    for t in range(q.shape[1]):
-        state = state * g[:, t, :, None, None].exp()
-        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("brkv,brk->brv", state, k[:, t]))
-        state = state + k[:, t, :, :, None] * u[:, :, None]
-        found.append(torch.einsum("brkv,brk->brv", state, q[:, t]))
-    return torch.stack(found, 1), state
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> bool:

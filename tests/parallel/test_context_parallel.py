@@ -36,6 +36,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 beside attention."""
 SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
 """Layers that use the keys and values of other layers, with per-layer inputs."""
+KIMI_LAYERS = ["linear_attention", "full_attention"] * 2
 PLAN = lm.ParallelPlan(context=2)
 
 
@@ -96,6 +97,8 @@ def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             check_pass(model, plain, inputs)
     with pytest.raises(ConfigError, match=r"context: blocks\[1\].mixer: num_key_heads .*: 3 cannot be split"):
         lm.parallelize(build("qwen3_5_text-other-sizes"), PLAN)
+    with pytest.raises(ConfigError, match=r"mixer: num_key_heads \(linear_num_heads, .*: 3 cannot be split"):
+        lm.parallelize(build("kimi_linear", linear_num_heads=3, linear_attn_config=None, layer_types=KIMI_LAYERS), PLAN)
     with pytest.raises(ConfigError, match=r"context: blocks\[0\].mixer: num_groups .*: 3 groups cannot be shared"):
         lm.parallelize(build("bamba"), PLAN)
     model = build("llama-3")
@@ -202,6 +205,7 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for name, fields in (
         ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "intermediate_size": 96}),
         ("bamba", {"mamba_n_groups": 2, "intermediate_size": 96}),
+        ("kimi_linear", {"intermediate_size": 96, "moe_intermediate_size": 30}),
     ):
         recurrent = build(name, **fields)
         spread_out = lm.parallelize(build(name, **fields), lm.ParallelPlan(context=2, tensor=2))

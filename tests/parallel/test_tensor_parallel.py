@@ -54,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
+    "kimi_linear": even(zoo.CONFIGS["kimi_linear"]),
     "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
     "falcon_h1": even(zoo.CONFIGS["falcon_h1"]) | {"mamba_n_groups": 2},
     "nemotron_h": even(zoo.CONFIGS["nemotron_h-latent-experts-and-biases"])
@@ -61,9 +62,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """A vocabulary, 131, that ranks do not divide; tied, with biases; softcaps and post-norms; norms of heads, and of all
 heads together; experts, with a shared one and its gate, with biases and sinks; latent attention; shared keys and
-values, and inputs of each layer; a recurrent mixer, with key heads of which each has three value heads; norms
-without weights; short convolutions, and Mamba2 with two groups, with biases of their convolutions;
-blocks of one layer, and latent experts without a gate; attention and Mamba2 side by side."""
+values, and inputs of each layer; recurrent mixers, one with key heads of which each has three value heads; norms
+without weights; short convolutions; blocks of one layer, and latent experts without a gate; attention beside Mamba2."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -343,7 +343,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
         ("qwen3_5", "muse_glimmer", "lfm2", "bamba"),
-        ("nemotron_h", "falcon_h1"),
+        ("nemotron_h", "falcon_h1", "kimi_linear"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
