@@ -26,6 +26,7 @@ from benchmarks.cases.peers import FLOAT8, PROVIDERS
 from benchmarks.cases.training import timed
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
+from benchmarks.timing.profile import profile_of_rank
 from ligermodels.parallel.memory import step_memory
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -106,13 +107,14 @@ def peer(case: Case) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def run(case: Case, provider: str, steps: int) -> dict[str, Any]:
+def run(case: Case, provider: str, steps: int, profiled: bool = False) -> dict[str, Any]:
     """The record of a case on these ranks: median step time, tokens per second and GPU, and peak memory of this rank.
 
     Args:
         case: The case.
         provider: One of NAMES.
         steps: Number of timed steps.
+        profiled: Whether one more step is profiled.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     degrees = degrees_of(case, world)
@@ -125,10 +127,13 @@ def run(case: Case, provider: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(rank // together)
     vocabulary = trees.config_of(case.model, layers=case.layers)["vocab_size"]
     ids = torch.randint(vocabulary, (case.batch, case.length), device=measure.DEVICE)
-    record = timed(trees.training_step(model, optimizer, ids, ids), steps)
+    step = trees.training_step(model, optimizer, ids, ids)
+    record = timed(step, steps)
     tokens = case.batch * case.length * world // together
     record["tokens_per_s_per_gpu"] = tokens / world / record["step_ms"] * 1e3
     record["gpus"], record["degrees"] = world, degrees
+    if profiled:
+        record |= profile_of_rank(step)
     return record
 
 
@@ -163,7 +168,7 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
     try:
-        record |= run(case, provider, arguments.steps)
+        record |= run(case, provider, arguments.steps, arguments.profile)
     except Exception as failure:  # A failing peer, out of memory for instance, is a result.
         record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
     if int(os.environ.get("RANK", 0)) == 0:
@@ -171,7 +176,8 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
             record["planned_gib"] = planned_gib(case, record["gpus"])
         recording.write(arguments.out, [{**record, **recording.facts()}])
         shown = {k: round(v, 2) for k, v in record.items() if isinstance(v, float)}
-        print(record["gpus"], "GPUs:", case.name, provider, shown, record.get("failed", ""), flush=True)
+        profiles = [record[name] for name in ("exposed_ms", "profile_ms") if name in record]
+        print(record["gpus"], "GPUs:", case.name, provider, shown, *profiles, record.get("failed", ""), flush=True)
     os._exit("failed" in record)  # A rank that failed would wait for the others.
 
 
@@ -182,6 +188,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[torch.cuda.device_count()], help="numbers of GPUs")
     parser.add_argument("--providers", nargs="+", default=[OURS, PEER], choices=NAMES)
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
+    parser.add_argument("--profile", action="store_true", help="profile one step, on rank 0")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     by_name = {case.name: case for case in CASES}
@@ -197,7 +204,7 @@ def main() -> None:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         command = [sys.executable, *(torchrun if gpus > 1 else []), "-m", "benchmarks", "parallel", case.name, "--rank"]
         command += ["--providers", provider, "--steps", str(arguments.steps)]
-        command += ["--out", str(arguments.out)] if arguments.out else []
+        command += ["--profile"] * arguments.profile + (["--out", str(arguments.out)] if arguments.out else [])
         if subprocess.run(command, check=False).returncode:
             failed.append(f"{case.name}, {provider}, {gpus} GPUs")
     if failed:

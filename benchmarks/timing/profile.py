@@ -1,9 +1,11 @@
-"""Profile of a step: the time of its kernels by class."""
+"""Profile of a step: the time of its kernels by class, and on several GPUs the time of collectives beside no kernel."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks.timing import measure
 
+Span = tuple[float, float, str]
+COMPUTATION = ""
 CLASSES = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "cross entropy": ("cross_entropy", "nll_loss", "softmax"),
@@ -34,22 +38,76 @@ def kind(kernel: str) -> str:
 def profile(step: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of the kernels of each class in one call of `step`, longest first.
 
-    Kernels with programmatic launch start early and wait for the kernel before them: overlapping time counts for the
-    kernel that started first.
+    Args:
+        step: A call that works on the GPU.
     """
+    return by_class(spans_of(step))
+
+
+def profile_of_rank(step: Callable[[], Any]) -> dict[str, dict[str, float]]:
+    """Where the time of one call of `step` goes on a rank of several, in milliseconds.
+
+    Args:
+        step: A call that works on the GPU and communicates by NCCL. All ranks call it.
+
+    Returns:
+        "profile_ms": kernels of each class without collectives, as `profile` gives them. "exposed_ms": for each kind of
+        collective the time in which no other kernel runs, which includes waiting for other ranks; and "idle", the time
+        in which nothing runs, between the first and the last kernel.
+    """
+    spans = spans_of(step)
+    return {"profile_ms": by_class([span for span in spans if not collective(span[2])]), "exposed_ms": exposed(spans)}
+
+
+def spans_of(step: Callable[[], Any]) -> list[Span]:
+    """Begin, end and name of each kernel and copy of a call of `step`, in the order of their begins."""
     measure.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
         step()
         measure.synchronize()
     # annotations, such as the optimizer's, span kernels and would count them twice
-    spans = sorted(
+    return sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in found.events() or ()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     )
+
+
+def by_class(spans: Iterable[Span]) -> dict[str, float]:
+    """Milliseconds of each class of kernels, longest first.
+
+    Kernels with programmatic launch start early and wait for the kernel before them: overlapping time counts for the
+    kernel that started first.
+    """
     total: Counter[str] = Counter()
     done = 0.0
     for start, end, name in spans:
         total[kind(name)] += max(end - max(start, done), 0.0)
         done = max(done, end)
+    return {name: microseconds / 1e3 for name, microseconds in total.most_common()}
+
+
+def collective(kernel: str) -> str | None:
+    """Kind of a collective of NCCL, as in "AllGather"; None for other kernels."""
+    found = re.match(r"nccl(?:Dev)?Kernel_([A-Za-z]+)", kernel)
+    return found and found[1]
+
+
+def exposed(spans: Sequence[Span]) -> dict[str, float]:
+    """Milliseconds without computation: by kind of collective, longest first, and "idle" where no collective runs.
+
+    Args:
+        spans: Begin and end in microseconds and name of each kernel, in the order of their begins.
+    """
+    ends = sorted({bound for start, end, _ in spans for bound in (start, end)})
+    running: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    begins, stops = deque(spans), deque(sorted(spans, key=lambda span: span[1]))
+    for now, after in pairwise(ends):
+        while begins and begins[0][0] <= now:
+            running[collective(begins.popleft()[2]) or COMPUTATION] += 1
+        while stops and stops[0][1] <= now:
+            running[collective(stops.popleft()[2]) or COMPUTATION] -= 1
+        if not running[COMPUTATION]:
+            total[next((name for name, count in running.items() if count), "idle")] += after - now
     return {name: microseconds / 1e3 for name, microseconds in total.most_common()}

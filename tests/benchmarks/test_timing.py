@@ -151,3 +151,20 @@ def test_a_profile_counts_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     wanted = {"gemm": 5, "attention": 0.9, "activation": 0.3, "norm": 0.25, "optimizer": 0.07, "other": 0.001}
     assert profile.profile(lambda: None) == pytest.approx(wanted)
+
+
+def test_exposed_communication() -> None:
+    """Collectives count where no other kernel runs, and gaps where nothing does."""
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL(args)", "ncclDevKernel_ReduceScatter_Sum_bf16_RING(args)"
+    spans = [
+        (0.0, 2000.0, gather),  # exposed until 1000, then beside the product
+        (1000.0, 3000.0, "gemm"),
+        (1500.0, 2500.0, "copy"),
+        (4000.0, 9000.0, scatter),  # after a gap of 1 ms
+        (5000.0, 6000.0, gather),  # two collectives at a time count once, for one of them
+        (7000.0, 8000.0, "gemm"),
+        (9000.0, 9000.0, "empty"),
+    ]
+    assert profile.exposed(spans) == {"ReduceScatter": 3.0, "AllGather": 2.0, "idle": 1.0}
+    assert [profile.collective(name) for name in (gather, scatter, "gemm")] == ["AllGather", "ReduceScatter", None]
+    assert profile.by_class(spans[1:3]) == {"gemm": 2.0, "other": 0.0}
