@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import check_groups, expert_layouts, grouped_router, shared_and_routed
@@ -127,6 +128,7 @@ def latent_decoder(
     is_dense: Callable[[int], bool],
     query_scaling: QueryScaling | None = None,
     mlp_bias: bool = False,
+    head_gate: Literal["sigmoid", "softplus"] | None = None,
     mixer: Callable[[int, LatentAttentionConfig], LayerConfig] = lambda layer, latent: latent,
 ) -> DecoderConfig:
     """The decoder of DeepSeek-V3 and of families with the same layers.
@@ -138,6 +140,7 @@ def latent_decoder(
         is_dense: function (layer number) -> whether its feed-forward layer is dense instead of a mixture.
         query_scaling: scaling of queries by position, or None.
         mlp_bias: whether feed-forward projections have biases.
+        head_gate: see `LatentAttentionConfig`.
         mixer: function (layer number, config of latent attention) -> config of the layer's token mixer.
 
     Raises:
@@ -157,6 +160,7 @@ def latent_decoder(
         bias=fields.flag("attention_bias", False),
         stored_as_pairs=fields.flag("rope_interleave", False),
         query_scaling=query_scaling,
+        head_gate=head_gate,
     )
     fixed(fields, "qk_head_dim", latent.key_dim, KEY_DIM)
     if rope is not None:

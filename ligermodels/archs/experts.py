@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ligermodels.archs.compose import STACKED_EXPERTS, Fields, gate_activation
+from ligermodels.archs.fields import DENSE, SPARSE
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLPConfig, MoEConfig, RouterConfig
 
@@ -92,6 +93,25 @@ def shared_and_routed(
         return MoEConfig(router, size, gated.activation, shared=replace(gated, size=count * size), aux_loss=False)
 
     return mlp
+
+
+def feed_forwards(fields: Fields, first_dense: int) -> list[str]:
+    """The kind of each layer's feed-forward layer, DENSE or SPARSE.
+
+    Args:
+        fields: the config; `mlp_layer_types` names the kinds, or `first_k_dense_replace` the number of first, dense
+            layers.
+        first_dense: that number for a config with neither field.
+
+    Raises:
+        ConfigError: the two fields contradict each other.
+    """
+    first = fields.size("first_k_dense_replace", first_dense, zero=True)
+    listed = [DENSE if layer < first else SPARSE for layer in range(fields.size("num_hidden_layers"))]
+    kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), listed.__getitem__)
+    if fields.config.get("first_k_dense_replace") is not None and kinds != listed:
+        raise ConfigError(f"{fields.where}: first_k_dense_replace = {first} contradicts mlp_layer_types; remove one")
+    return kinds
 
 
 def check_groups(fields: Fields, experts: str, count: int, chosen: int, groups: int, best: int, least: int = 2) -> None:

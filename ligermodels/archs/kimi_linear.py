@@ -8,8 +8,8 @@ from typing import Any
 
 from ligermodels.archs.compose import STACKED_EXPERTS, Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import latent_decoder
-from ligermodels.archs.experts import TRANSPOSED_EXPERTS, grouped_router
-from ligermodels.archs.fields import DENSE, FULL, SPARSE, name_of, renamed
+from ligermodels.archs.experts import TRANSPOSED_EXPERTS, feed_forwards, grouped_router
+from ligermodels.archs.fields import DENSE, FULL, name_of, renamed
 from ligermodels.archs.mixtral import EXPERTS
 from ligermodels.archs.qwen3_5 import LINEAR
 from ligermodels.convert.json_values import is_object
@@ -67,9 +67,9 @@ def kimi_linear(config: Config) -> DecoderConfig:
     nested = config.get("linear_attn_config") or {}
     if not is_object(nested):
         raise ConfigError(f"config.json: field 'linear_attn_config' must be an object, got {short(nested)}")
-    _check_names(config, nested)
-    for name, published in PUBLISHED_NAMES.items():
-        config = renamed(config, name, published)
+    for name in SIZES.values():
+        Fields(nested, where="config.json: linear_attn_config").optional_size(name)
+    config = without_published_names(config)
     for name, inner in SIZES.items():
         inner_name = f"linear_attn_config.{inner}"
         config = renamed({**config, inner_name: nested.get(inner)}, name, inner_name)
@@ -83,7 +83,7 @@ def kimi_linear(config: Config) -> DecoderConfig:
     if best > groups:
         raise ConfigError(f"{fields.where}: topk_group {best} is above num_expert_group (n_group) {groups}")
     kinds = _mixers(fields, nested)
-    feed_forward = _feed_forwards(fields)
+    feed_forward = feed_forwards(fields, first_dense=1)
     heads, width = fields.size("linear_num_heads"), fields.size("linear_head_dim")
     delta = KimiDeltaAttentionConfig(
         num_key_heads=heads,
@@ -103,15 +103,17 @@ def kimi_linear(config: Config) -> DecoderConfig:
     )
 
 
-def _check_names(config: Config, nested: Mapping[str, Any]) -> None:
-    """ConfigError, with the name in the config, for a bad value of a field that is read under another name."""
-    fields, inner = Fields(config), Fields(nested, where="config.json: linear_attn_config")
+def without_published_names(config: Config) -> Config:
+    """`config` with the names of PUBLISHED_NAMES that transformers' modules read. ConfigError, with the name in
+    `config`, for a bad value of a published name."""
+    fields = Fields(config)
     fields.flag("moe_renormalize", True)
     fields.choices("moe_router_activation_func", "sigmoid", default="sigmoid")
     for name in ("model_max_length", "num_expert_group", "num_experts_per_token", "num_shared_experts"):
         fields.optional_size(name)
-    for name in SIZES.values():
-        inner.optional_size(name)
+    for name, published in PUBLISHED_NAMES.items():
+        config = renamed(config, name, published)
+    return config
 
 
 def _mixers(fields: Fields, nested: Mapping[str, Any]) -> list[str]:
@@ -132,28 +134,21 @@ def _mixers(fields: Fields, nested: Mapping[str, Any]) -> list[str]:
     return listed
 
 
-def _feed_forwards(fields: Fields) -> list[str]:
-    """The kind of each layer's feed-forward layer, by `mlp_layer_types` or `first_k_dense_replace`."""
-    first = fields.size("first_k_dense_replace", 1, zero=True)
-    listed = [DENSE if layer < first else SPARSE for layer in range(fields.size("num_hidden_layers"))]
-    kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), listed.__getitem__)
-    if fields.config.get("first_k_dense_replace") is not None and kinds != listed:
-        raise ConfigError(f"{fields.where}: first_k_dense_replace = {first} contradicts mlp_layer_types; remove one")
-    return kinds
-
-
+RATES = "delta.A_log_of_4d"
 PUBLISHED = {
     **EXPERTS,
     "experts.selection_bias": "block_sparse_moe.gate.e_score_correction_bias",
     "experts.shared": "block_sparse_moe.shared_experts.{part}_proj",
     "delta.conv_parts": "self_attn.{part}_conv1d",
+    RATES: KimiDeltaAttentionConfig.NAMES["delta.A_log"],
 }
 SAVED = {**PUBLISHED, **{f"mlp.{part}": f"block_sparse_moe.{part}_proj" for part in ("gate", "up", "down")}}
 """As transformers 5 saves it: with the name of a mixture in dense layers too."""
-GATE = ("delta.decay_a", "delta.decay_b", "delta.A_log", "delta.dt_bias")
+GATE = {part: KimiDeltaAttentionConfig.NAMES[part] for part in ("delta.decay_a", "delta.decay_b", "delta.dt_bias")}
+GATE[RATES] = PUBLISHED[RATES]
 MODULES = {
     "experts.shared": "mlp.shared_experts.{part}_proj",
-    **{part: KimiDeltaAttentionConfig.NAMES[part].replace(".", ".forget_gate.") for part in GATE},
+    **{part: name.replace(".", ".forget_gate.") for part, name in GATE.items()},
 }
 """Names of transformers' modules."""
 FAMILIES = (

@@ -36,6 +36,7 @@ HARMLESS = frozenset(
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp
     block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init block_norm_eps
     mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings language_model_only
+    mtp_loss_scaling_factor
     linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     mamba_chunk_size num_logits_to_keep init_method
     chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
@@ -69,6 +70,9 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         output_router_logits router_aux_loss_coef router_jitter_noise n_routed_experts n_shared_experts
         moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min
         linear_attn_config linear_head_dim linear_num_heads mla_use_nope use_grouped_topk
+        layer_group_size short_conv_kernel_size kda_safe_gate kda_lower_bound expert_swiglu_limit_list
+        share_expert_swiglu_limit_list no_kda_lora use_kda_lora gated_attention_proj_granularity_type
+        linear_attention linear_silu group_norm_size score_function
         use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
         moe_layer_num_skipped position_embedding_xdrope
         expert_selection_fn shared_expert_combination_strategy prefix_dense_sliding_window_pattern
@@ -117,6 +121,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(ACTIVATIONS, ("silu", "swiglu", "swish")),
     "position_embedding_type": ("rope", "rotary"),
     "normalization_function": ("rmsnorm",),
+    "router_dtype": ("fp32",),
 }
 """Field that changes the computation -> values, besides EMPTY, with which it does not (True is 1). Fields that a family
 here reads, and well-known fields of other models; also fields of rotary settings."""

@@ -30,7 +30,7 @@ class HFGatedNorm(OnModules, GatedNorm):
 
     def __init__(self, source: nn.Module, config: GatedDeltaNetConfig) -> None:
         super().__init__(source, config)
-        self.eps, self.activation = config.norm_eps, "silu"
+        self.eps, self.activation = config.norm_eps, config.OUTPUT_GATE
 
 
 class HFDecay(OnModules, Decay):

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.ops import Float8Form, GLUOptions
+from ligermodels.ops.runtime.tensors import elementwise
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -32,6 +35,21 @@ _FLOAT8: Mapping[str, Callable[..., Tensor]] = {
     "gelu_tanh": ops.float8_geglu,
     "gelu": partial(ops.float8_geglu, approximate="none"),
 }
+
+
+def head_gates(logits: Tensor, activation: str) -> Tensor:
+    """The factors of heads' outputs, from a projection of a layer's input.
+
+    Args:
+        logits: the projection, (B, T, heads).
+        activation: "sigmoid" or "softplus", which is computed in at least float32.
+
+    Returns:
+        (B, T, heads), of the dtype of `logits`.
+    """
+    if activation == "sigmoid":
+        return elementwise(torch.sigmoid, logits)
+    return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.layers.activation import head_gates
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.external_attention import AttentionLayer
@@ -94,7 +94,9 @@ class Attention(AttentionLayer):
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
         if self.config.values is not None:
             out = out[..., : self.config.value_dim]
-        out = (out if self.gate is None else out * self._head_gates(self.gate(x))[..., None]).flatten(2)
+        if self.gate is not None and self.config.head_gate is not None:
+            out = out * head_gates(self.gate(x), self.config.head_gate)[..., None]
+        out = out.flatten(2)
         out = self.o(out if gate is None else out * elementwise(torch.sigmoid, gate))
         if not self.config.shares_kv:
             return out
@@ -103,12 +105,6 @@ class Attention(AttentionLayer):
     def input_form(self) -> Float8Form | None:
         """See `Layer.input_form`. `gate` reads `x` in the model's dtype."""
         return None if self.gate is not None else super().input_form()
-
-    def _head_gates(self, logits: Tensor) -> Tensor:
-        """The factors of the heads' outputs, from the projection `gate` of the input: (B, T, num_heads)."""
-        if self.config.head_gate == "sigmoid":
-            return elementwise(torch.sigmoid, logits)
-        return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
 
     def _check_length(self, chunk: int, keys: Tensor) -> None:
         """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the

@@ -48,6 +48,8 @@ class GatedDeltaNetConfig(LayerConfig):
     }
     HEADS_FIELD: ClassVar[str] = "num_key_heads (linear_num_key_heads)"
     """Field of the number of key heads, and its name in config.json, for errors."""
+    OUTPUT_GATE: ClassVar[str] = "silu"
+    """Activation of the output gate."""
 
     num_key_heads: int
     num_value_heads: int
@@ -65,6 +67,10 @@ class GatedDeltaNetConfig(LayerConfig):
 
     def build(self, hidden_size: int) -> nn.Module:
         return GatedDeltaNet(hidden_size, self)
+
+    def build_decay(self) -> Decay:
+        """The module of the gates of the value heads."""
+        return Decay(self.num_value_heads, self.beta_scale)
 
     @property
     def key_size(self) -> int:
@@ -210,8 +216,8 @@ class GatedDeltaNet(RecurrentLayer):
         self.config = config
         self.in_proj = Linear(hidden_size, sum(config.projected.values()), bias=False)
         self.conv = CausalConv(config.conv_parts, config.conv_width)
-        self.decay = Decay(config.num_value_heads, config.beta_scale)
-        self.norm = GatedNorm(config.value_head_dim, config.norm_eps)
+        self.decay = config.build_decay()
+        self.norm = GatedNorm(config.value_head_dim, config.norm_eps, config.OUTPUT_GATE)
         self.out = Linear(config.value_size, hidden_size, bias=False)
 
     def check_context_parallel(self, ranks: int) -> None:
@@ -268,22 +274,23 @@ class GatedDeltaNet(RecurrentLayer):
         projected = own_part_of_each(self, self.in_proj(x), parts)
         ranks = sum(parts) // projected.shape[-1]  # number of ranks that heads are divided over
         heads = config.num_value_heads // ranks
-        sizes = [config.conv_channels // ranks, config.value_size // ranks, heads, heads]
-        inputs, z, b, a = projected.split(sizes, dim=-1)
+        sizes = [config.conv_channels, *parts[3:]]
+        inputs, z, b, a = projected.split([size // ranks for size in sizes], dim=-1)
         return inputs, z.unflatten(-1, (heads, -1)), *self.decay(a, b)
 
 
 class Decay(FullPrecision):
     """Gates of each value head: the logarithm of the state's decay before a token, and how far the token moves the
-    state, times `beta_scale`; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias."""
+    state, times `beta_scale`; see `ops.delta_gates`. Checkpoints call `log_rate` A_log and `bias` dt_bias, which has
+    `biases` numbers for each head."""
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"log_rate": 0, "bias": 0}
 
-    def __init__(self, num_heads: int, beta_scale: float = 1.0) -> None:
+    def __init__(self, num_heads: int, beta_scale: float = 1.0, biases: int = 1) -> None:
         super().__init__()
         self.beta_scale = beta_scale
         self.log_rate = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(num_heads * biases, dtype=torch.float32))
 
     def init_weights(self, std: float = 0.0) -> None:
         """Rates uniform in (0.01, 16), biases one, as in transformers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
 from ligermodels.errors import ConfigError
+from ligermodels.layers.activation import head_gates
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.config_checks import check_sizes
+from ligermodels.layers.config_checks import check_choice, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.external_attention import AttentionLayer
@@ -24,6 +25,7 @@ from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.layers.rope import RopeConfig
 from ligermodels.layers.sharding import TensorSharding, split_evenly, used_in_parts
+from ligermodels.ops import Float8Form
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class LatentAttentionConfig(LayerConfig):
         stored_as_pairs: whether checkpoints rotate neighbouring channels together; the weight map then reorders them.
             (Checkpoints have the rotated channels of a head last, and the weight map moves them to the front.)
         query_scaling: scaling of queries by position, or None.
+        head_gate: activation of a gate, a projection of the input, that multiplies each head's output: "sigmoid" or
+            "softplus", as in `AttentionConfig` (Ling 3.0); None for no gate.
         backend: name of an attention backend, or "auto". Comparisons of configs ignore it.
 
     Raises:
@@ -60,6 +64,7 @@ class LatentAttentionConfig(LayerConfig):
         "latent.kv_a_norm": "self_attn.kv_a_layernorm",
         "latent.kv_b": "self_attn.kv_b_proj",
         "latent.o": "self_attn.o_proj",
+        "latent.head_gate": "self_attn.g_proj",
     }
 
     num_heads: int
@@ -74,11 +79,13 @@ class LatentAttentionConfig(LayerConfig):
     softmax_scale: float | None = None
     stored_as_pairs: bool = False
     query_scaling: QueryScaling | None = None
+    head_gate: Literal["sigmoid", "softplus"] | None = None
     backend: str = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "rotated_dim", "value_dim", "kv_rank")
         check_sizes(self, "plain_dim", least=0)
+        check_choice(self, "head_gate", (None, "sigmoid", "softplus"))
         if self.q_rank is not None:
             check_sizes(self, "q_rank")
         if self.rope is not None and self.rope.channels != self.rotated_dim:
@@ -134,6 +141,8 @@ class LatentAttentionConfig(LayerConfig):
         else:
             renamed += [("q_a", biased), ("q_a_norm", ("weight",))]
             reordered.append(("q_b", self.num_heads, self.key_dim, ("weight",)))
+        if self.head_gate is not None:
+            renamed.append(("head_gate", ("weight",)))
         mappings = [
             rename(f"{native}.{part}.{kind}", f"{sources[f'latent.{part}']}.{kind}")
             for part, kinds in renamed
@@ -165,7 +174,8 @@ class LatentAttention(AttentionLayer):
     """Multi-head latent attention.
 
     The rows of `kv_a` are the rotated channels of keys, then the latent. For each head, `q` (or `q_b`) has the rotated
-    rows first, and `kv_b` has the rows of keys, then the rows of values. The number of heads is taken from the
+    rows first, and `kv_b` has the rows of keys, then the rows of values. `head_gate` is a linear layer with an output
+    for each head, or None. The number of heads is taken from the
     projections' outputs, because these may be tensor-parallel shards.
 
     Decoding caches only the latents. With K and V the rows of `kv_b` for a head, and a latent c, q K c = (K^T q) c.
@@ -177,7 +187,7 @@ class LatentAttention(AttentionLayer):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {
         **{"q": "columns", "q_b": "columns", "kv_b": "gathered_columns", "o": "rows"},
-        **{"q_a": "replicated", "kv_a": "replicated"},
+        **{"q_a": "replicated", "kv_a": "replicated", "head_gate": "columns"},
     }
     context_parallel: ClassVar[bool] = True
     float8_linears: ClassVar[Mapping[str, str | None]] = {
@@ -200,6 +210,11 @@ class LatentAttention(AttentionLayer):
         self.kv_a_norm = config.norm.build(config.kv_rank)
         self.kv_b = Linear(config.kv_rank, config.num_heads * (config.plain_dim + config.value_dim), bias=False)
         self.o = Linear(config.num_heads * config.value_dim, hidden_size, bias=config.bias)
+        self.head_gate = None if config.head_gate is None else Linear(hidden_size, config.num_heads, bias=False)
+
+    def input_form(self) -> Float8Form | None:
+        """See `Layer.input_form`. `head_gate` reads `x` in the model's dtype."""
+        return None if self.head_gate is not None else super().input_form()
 
     def forward(self, x: Tensor, context: ForwardContext, state: LayerLatents | None = None) -> Tensor:
         """Attend.
@@ -219,7 +234,7 @@ class LatentAttention(AttentionLayer):
         rotated = self._rotate(rotated[:, :, None], context)
         if state is not None and context.cache_seqlens is not None:
             state.append(torch.cat([rotated[:, :, 0], latent], dim=-1), context.cache_seqlens)
-            return cast(Tensor, self.o(self._decode(q, state, context).to(x.dtype).flatten(2)))
+            return self._output(self._decode(q, state, context).to(x.dtype), x)
         if state is not None:
             unit = torch.eye(config.kv_rank, dtype=latent.dtype, device=latent.device)
             up = self.kv_b(unit).T.unflatten(0, (-1, config.plain_dim + config.value_dim))
@@ -238,6 +253,12 @@ class LatentAttention(AttentionLayer):
             out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
         else:
             out = shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
+        return self._output(out, x)
+
+    def _output(self, out: Tensor, x: Tensor) -> Tensor:
+        """Heads' outputs (B, T, heads, value_dim) and the layer's input x (B, T, H) -> (B, T, H)."""
+        if self.head_gate is not None and self.config.head_gate is not None:
+            out = out * head_gates(self.head_gate(x), self.config.head_gate)[..., None]
         return cast(Tensor, self.o(out.flatten(2)))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:

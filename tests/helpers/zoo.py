@@ -248,7 +248,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 EACH_FAMILY = sorted({config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values())
 """The first config of each model_type, for tests of what does not depend on a family's options."""
 OF_EACH_KIND = (
-    "apertus", "biases-linear-one-kv-head", "cohere2", "deepseek_v2", "deepseek_v2-greedy",
+    "apertus", "bailing_hybrid", "biases-linear-one-kv-head", "cohere2", "deepseek_v2", "deepseek_v2-greedy",
     "deepseek_v3-without-experts", "ernie4_5_moe-biases", "falcon_h1", "falcon_h1-norms-and-biases", "gemma2",
     "gemma4_text-experts", "gemma4_text-per-layer-inputs", "gpt_oss", "hunyuan_v1_dense", "internlm3",
     "kimi_linear", "laguna", "lfm2-biases", "lfm3", "llama4_text", "mimo_v2_flash", "mistral4", "muse_glimmer_text",
@@ -270,8 +270,8 @@ NEWER_MIXTURES += sorted(
 )
 LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
 """Configs in which routing weights multiply the inputs of experts."""
-KIMI = {name for name in NEWER if name.startswith("kimi_linear")}
-"""Configs with layers of Kimi Delta Attention, and of latent attention without positions."""
+KIMI = {name for name in NEWER if name.startswith(("kimi_linear", "bailing_hybrid"))}
+"""Configs with layers of Kimi Delta Attention and of latent attention."""
 ONLY_NATIVE = {
     *LATENT,
     *LLAMA4,

@@ -11,6 +11,11 @@ KIMI_LINEAR: dict[str, Any] = {
     "rms_norm_eps": 1e-2,  # As for Gated DeltaNet: the output of a query that meets no key is all rounding.
 }
 
+BAILING_HYBRID: dict[str, Any] = {
+    **{name: value for name, value in KIMI_LINEAR.items() if name != "q_lora_rank"},
+    "model_type": "bailing_hybrid",
+}
+
 LATEST: dict[str, dict[str, Any]] = {
     "llama4_text": {
         **BASE,
@@ -124,5 +129,46 @@ LATEST: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "norm_topk_prob": False,
         "attention_bias": True,
+    },
+    "bailing_hybrid": {  # With the fields of published checkpoints.
+        **BAILING_HYBRID,
+        "q_lora_rank": None,
+        "head_dim": 9,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 4,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -0.5,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts": 8,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 2,
+        "moe_shared_expert_intermediate_size": 31,
+        "moe_router_enable_expert_bias": True,
+        "score_function": "sigmoid",
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "rope_interleave": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 6e6,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.7,
+    },
+    "bailing_hybrid-layer-types": {  # As transformers writes it.
+        **{name: value for name, value in BAILING_HYBRID.items() if name != "first_k_dense_replace"},
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+        "linear_head_dim": 12,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "num_experts": 6,
+        "moe_renormalize": False,
+        "kda_safe_gate": False,
+        "num_nextn_predict_layers": 0,
+        "attention_bias": True,
+        "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale_all_dim": 0.7},
     },
 }

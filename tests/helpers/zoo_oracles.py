@@ -119,6 +119,11 @@ def renamed(name: str) -> str:
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
     parts["backbone."] = "model."
     parts.update({f".self_attn.{own}": f".self_attn.forget_gate.{own}" for own in ("f_a", "f_b", "A_log", "dt_bias")})
+    parts["model.word_embeddings."], parts[".attention.dense."] = "model.embed_tokens.", ".self_attn.o_proj."
+    parts[".mlp.gate.expert_bias"] = ".mlp.gate.e_score_correction_bias"
+    gates = ("f_proj", "A_log", "dt_bias")
+    parts.update({f".attention.{own}": f".self_attn.forget_gate.{own}" for own in gates})
+    parts[".attention."] = ".self_attn."
     parts[".self_attn.gate_proj."] = ".self_attn.g_proj."
     parts[".mlp.experts.e_score_correction_bias"] = ".mlp.gate.e_score_correction_bias"
     parts[".mlp.shared_expert."] = ".mlp.shared_experts."

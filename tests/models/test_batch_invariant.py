@@ -20,7 +20,7 @@ REFUSED = {
     **dict.fromkeys(["olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], "GatedDeltaNet"),
     **dict.fromkeys(["bamba", "granitemoehybrid", "nemotron_h"], "Mamba2"),
     "falcon_h1": "ParallelMixers",
-    "kimi_linear": "KimiDeltaAttention",
+    **dict.fromkeys(["bailing_hybrid", "kimi_linear"], "KimiDeltaAttention"),
     "internlm3": "DynamicScaling",
 }
 """Families -> the first part that has no batch-invariant form."""

@@ -21,6 +21,7 @@ FAMILIES = [
     "qwen3_moe",
     "qwen3_moe-normalised",
     "kimi_linear",
+    "bailing_hybrid",
     "qwen3_next",
     "qwen3_5_moe_text",
     "gpt_oss",

@@ -17,8 +17,12 @@ _TENSORS = Signature(a="B T R", b="B T R =a", log_rate="R", bias="R")
 _BY_CHANNEL = Signature(a="B T R K", b="B T R =a", log_rate="R", bias="R K")
 
 
-def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor, lower_bound: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The gates of `gated_delta_rule`: g = -exp(log_rate) softplus(a + bias), and beta = sigmoid(b).
+
+    With a lower bound (Ling 3.0's `kda_lower_bound`) g = lower_bound sigmoid(exp(log_rate) (a + bias)).
 
     Plain torch takes some ten tiny operations, too many for every layer of a decoding step. In training they are few
     compared to the rest of the layer, so there is no kernel for their gradients. Differentiable in all arguments.
@@ -28,6 +32,7 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
         b: (B, T, R), of a's dtype, any strides.
         log_rate: (R,), floating.
         bias: (R,), floating; with a decay for each key channel (R, K).
+        lower_bound: a number below 0 that g stays above, in torch ops. Default: None, no bound.
 
     Returns:
         g, of a's shape, and beta (B, T, R), fp32 (fp64 for fp64).
@@ -35,20 +40,24 @@ def delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    by_channel = a.dim() == 4
-    operands = (_BY_CHANNEL if by_channel else _TENSORS).check("delta_gates", a, b, log_rate, bias)
-    if by_channel or not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-        return delta_gates_reference(*operands)
+    in_torch = a.dim() == 4 or lower_bound is not None
+    operands = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
+    if in_torch or not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+        return delta_gates_reference(*operands, lower_bound)
     g, beta = _delta_gates(*operands)
     return g, beta
 
 
-def delta_gates_reference(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification of `delta_gates`, in plain torch, with the same arguments a, b, log_rate and bias."""
+def delta_gates_reference(
+    a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor, lower_bound: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The specification of `delta_gates`, in plain torch, with the same arguments."""
     wide = torch.promote_types(a.dtype, torch.float32)
     rate = log_rate.to(wide).exp()
     rate = rate[:, None] if a.dim() == 4 else rate
-    return -rate * F.softplus(a.to(wide) + bias.to(wide)), b.to(wide).sigmoid()
+    x = a.to(wide) + bias.to(wide)
+    g = -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    return g, b.to(wide).sigmoid()
 
 
 @kernel
