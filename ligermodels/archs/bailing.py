@@ -6,7 +6,7 @@ from __future__ import annotations
 from ligermodels.archs.compose import STACKED_EXPERTS, Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import fixed, latent_decoder, rotated_dim
 from ligermodels.archs.experts import TRANSPOSED_EXPERTS, feed_forwards, grouped_router
-from ligermodels.archs.fields import DENSE, FULL, name_of, renamed
+from ligermodels.archs.fields import DENSE, FULL, name_of
 from ligermodels.archs.glm_moe import NAMES
 from ligermodels.archs.kimi_linear import without_published_names
 from ligermodels.archs.qwen3_5 import LINEAR
@@ -38,7 +38,7 @@ BAILING_HYBRID = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "rope_interleave": True,
-    "linear_conv_kernel_dim": 4,
+    "short_conv_kernel_size": 4,
     "layer_group_size": 6,
     "kda_lower_bound": -5.0,
     "num_nextn_predict_layers": 1,
@@ -66,7 +66,7 @@ LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 def bailing_hybrid(config: Config) -> DecoderConfig:
     """The composed config of a `BailingHybridConfig` dict; without its MTP layers. With a `q_lora_rank`, which
     transformers does not read, queries have a latent too."""
-    config = renamed(without_published_names(config), "linear_conv_kernel_dim", "short_conv_kernel_size")
+    config = without_published_names(config)
     fields = _with_whole_rope(Fields(config, BAILING_HYBRID))
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
@@ -78,15 +78,17 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     fixed(fields, "rotary_dim", rotated, "qk_rope_head_dim")
     size = fields.size("moe_intermediate_size")
     fixed(fields, "moe_shared_expert_intermediate_size", size, "moe_intermediate_size")
+    # transformers writes the fields of both sides, and reads those on the left.
     heads = fields.size("linear_num_heads", fields.size("num_attention_heads"))
     width = fields.size("linear_head_dim", fields.size("head_dim", HEAD_DIM))
-    mixers, feed_forward = _mixers(fields), feed_forwards(fields, first_dense=2)
+    conv_width = fields.size("linear_conv_kernel_dim", fields.size("short_conv_kernel_size"))
+    mixers, feed_forward = _mixers(fields), feed_forwards(fields, first_dense=2, written_both=True)
     delta = KimiDeltaAttentionConfig(
         num_key_heads=heads,
         num_value_heads=heads,
         key_head_dim=width,
         value_head_dim=width,
-        conv_width=fields.size("linear_conv_kernel_dim"),
+        conv_width=conv_width,
         norm_eps=fields.number("rms_norm_eps", negative=False),
         decay_bound=_decay_bound(fields),
     )

@@ -20,7 +20,7 @@ from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.modules import FINAL_NORM, Native, part, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
-from ligermodels.layers import AttentionConfig, RotaryEmbedding
+from ligermodels.layers import AttentionConfig, LatentAttentionConfig, RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import warn_of_other_family
 
@@ -97,8 +97,11 @@ def _native_backbone(backbone: Any, config: DecoderConfig, names: Mapping[str, s
         rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
     thresholds = [rope.scaling.context_thresholds for rope in ropes if rope.scaling is not None]
     by_length = any(threshold.switch is not None or threshold.moving is not None for threshold in thresholds)
-    mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, AttentionConfig)]
-    by_length |= any(mixer.query_scaling or (mixer.qk_norm and mixer.qk_norm.after_rope) for mixer in mixers)
+    mixers = [block.mixer for block in config.blocks]
+    scaled = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig)]
+    by_length |= any(mixer.query_scaling is not None for mixer in scaled)
+    norms = [mixer.qk_norm for mixer in mixers if isinstance(mixer, AttentionConfig)]
+    by_length |= any(norm is not None and norm.after_rope for norm in norms)
     if hasattr(within_adapter(backbone.embed_tokens), "embed_scale"):  # the embedding scales its result
         config = replace(config, embed_scale=None)
     decoder = HFDecoder(backbone, config, rotary)

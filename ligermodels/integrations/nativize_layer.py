@@ -12,6 +12,8 @@ from ligermodels.archs.compose import STACKED_EXPERTS
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.attention import HFAttention, HFSharedKVAttention
 from ligermodels.integrations.gated_delta_net import HFCausalConv, HFGatedDeltaNet, HFGatedNorm
+from ligermodels.integrations.kimi_delta_attention import HFKimiDeltaAttention
+from ligermodels.integrations.latent_attention import HFLatentAttention
 from ligermodels.integrations.mamba2 import HFGatedGroupNorm, HFMamba2
 from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
 from ligermodels.integrations.modules import (
@@ -29,6 +31,8 @@ from ligermodels.layers import (
     BlockConfig,
     DenseMoEConfig,
     GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
+    LatentAttentionConfig,
     Mamba2Config,
     MLPConfig,
     MoEConfig,
@@ -62,11 +66,22 @@ def _nativize_attention(
     set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
 
 
-def _nativize_delta(module: nn.Module, config: GatedDeltaNetConfig, names: Names) -> None:
+def _nativize_latent(module: nn.Module, config: LatentAttentionConfig, names: Names) -> None:
+    for norm in ("kv_a_norm",) if config.q_rank is None else ("q_a_norm", "kv_a_norm"):
+        set_norm(module.get_submodule(names[f"latent.{norm}"]), config.norm)
+    set_forward(module, mixer_forward, Native(config, names, HFLatentAttention(module, config)))
+
+
+def _nativize_delta(
+    module: nn.Module,
+    config: GatedDeltaNetConfig,
+    names: Names,
+    layer: Callable[[nn.Module, Any], nn.Module] = HFGatedDeltaNet,
+) -> None:
     conv, norm = (module.get_submodule(names[name]) for name in ("delta.conv", "delta.norm"))
     set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
     set_forward(norm, native_forward, Native(config, layer=HFGatedNorm(norm, config)))
-    set_forward(module, mixer_forward, Native(config, names, HFGatedDeltaNet(module, config)))
+    set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
 
 
 def _nativize_short_conv(module: nn.Module, config: ShortConvConfig, names: Names) -> None:
@@ -98,7 +113,9 @@ _MIXERS: Mapping[type, _Mixer] = {
     SharedKVAttentionConfig: _Mixer(
         "attention.o", partial(_nativize_attention, layer=HFSharedKVAttention, norms=("q_norm",))
     ),
+    LatentAttentionConfig: _Mixer("latent.o", _nativize_latent),
     GatedDeltaNetConfig: _Mixer("delta.out", _nativize_delta),
+    KimiDeltaAttentionConfig: _Mixer("delta.out", partial(_nativize_delta, layer=HFKimiDeltaAttention)),
     ShortConvConfig: _Mixer("short_conv.out", _nativize_short_conv),
     Mamba2Config: _Mixer("mamba.out", _nativize_mamba2),
 }

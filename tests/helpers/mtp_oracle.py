@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+from zoo_oracles import renamed
 
 QWEN = {"fc": "fc", "e": "pre_fc_norm_embedding", "h": "pre_fc_norm_hidden", "norm": "norm"}
 DEEPSEEK = {"fc": "eh_proj", "e": "enorm", "h": "hnorm", "norm": "shared_head.norm"}
+LING = {**DEEPSEEK, "norm": "final_layernorm"}
 
 
 def attention_layer(oracle: PreTrainedModel) -> int:
@@ -39,7 +41,8 @@ def add_head(
 
     found: dict[str, torch.Tensor] = {}
     for index in range(num_layers):
-        there, names = (f"{prefix}layers.{count + index}.", DEEPSEEK) if like_deepseek else ("mtp.", QWEN)
+        numbered = LING if f"{prefix}word_embeddings.weight" in stored else DEEPSEEK
+        there, names = (f"{prefix}layers.{count + index}.", numbered) if like_deepseek else ("mtp.", QWEN)
         block = there if like_deepseek else f"mtp.layers.{index}."
         found |= {
             block + name.removeprefix(f"{prefix}layers.{layer}."): random(tensor.shape).to(tensor.dtype)
@@ -50,7 +53,7 @@ def add_head(
             continue
         found |= {f"{there}{names[part]}.weight": random([size], 1.0) for part in ("e", "h", "norm")}
         found[f"{there}{names['fc']}.weight"] = random([size, 2 * size])
-        if like_deepseek:
+        if names is DEEPSEEK:
             found[f"{there}embed_tokens.weight"] = stored[f"{prefix}embed_tokens.weight"].clone()
             found[f"{there}shared_head.head.weight"] = stored["lm_head.weight"].clone()
     save_file({**stored, **found}, path, {"format": "pt"})
@@ -63,7 +66,8 @@ class Oracle:
     def __init__(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         self.model, self.tensors = model, tensors
         self.norm = copy.deepcopy(model.get_decoder().norm)
-        names = QWEN if "mtp.fc.weight" in tensors else DEEPSEEK
+        is_ling = any(name.endswith(".final_layernorm.weight") for name in tensors)
+        names = QWEN if "mtp.fc.weight" in tensors else LING if is_ling else DEEPSEEK
         if names is QWEN:
             numbers = {name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}
             places = [("mtp.", f"mtp.layers.{number}.") for number in sorted(numbers)]
@@ -82,7 +86,7 @@ class Oracle:
 
     @torch.no_grad()
     def _fill(self, prefix: str) -> None:
-        own = {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()}
+        own = {renamed(f".{name.removeprefix(prefix)}")[1:]: tensor for name, tensor in self.tensors.items()}
         for name, parameter in [*self.block.named_parameters(), *self.block.named_buffers()]:
             if name in own:
                 parameter.copy_(own[name])

@@ -272,16 +272,7 @@ LLAMA4 = {name for name in NEWER if name.startswith("llama4")}
 """Configs in which routing weights multiply the inputs of experts."""
 KIMI = {name for name in NEWER if name.startswith(("kimi_linear", "bailing_hybrid"))}
 """Configs with layers of Kimi Delta Attention and of latent attention."""
-ONLY_NATIVE = {
-    *LATENT,
-    *LLAMA4,
-    *KIMI,
-    "cohere2",
-    "cohere2_moe",
-    "falcon_h1",
-    "falcon_h1-norms-and-biases",
-    *WITHOUT_GATES,
-}
+ONLY_NATIVE = {*LLAMA4, "cohere2", "cohere2_moe", "falcon_h1", "falcon_h1-norms-and-biases", *WITHOUT_GATES}
 """Configs with layers or norms that transformers' modules cannot compute natively in place (`nativize`)."""
 
 MULTIMODAL = multimodal(CONFIGS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
@@ -17,6 +18,7 @@ from ligermodels.layers import FullPrecision
 
 TOLERANCE = 1e-5
 PUBLISHED, BY_TYPES = CONFIGS["kimi_linear"], CONFIGS["kimi_linear-layer-types"]
+LING = CONFIGS["bailing_hybrid"]
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -35,16 +37,68 @@ def test_other_layouts(layout: str, tmp_path: Path) -> None:
     else:
         tensors = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
         assert any(".forget_gate." in name for name in tensors)
+    check_layout(tmp_path, PUBLISHED, oracle, tensors)
+
+
+def check_layout(tmp_path: Path, config: dict[str, Any], oracle: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint of these tensors computes as the oracle does, and goes out as it came."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    (folder / "config.json").write_text(json.dumps(config))
     model = lm.from_pretrained(folder)
     with torch.no_grad():
         assert relative_error(model(tokens(2, 41)).logits, oracle(tokens(2, 41)).logits) < TOLERANCE
     model.save_pretrained(tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("layout", ["published", "modules"])
+def test_other_layouts_of_ling(layout: str, tmp_path: Path) -> None:
+    """Published checkpoints name the output projections of the two kinds of attention differently."""
+    oracle = make_checkpoint(tmp_path / "saved", LING)
+    if layout == "published":
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        delta = tuple(f"model.layers.{layer}.attention.dense" for layer in (0, 2))
+        tensors = {
+            name.replace(".dense.", ".o_proj.") if name.startswith(delta) else name: saved[name] for name in saved
+        }
+        assert tensors.keys() != saved.keys()
+    else:
+        tensors = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+        assert any(".forget_gate." in name for name in tensors)
+    check_layout(tmp_path, LING, oracle, tensors)
+
+
+def test_latent_queries_of_ling(tmp_path: Path) -> None:
+    """Smaller published models have a latent of queries, which transformers does not read: with queries of the first
+    channels alone, and norms of one, the model is that without the latent."""
+    oracle = make_checkpoint(tmp_path / "saved", LING)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    size, rank = LING["hidden_size"], LING["hidden_size"] - 7
+    for layer in (1, 3):
+        part = f"model.layers.{layer}.attention"
+        q = tensors.pop(f"{part}.q_proj.weight")
+        tensors[f"{part}.q_a_proj.weight"] = torch.eye(rank, size)
+        tensors[f"{part}.q_a_layernorm.weight"] = torch.ones(rank)
+        tensors[f"{part}.q_b_proj.weight"] = q[:, :rank].contiguous()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**LING, "q_lora_rank": rank}))
+    for layer in (1, 3):
+        attention = oracle.model.layers[layer].self_attn
+        whole = attention.q_proj.weight.detach().clone()
+
+        def project(x: Tensor, whole: Tensor = whole) -> Tensor:
+            part = x[..., :rank]
+            return part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt() @ whole[:, :rank].T
+
+        attention.q_proj.forward = project
+    model = lm.from_pretrained(folder)
+    with torch.no_grad():
+        assert relative_error(model(tokens(2, 41)).logits, oracle(tokens(2, 41)).logits) < TOLERANCE
 
 
 def test_decays_and_norms_stay_in_full_precision() -> None:
@@ -87,6 +141,18 @@ def linear(**changes: Any) -> dict[str, Any]:
         (BY_TYPES, {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 contradicts mlp_layer_types"),
         (BY_TYPES, {"layer_types": ["kda"] * 4}, "field 'layer_types' must be a list of num_hidden_layers = 4"),
         (BY_TYPES, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+        (LING, {"kda_lower_bound": 0}, "kda_lower_bound 0.* must be below 0"),
+        (LING, {"kda_safe_gate": 1}, "field 'kda_safe_gate' must be true or false"),
+        (LING, {"layer_group_size": 3}, "num_hidden_layers 4 is no multiple of layer_group_size 3"),
+        (
+            LING,
+            {"moe_shared_expert_intermediate_size": 7},
+            "moe_shared_expert_intermediate_size = 7 is not implemented",
+        ),
+        (LING, {"no_kda_lora": False}, "no_kda_lora = False is not implemented"),
+        (LING, {"gated_attention_proj_granularity_type": "element_wise"}, "granularity_type = 'element_wise' is not"),
+        (LING, {"expert_swiglu_limit_list": [0, 0, 4.0, 0]}, "expert_swiglu_limit_list is not implemented"),
+        (LING, {"rotary_dim": 4}, "rotary_dim = 4 is not implemented"),
     ],
 )
 def test_bad_configs(config: dict[str, Any], change: dict[str, Any], message: str) -> None:

@@ -17,7 +17,9 @@ from ligermodels.integrations import mlp
 
 SIZES = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTURES = sorted(
-    name for name in zoo.CONFIGS.keys() - zoo.ONLY_NATIVE if any(zoo.CONFIGS[name].get(size) for size in SIZES)
+    name
+    for name in zoo.CONFIGS.keys() - zoo.ONLY_NATIVE
+    if any(zoo.CONFIGS[name].get(size) for size in SIZES) and not name.endswith("without-experts")
 )
 
 

@@ -202,6 +202,26 @@ def test_gates(where: Where, tokens: int) -> None:
     assert log_rate.grad is not None
 
 
+@pytest.mark.parametrize("channels", [(), (4,)], ids=["of heads", "of channels"])
+def test_bounded_gates(where: Where, channels: tuple[int, ...]) -> None:
+    """In float64 with its gradients, and in narrow dtypes, where rates overflow."""
+    a, b = (torch.randn(2, 7, 3, *size, dtype=torch.float64) for size in (channels, ()))
+    log_rate, bias = torch.randn(3, dtype=torch.float64), torch.randn(3, *channels, dtype=torch.float64)
+    given = [tensor.to(where.device).requires_grad_() for tensor in (a, b, log_rate, bias)]
+    rate = given[2].exp().view(3, *(1 for _ in channels))
+    wanted = -2.5 / (1 + (-rate * (given[0] + given[3])).exp()), 1 / (1 + (-given[1]).exp())
+    found = ops.delta_gates(*given, lower_bound=-2.5)
+    for ours, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, true)
+    sums = [gates[0].square().sum() + gates[1].square().sum() for gates in (found, wanted)]
+    for ours, true in zip(*(torch.autograd.grad(total, given) for total in sums), strict=True):
+        torch.testing.assert_close(ours, true)
+    narrow = [tensor.detach().mul(60).to(where.dtype) for tensor in given[:2]]
+    g, beta = ops.delta_gates(*narrow, given[2].detach().float() + 90, given[3].detach().float(), lower_bound=-2.5)
+    assert g.dtype == beta.dtype == torch.float32
+    assert (g >= -2.5).all() and (g <= 0).all() and g.min() == -2.5 and g.max() == 0
+
+
 @pytest.mark.kernels
 @torch.no_grad()
 def test_registration(kernels_device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Context parallelism: each sequence divided over ranks, beside one process with all of it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "qwen3_next": {},
     "kimi_linear": {},
+    "bailing_hybrid": {},
     "bamba-other-sizes": {},
     "nemotron_h": {"n_groups": 4},
     "falcon_h1": {"mamba_n_groups": 2},
@@ -90,7 +92,7 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for (name, sizes), mode in zip(RECURRENT.items(), ("none", "full", "selective") * 2, strict=True):
+    for (name, sizes), mode in zip(RECURRENT.items(), itertools.cycle(("none", "full", "selective"))):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name, **sizes), lm.parallelize(build(name, **sizes), plan)
         for inputs in inputs_of_all_kinds().values():

@@ -55,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
     "kimi_linear": even(zoo.CONFIGS["kimi_linear"]),
+    "bailing_hybrid": even(zoo.CONFIGS["bailing_hybrid"]),
     "bamba": even(zoo.CONFIGS["bamba"]) | {"mamba_n_groups": 2},
     "falcon_h1": even(zoo.CONFIGS["falcon_h1"]) | {"mamba_n_groups": 2},
     "nemotron_h": even(zoo.CONFIGS["nemotron_h-latent-experts-and-biases"])
@@ -343,7 +344,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
         ("qwen3_moe", "qwen2_moe", "gpt_oss"),
         ("deepseek_v3", "gemma4"),
         ("qwen3_5", "muse_glimmer", "lfm2", "bamba"),
-        ("nemotron_h", "falcon_h1", "kimi_linear"),
+        ("nemotron_h", "falcon_h1", "kimi_linear", "bailing_hybrid"),
     ],
 )
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from ligermodels.speculative.step_drafter import StepDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 ALL = {**CONFIGS, **MIXTURES, **MULTIMODAL}
-DEEPSEEKS = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
-"""Configs whose checkpoints hold their head as DeepSeek-V3's do."""
+DEEPSEEKS = ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "bailing_hybrid"]
+"""Configs whose checkpoints number the layers of their head after the model's, as DeepSeek-V3's do."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [5, 6, 7]]
 
 
