@@ -18,15 +18,16 @@ def check_sizes(config: Any, *names: str, least: int = 1) -> None:
             raise ConfigError(f"{name}: must be a whole number of at least {least}, got {short(value)}")
 
 
-def check_numbers(config: Any, *names: str, positive: bool = False) -> None:
-    """Raise ConfigError unless these fields of `config` are finite numbers of at least 0, or above 0 if `positive`;
-    None is allowed if it is the default of the field."""
+def check_numbers(config: Any, *names: str, positive: bool = False, negative: bool = False) -> None:
+    """Raise ConfigError unless these fields of `config` are finite numbers of at least 0, or above 0 if `positive`, or
+    below 0 if `negative`; None is allowed if it is the default of the field."""
     for name, value in _fields(config, *names):
         if _is_absent(config, name, value):
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < LARGEST or (positive and value == 0):
-            bound = "above" if positive else "of at least"
+        size = -value if is_number and negative else value
+        if not is_number or not 0 <= size < LARGEST or (size == 0 and (positive or negative)):
+            bound = "below" if negative else "above" if positive else "of at least"
             raise ConfigError(f"{name}: must be a number {bound} 0, got {short(value)}")
 
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.convert.json_values import is_number
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
-from ligermodels.errors import ConfigError, short
-from ligermodels.layers.config_checks import check_sizes
+from ligermodels.layers.config_checks import check_numbers, check_sizes
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.layers.linear import Linear
@@ -57,8 +55,7 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, "gate_rank")
-        if self.decay_bound is not None and not (is_number(self.decay_bound) and self.decay_bound < 0):
-            raise ConfigError(f"decay_bound: must be a number below 0, got {short(self.decay_bound)}")
+        check_numbers(self, "decay_bound", negative=True)
 
     def build(self, hidden_size: int) -> nn.Module:
         return KimiDeltaAttention(hidden_size, self)
@@ -120,6 +117,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     and the rows of `in_proj` are those of `GatedDeltaNet`, with a row of a for each decay.
     """
 
+    config: KimiDeltaAttentionConfig
     float8_linears: ClassVar[Mapping[str, str | None]] = {
         **{"in_proj": INPUT, "low_rank": INPUT},
         **{"decay_b": None, "z_b": None, "out": None},

@@ -43,7 +43,7 @@ def delta_gates(
     in_torch = a.dim() == 4 or lower_bound is not None
     operands = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
     if in_torch or not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-        return delta_gates_reference(*operands, lower_bound)
+        return delta_gates_reference(*operands, lower_bound=lower_bound)
     g, beta = _delta_gates(*operands)
     return g, beta
 
