@@ -208,6 +208,14 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "intermediate_size": 96}),
         ("bamba", {"mamba_n_groups": 2, "intermediate_size": 96}),
         ("kimi_linear", {"intermediate_size": 96, "moe_intermediate_size": 30}),
+        (
+            "bailing_hybrid",
+            {
+                "linear_num_heads": 4,
+                "intermediate_size": 96,
+                **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 30),
+            },
+        ),
     ):
         recurrent = build(name, **fields)
         spread_out = lm.parallelize(build(name, **fields), lm.ParallelPlan(context=2, tensor=2))

@@ -40,10 +40,12 @@ def delta_gates(
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
-    in_torch = a.dim() == 4 or lower_bound is not None
-    operands = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
-    if in_torch or not use_kernels(*operands) or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-        return delta_gates_reference(*operands, lower_bound=lower_bound)
+    by_channel = a.dim() == 4
+    a, b, log_rate, bias = (_BY_CHANNEL if by_channel else _TENSORS).check("delta_gates", a, b, log_rate, bias)
+    operands = a, b, log_rate, bias
+    in_torch = by_channel or lower_bound is not None or not use_kernels(*operands)
+    if in_torch or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+        return delta_gates_reference(*operands, lower_bound)
     g, beta = _delta_gates(*operands)
     return g, beta
 
