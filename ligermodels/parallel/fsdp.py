@@ -18,6 +18,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
+from ligermodels.parallel.expert import of_experts
 from ligermodels.parallel.plan import ParallelPlan
 
 
@@ -30,6 +31,9 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
     gradients, all parameters are sharded again.
 
+    Parameters that tensor or expert parallelism divides over all ranks remain as they are, unless the plan computes in
+    another dtype: FSDP2 over one rank would copy all of them in each pass.
+
     Args:
         model: a `CausalLM`, or a module that contains a `Decoder`.
         mesh: a mesh with the dimensions ("shard",) or ("replicate", "shard").
@@ -37,6 +41,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
             none.
     """
+    if plan.tensor > 1 and _is_whole(mesh, plan):
+        return
     sharder = _Sharder.of(mesh, plan, experts)
     decoders = modules_of(model, Decoder)
     models = modules_of(model, CausalLM)
@@ -59,8 +65,14 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
             vars(root)["__deepcopy__"] = _no_deepcopy  # torch's own error gives no advice
 
 
+def _is_whole(mesh: DeviceMesh, plan: ParallelPlan) -> bool:
+    """Whether FSDP2 over `mesh` would neither divide nor cast parameters, but only copy them."""
+    return mesh.size() == 1 and plan.param_dtype is None
+
+
 class _Sharder(NamedTuple):
-    """The meshes and the mixed precision of `fsdp`."""
+    """The meshes and the mixed precision of `fsdp`. `experts` is None if experts are not distributed over ranks, or if
+    each rank keeps its own as they are."""
 
     mesh: DeviceMesh
     experts: DeviceMesh | None
@@ -73,7 +85,7 @@ class _Sharder(NamedTuple):
         # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        return cls(mesh, experts, policy, uncast)
+        return cls(mesh, None if experts is None or _is_whole(experts, plan) else experts, policy, uncast)
 
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
         """Shard a module, and return one module for each of its groups, its own group first."""
@@ -83,17 +95,27 @@ class _Sharder(NamedTuple):
         kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, KeepsDtype)]
         if kept:
             fully_shard(kept, mesh=self.mesh, mp_policy=self.uncast)
-        mixtures: list[nn.Module] = []
-        for mixture in unsharded if self.experts is not None else ():
-            if vars(mixture).get("_expert_mesh") is not None:
-                spread = type(mixture).expert_parallel  # type: ignore[attr-defined]
-                children = ((name, child) for name, child in mixture.named_children() if name not in spread)
-                others = [child for _, child in children if next(child.parameters(), None) is not None]
-                fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
-                fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
-                mixtures += [mixture, others[0]]
-        fully_shard(module, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=reshard_after_forward)
-        return [module, *mixtures, *kept[:1]]  # type: ignore[list-item]
+        spread = [mixture for mixture in unsharded if vars(mixture).get("_expert_mesh") is not None]
+        whole: set[nn.Parameter] = set()
+        groups: list[nn.Module] = []
+        for mixture in spread:
+            if self.experts is None:
+                whole |= set(of_experts(mixture).values())
+                continue
+            names = type(mixture).expert_parallel  # type: ignore[attr-defined]
+            children = ((name, child) for name, child in mixture.named_children() if name not in names)
+            others = [child for _, child in children if next(child.parameters(), None) is not None]
+            fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
+            fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
+            groups += [mixture, others[0]]
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            mp_policy=self.policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=whole,
+        )
+        return [module, *groups, *kept[:1]]  # type: ignore[list-item]
 
 
 def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
