@@ -25,6 +25,7 @@ PRELOADED = [
     "ligermodels.training.medusa",
     "runs",
     "zoo",
+    "frozen",
 ]
 
 

@@ -5,11 +5,17 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 
 def leave_out() -> None:
     """Of the modules that are imported by now: build the command line once, not for each call of a test; let
     transformers log the kind of a config, not its text, which is made for each model though nothing shows it; and write
-    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some)."""
+    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some). Without a GPU,
+    `torch.manual_seed` does not write down, for each kind of GPU, the stack that it is called from."""
+    if not torch.cuda.is_available():
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            kind.manual_seed_all = lambda seed: None
     if typer := sys.modules.get("typer.testing"):
         typer._get_command = lru_cache(maxsize=None)(typer._get_command)
     if transformers := sys.modules.get("transformers.configuration_utils"):

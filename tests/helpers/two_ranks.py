@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from children import forks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -71,6 +71,43 @@ def _enter(
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)  # Without gloo's teardown, in which the rank that is later may abort.
+
+
+def by_first_rank(
+    plain: nn.Module, loss: Callable[[nn.Module], Tensor], total: Callable[[Tensor], Tensor] = torch.mean
+) -> Tensor:
+    """The loss or losses of a model that every rank has whole, and in `plain` the gradients of their total.
+
+    Only the first rank computes them. Call `zero_grad` before.
+
+    Args:
+        plain: the model.
+        loss: gives the losses, of any shape.
+        total: makes one number of them.
+    """
+    parameters = list(plain.parameters())
+    results: list[Any] = [None]
+    if dist.get_rank() == 0:
+        losses = loss(plain)
+        total(losses).backward()
+        results = [(losses.detach(), [p.grad is not None for p in parameters])]
+    dist.broadcast_object_list(results)
+    found, trained = results[0]
+    parameters = [p for p, is_trained in zip(parameters, trained, strict=True) if is_trained]
+    if parameters:
+        flat = torch.cat([(torch.empty_like(p) if p.grad is None else p.grad).detach().flatten() for p in parameters])
+        dist.broadcast(flat, 0)
+        for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = gradient.view_as(p)
+    return found
+
+
+def tokens_of_first_rank(generate: Callable[[], Tensor]) -> Tensor:
+    """What `generate` of a model that every rank has whole returns; only the first rank calls it."""
+    results = [generate() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
+    assert isinstance(results[0], Tensor)
+    return results[0]
 
 
 def own_parts(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

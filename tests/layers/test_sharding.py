@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
-from two_ranks import WORLD, in_two_ranks, own_parts
+from two_ranks import WORLD, by_first_rank, in_two_ranks, own_parts
 from zoo import BASE, GEMMA, GEMMA4, GPT_OSS, LATENT, MIXTURES, SANDWICH
 from zoo import CONFIGS as ZOO
 
@@ -68,7 +68,7 @@ def gathered(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) ->
 def check_gradients(sharded: nn.Module, plain: nn.Module, loss: Callable[[nn.Module, int], Tensor]) -> None:
     """FSDP averages the ranks' gradients: those of the mean of the ranks' losses."""
     loss(sharded, dist.get_rank()).backward()
-    torch.stack([loss(plain, rank) for rank in range(WORLD)]).mean().backward()
+    by_first_rank(plain, lambda plain: torch.stack([loss(plain, rank) for rank in range(WORLD)]))
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     found = {name: p.grad for name, p in sharded.named_parameters()}
     assert found.keys() == wanted.keys()

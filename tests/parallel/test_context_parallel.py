@@ -12,7 +12,7 @@ from test_parallel import batch, build, check_equal, check_training, whole
 from test_parallel_runs import check_same, recipes, run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from two_ranks import in_ranks
+from two_ranks import by_first_rank, in_ranks
 from typer.testing import CliRunner
 from zoo import CONFIGS, make_checkpoint
 
@@ -61,12 +61,15 @@ def inputs_of_all_kinds() -> dict[str, dict[str, Tensor]]:
 
 def check_pass(model: lm.CausalLM, plain: lm.CausalLM, inputs: dict[str, Any], **options: Any) -> None:
     """Loss and gradients, as a user's own loop has them."""
-    losses = []
-    for each in (model, plain):
-        each.zero_grad()
-        losses.append(each(**inputs, **options).loss)
-        (losses[-1] if losses[-1].ndim == 0 else (losses[-1] ** 2).sum()).backward()
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+    def total(loss: Tensor) -> Tensor:
+        return loss if loss.ndim == 0 else (loss**2).sum()
+
+    model.zero_grad(), plain.zero_grad()
+    found = model(**inputs, **options).loss
+    total(found).backward()
+    wanted = by_first_rank(plain, lambda plain: plain(**inputs, **options).loss, total)
+    torch.testing.assert_close(found.detach(), wanted, rtol=1e-5, atol=1e-6)
     scale = float(max(p.grad.abs().max() for p in plain.parameters()))
     check_equal(model, plain, lambda p: p.grad, atol=2e-6 * max(1.0, scale))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 from typer.testing import CliRunner
-from zoo import BASE, CONFIGS, EACH_FAMILY
+from zoo import BASE, CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 from benchmarks.cases.models import CONFIGS as MODELS
@@ -61,7 +61,7 @@ def test_memory_is_that_measured_on_an_h200(record: dict[str, Any]) -> None:
     assert abs(found / peak - 1) < 0.05, (found / GIB, record["peak_gib"])
 
 
-@pytest.mark.parametrize("name", EACH_FAMILY)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_every_family_can_be_asked(name: str) -> None:
     model = on_meta(CONFIGS[name])
     found = {}
