@@ -1,8 +1,8 @@
 """`python -m benchmarks resume [--gpus N ...] [--out FILE]`: a training run that is killed and resumed on fewer GPUs.
 
 `ligermodels train --gpus N` with the first number of GPUs runs to its end, and once more until a rank is killed by
-SIGKILL after a checkpoint. Copies of the killed run are resumed on each of the other numbers. The record has the largest
-relative difference of the losses of steps after the checkpoint, and the losses.
+SIGKILL after a checkpoint. Copies of the killed run are resumed on each of the other numbers. The record has the
+largest relative difference of the losses of steps after the checkpoint, and the losses.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -79,12 +79,12 @@ def by_class(spans: Iterable[Span]) -> dict[str, float]:
     Kernels with programmatic launch start early and wait for the kernel before them: overlapping time counts for the
     kernel that started first.
     """
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     done = 0.0
     for start, end, name in spans:
         total[kind(name)] += max(end - max(start, done), 0.0)
         done = max(done, end)
-    return {name: microseconds / 1e3 for name, microseconds in total.most_common()}
+    return _longest_first(total)
 
 
 def collective(kernel: str) -> str | None:
@@ -101,7 +101,7 @@ def exposed(spans: Sequence[Span]) -> dict[str, float]:
     """
     ends = sorted({bound for start, end, _ in spans for bound in (start, end)})
     running: Counter[str] = Counter()
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     begins, stops = deque(spans), deque(sorted(spans, key=lambda span: span[1]))
     for now, after in pairwise(ends):
         while begins and begins[0][0] <= now:
@@ -110,4 +110,9 @@ def exposed(spans: Sequence[Span]) -> dict[str, float]:
             running[collective(stops.popleft()[2]) or COMPUTATION] -= 1
         if not running[COMPUTATION]:
             total[next((name for name, count in running.items() if count), "idle")] += after - now
-    return {name: microseconds / 1e3 for name, microseconds in total.most_common()}
+    return _longest_first(total)
+
+
+def _longest_first(microseconds: Mapping[str, float]) -> dict[str, float]:
+    """In milliseconds."""
+    return {name: found / 1e3 for name, found in sorted(microseconds.items(), key=lambda item: -item[1])}

@@ -200,17 +200,23 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered(self.model, shares) if divided > 1 else 0,
+            gathered=_gathered(self.model, shares, divided),
             activations=activations,
             backward=peak - activations,
         )
 
 
-def _gathered(model: CausalLM, shares: Shares) -> int:
-    """Bytes of the whole parameters of GATHERED_UNITS units, and of the whole gradients of one unit."""
+def _gathered(model: CausalLM, shares: Shares, divided: int) -> int:
+    """Bytes of the whole parameters of GATHERED_UNITS units, and of the whole gradients of one unit, that FSDP2 gathers
+    over `divided` ranks. Experts that are divided over all of them are not gathered."""
+    if divided == 1:
+        return 0
     units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
-    largest = max(sum(share.nbytes for share in shares.of(unit)) for unit in units)
-    trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)
+    gathered = [
+        [share for share in shares.of(unit) if not (share.of_experts and divided == shares.expert)] for unit in units
+    ]
+    largest = max(sum(share.nbytes for share in unit) for unit in gathered)
+    trained = max(sum(share.nbytes for share in unit if share.parameter.requires_grad) for unit in gathered)
     return GATHERED_UNITS * largest + trained
 
 
