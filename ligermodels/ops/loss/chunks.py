@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.linear.batch_invariant import batch_invariant_into
-from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs
 from ligermodels.ops.loss.row_statistics import bytes_per_logit
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import num_sms, set_batch_invariant, tl, use_kernels
@@ -101,17 +100,15 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
     return [empty_gradient(x, need, hidden) for x, need in zip((hidden, weight, bias), needs, strict=True)]
 
 
-def bytes_beside(weight: Tensor, options: LossOptions, *, ranks: bool = False, filtered: bool = False) -> int:
+def bytes_beside(weight: Tensor, options: LossOptions, *, ranks: bool = False) -> int:
     """Bytes that statistics need for each row beside its logits.
 
     Args:
         weight: (V, H), the dtype of the logits.
         options: `softcap` is used.
         ranks: whether ranks are computed.
-        filtered: whether a sampler drops classes.
     """
-    per_logit = 0 if use_kernels(weight) else bytes_per_logit(weight.dtype, options, ranks)
-    return len(weight) * (max(per_logit, bytes_for_cutoffs(weight.dtype)) if filtered else per_logit)
+    return 0 if use_kernels(weight) else len(weight) * bytes_per_logit(weight.dtype, options, ranks)
 
 
 def padded(num_classes: int) -> int:
@@ -178,23 +175,20 @@ class GradientSum:
         """
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self._gradient, self._empty = gradient, True
-        self._parts = [(slice(None), gradient)]  # rows of the gradient, and their sum
-        if several and wide != gradient.dtype:
-            self._parts = _wide_parts(gradient, wide)
+        self._wide = _wide_parts(gradient, wide) if several and wide != gradient.dtype else []
 
     def add(self, g: Tensor, x: Tensor | None = None) -> None:
         """Adds a chunk: g (M, V), and for a weight x (M, H)."""
-        for part, total in self._parts:
-            _add(total, g[:, part], x, first=self._empty)
+        for part, total in self._wide or [(slice(None), self._gradient)]:
+            _add(total, g[:, part], x, beta=0 if self._empty else 1)
         self._empty = False
 
     def close(self) -> Tensor:
         """Returns the gradient, zeros if nothing was added. `add` must not be called afterwards."""
         if self._empty:
             return self._gradient.zero_()
-        for part, total in self._parts:
-            if total is not self._gradient:
-                _round(self._gradient, part, total)
+        for part, total in self._wide:
+            _round(self._gradient, part, total)
         return self._gradient
 
 
@@ -208,14 +202,13 @@ def _wide_parts(gradient: Tensor, wide: torch.dtype) -> list[tuple[slice, Tensor
     return parts if inside else parts[1:]
 
 
-def _add(total: Tensor, g: Tensor, x: Tensor | None, *, first: bool) -> None:
-    """total += g.T @ x, or for a total (V,) the sum of the rows of g; `first`: total is uninitialised."""
+def _add(total: Tensor, g: Tensor, x: Tensor | None, *, beta: int) -> None:
+    """total = beta * total + g.T @ x, or for a total (V,) the sum of the rows of g; with beta 0 of a total that is
+    uninitialised."""
     if x is None or total.dim() == 1:
         rows_sum = g.sum(0, dtype=total.dtype)
-        total.copy_(rows_sum if first else total + rows_sum)
-        return
-    beta = 0 if first else 1
-    if total.dtype == g.dtype:
+        total.copy_(total + rows_sum if beta else rows_sum)
+    elif total.dtype == g.dtype:
         torch.addmm(total, g.t(), x, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, g.t(), x, beta=beta, out_dtype=total.dtype, out=total)

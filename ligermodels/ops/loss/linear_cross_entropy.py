@@ -13,6 +13,7 @@ from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
 from ligermodels.ops.loss.linear_head import LinearLoss, checked_head
 from ligermodels.ops.loss.linear_terms import linear_loss_terms
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction
+from ligermodels.ops.runtime.library import is_dtensor
 
 
 def linear_cross_entropy(
@@ -91,18 +92,19 @@ def linear_cross_entropy(
         >>> top_5_accuracy = (rank < 5).float().mean()
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    head = checked_head(
-        "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
-        num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "memory_budget": memory_budget, "num_targets": num_targets, "reduction": reduction,
+        "token_weights": token_weights,
+    }  # fmt: skip
     returns_more = return_rank or return_z_loss or return_predicted
-    if returns_more or class_weights is not None or token_scaling or head.shard is not None:
+    if returns_more or class_weights is not None or token_scaling or is_dtensor(weight):
         return linear_loss_terms(
-            head, options, reduction=reduction, token_scaling=token_scaling, return_rank=return_rank,
-            return_z_loss=return_z_loss, return_predicted=return_predicted,
+            hidden, weight, target, bias, options, class_weights=class_weights, token_scaling=token_scaling,
+            return_rank=return_rank, return_z_loss=return_z_loss, return_predicted=return_predicted, **arguments,
         )  # fmt: skip
+    head = checked_head("linear_cross_entropy", hidden, weight, target, bias, options, **arguments)
     loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, memory_budget, reduction != "none")
-    return head.restore(loss, 0)
+    return loss if reduction != "none" else head.restore(loss, 0)
 
 
 def linear_cross_entropy_reference(

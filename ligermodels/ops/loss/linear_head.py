@@ -14,7 +14,7 @@ float16, because gradients of logits underflow without the loss scale.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -29,13 +29,7 @@ from ligermodels.ops.loss.chunks import (
     kept_gradients,
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
-from ligermodels.ops.loss.token_losses import (
-    LogitRows,
-    LossOptions,
-    Reduction,
-    checked_class_weights,
-    checked_loss_weights,
-)
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
@@ -58,8 +52,7 @@ class RowSelection(NamedTuple):
     def take(self, x: Tensor) -> Tensor:
         """(..., N) -> (n, N), or (...) -> (n,), where N may be several dimensions; differentiable. No index occurs
         twice, so gradients are copied."""
-        rows: Tensor = _TakeRows.apply(x, self.indices, len(self.shape))
-        return rows
+        return cast(Tensor, _TakeRows.apply(x, self.indices, len(self.shape)))
 
     @overload
     def restore(self, values: Tensor, fill: float) -> Tensor: ...
@@ -120,7 +113,6 @@ class LinearHead(NamedTuple):
     target: Tensor  # int64 (...) or (n,)
     loss_weights: Tensor  # (...) or (n,); the registered ops take these five tensors
     needs: tuple[bool, ...]  # whether hidden, weight and bias need a gradient
-    class_weights: Tensor | None  # of all classes
     memory_budget: int  # bytes
     selection: RowSelection | None
     shard: "ClassShard | None"  # the classes of this rank, if classes are sharded over ranks
@@ -141,40 +133,31 @@ class LinearHead(NamedTuple):
 def checked_head(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
     memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
+    shard: "ClassShard | None" = None,
 ) -> LinearHead:  # fmt: skip
     """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
-
-    With class weights the `loss_weights` are those of the reduction "none", see `term_weights`.
 
     Args:
         op: the op's name, for error messages.
         hidden: floating (..., H).
-        weight: (V, H); or a DTensor that is sharded by classes: the head then has the local shard.
+        weight: (V, H).
         target: int64 (...).
-        bias: (V,), or None; sharded as `weight` is.
+        bias: (V,), or None.
         options: the options of the loss.
         memory_budget: bytes for the chunks.
         num_targets: the number of targets that are not ignored, or None.
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
-        class_weights: floating (V,), or None.
+        shard: the classes of weight and bias, if they are this rank's part, see `head_of_rank`.
 
     Raises:
         InputError: a shape, dtype, device or value does not fit.
     """
-    shard = None
-    if is_dtensor(weight):
-        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
-
-        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     _TENSORS.check(op, hidden, weight, bias, target, token_weights)
     options.check(op, reduction)
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
-    if class_weights is not None:
-        class_weights, reduction = checked_class_weights(op, class_weights, num_classes, hidden), "none"
     target, loss_weights = checked_loss_weights(
         target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype
     )
@@ -182,9 +165,21 @@ def checked_head(
     if selection is not None:
         hidden, target, loss_weights = map(selection.take, (hidden, target, loss_weights))
     needs = needed_gradients(hidden, weight, bias)
-    return LinearHead(
-        hidden, weight, bias, target, loss_weights, needs, class_weights, memory_budget, selection, shard
-    )  # fmt: skip
+    return LinearHead(hidden, weight, bias, target, loss_weights, needs, memory_budget, selection, shard)
+
+
+def head_of_rank(
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions,
+    **arguments: Any,
+) -> LinearHead:  # fmt: skip
+    """`checked_head`, with its arguments, of a weight and a bias that may be DTensors sharded by classes: the head then
+    has the shards of this rank."""
+    if not is_dtensor(weight):
+        return checked_head(op, hidden, weight, target, bias, options, **arguments)
+    from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+    hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
+    return checked_head(op, hidden, weight, target, bias, options, shard=shard, **arguments)
 
 
 def check_memory_budget(op: str, memory_budget: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import ChunkedHead, bytes_beside, chunk_rows, empty_gradients
-from ligermodels.ops.loss.cutoffs import fill_dropped
+from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.kept_logits import NO_ROWS, rows_to_keep, statistics_and_logits
 from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
@@ -118,7 +118,9 @@ def linear_rows(
         return results
     if any(needs):
         rows = rows._replace(weights=loss_weights)
-    beside = bytes_beside(weight, options, ranks=rows.ranks is not None, filtered=bool(sampled))
+    beside = bytes_beside(weight, options, ranks=rows.ranks is not None)
+    if sampled:
+        beside = max(beside, len(weight) * bytes_for_cutoffs(weight.dtype))
     size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
     head = ChunkedHead(hidden, weight, bias, size, gradients)
     for chunk, logits in head.chunks():
