@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.library import PLAIN, reject_dtensors, replicated
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE, reject_dtensors, replicated
 from ligermodels.ops.runtime.tensors import Shape, check_tensor
 
 _DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
@@ -25,9 +25,11 @@ class _Spec(NamedTuple):
     sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers
     optional: bool
 
-    def fits(self, x: Tensor, known: dict[str, Any]) -> bool:
+    def fits(self, x: Any, known: dict[str, Any]) -> bool:
         """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
         # Each op begins with it. To gather all values, and then compare them, takes twice the time.
+        if not isinstance(x, Tensor):
+            return x is None and self.optional
         dtype, device, sizes = x.dtype, x.device, x.shape
         first = len(sizes) - len(self.sizes)
         if first < 0 or (first and not self.leading) or dtype not in self.dtypes:
@@ -77,11 +79,9 @@ class Signature:
         """
         known, plain = {**self._numbers, **sizes}, True
         for spec, x in zip(self._specs, tensors, strict=True):
-            if x is None and spec.optional:
-                continue
-            if not isinstance(x, Tensor) or not spec.fits(x, known):
+            if not spec.fits(x, known):
                 raise self._error(op, spec, tensors, {**self._numbers, **sizes})
-            plain = plain and type(x) in PLAIN
+            plain = plain and type(x) in PLAIN_OR_NONE
         for letter in self._positive:
             if known[letter] == 0:
                 shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
@@ -92,8 +92,7 @@ class Signature:
         """The error of `check_tensor` for the tensor of `spec`, with numbers for the letters of the tensors before."""
         position = self._specs.index(spec)
         for earlier, tensor in zip(self._specs[:position], tensors, strict=False):
-            if tensor is not None:
-                earlier.fits(tensor, known)
+            earlier.fits(tensor, known)
         parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
         wanted = tuple(size for part in parts for size in part)
         declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
