@@ -245,11 +245,8 @@ def keep_gradients(ctx: Any, inputs: Sequence[Tensor | None], gradients: list[Te
     # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are returned once,
     # without a second copy: autograd's own saved tensors would stay alive through the backward pass.
     ctx.functional = any(needs) and torch.compiler.is_compiling()
-    if ctx.functional:
-        ctx.save_for_backward(*gradients)
-    else:
-        ctx.save_for_backward(*inputs)
-        ctx.gradients = gradients if any(needs) else None
+    ctx.save_for_backward(*(gradients if ctx.functional else inputs))
+    ctx.gradients = gradients if any(needs) and not ctx.functional else None
 
 
 def kept_gradients(ctx: Any, grad: Tensor) -> list[Tensor] | None:

@@ -5,13 +5,11 @@ and the further statistics beside them. Otherwise `loss_terms` sums the loss fro
 recomputes the logits.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.chunks import keep_gradients
-from ligermodels.ops.loss.linear_head import LinearLoss, head_of_rank
+from ligermodels.ops.loss.linear_head import LinearHead, LinearLoss
 from ligermodels.ops.loss.linear_statistics import linear_rows, linear_statistics
 from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, term_weights
 from ligermodels.ops.loss.token_losses import (
@@ -25,17 +23,13 @@ from ligermodels.ops.loss.token_losses import (
 
 
 def linear_loss_terms(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *, reduction: Reduction,
-    class_weights: Tensor | None, token_scaling: bool, return_rank: bool, return_z_loss: bool, return_predicted: bool,
-    **arguments: Any,
+    head: LinearHead, options: LossOptions, *, reduction: Reduction, class_weights: Tensor | None, token_scaling: bool,
+    return_rank: bool, return_z_loss: bool, return_predicted: bool,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The loss, or a tuple of the loss and the requested results: ranks, z-loss, predicted classes.
 
     Args:
-        hidden: (..., H).
-        weight: (V, H); or a DTensor that is sharded by classes.
-        target: int64 (...).
-        bias: (V,), or None; sharded as `weight` is.
+        head: the checked arguments of `linear_cross_entropy`; with class weights of the reduction "none".
         options: the options of the loss.
         reduction: "mean", "sum" or "none".
         class_weights: floating (V,), or None.
@@ -43,15 +37,11 @@ def linear_loss_terms(
         return_rank: whether the ranks are returned.
         return_z_loss: whether the z-loss is returned.
         return_predicted: whether the predicted classes are returned.
-        arguments: further arguments of `checked_head`.
     """
-    op, reduced = "linear_cross_entropy", reduction != "none"
-    check_reduction(op, reduction)
-    arguments["reduction"] = reduction if class_weights is None else "none"  # `term_weights` divides by class weights
-    head = head_of_rank(op, hidden, weight, target, bias, options, **arguments)
     if class_weights is not None:
-        class_weights = checked_class_weights(op, class_weights, head.num_classes, head.hidden)
-    fused = has_one_weight(options, class_weights, token_scaling)
+        check_reduction("linear_cross_entropy", reduction)
+        class_weights = checked_class_weights("linear_cross_entropy", class_weights, head.num_classes, head.hidden)
+    fused, reduced = has_one_weight(options, class_weights, token_scaling), reduction != "none"
     weights = term_weights(head.loss_weights, head.target, class_weights, reduction)
     terms = LossTerms(options, class_weights, token_scaling, fused and head.shard is None)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import checked_on_host
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, empty_like
 
@@ -276,15 +276,8 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
         InputError: a target is neither a class nor `ignore_index`.
     """
     valid = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
-    if not checked_on_host(target):
-        message = f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})"
-        torch._assert_async(valid.all(), message)
-    elif not valid.all():
-        index = (~valid).nonzero()[0].tolist()
-        raise InputError(
-            f"target{index} is {target[tuple(index)].item()}, which is neither in [0, {num_classes}) nor the "
-            f"ignore_index ({ignore_index}); {int((~valid).sum())} such in all"
-        )
+    message = f"target: must lie in [0, {num_classes}), or be the ignore_index ({ignore_index})"
+    assert_async(valid, message, target, "target")
 
 
 def with_extras(loss: Tensor, *extras: Tensor | None) -> Tensor | tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ class _Spec(NamedTuple):
     dtype_name: str  # equal for tensors of equal dtypes
     leading: bool  # whether any number of dimensions comes before the `sizes`
     sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers
+    positive: frozenset[str]  # the letters of sizes that may not be 0
     optional: bool
 
     def fits(self, x: Any, known: dict[str, Any]) -> bool:
@@ -40,8 +41,8 @@ class _Spec(NamedTuple):
             leading, sizes = sizes[:first], sizes[first:]
             if known.setdefault("...", leading) != leading:
                 return False
-        for letter, size in zip(self.sizes, sizes, strict=True):  # noqa: SIM110  # a plain loop is the fastest
-            if known.setdefault(letter, size) != size:
+        for letter, size in zip(self.sizes, sizes, strict=True):  # a plain loop is the fastest
+            if known.setdefault(letter, size) != size or (letter in self.positive and size == 0):
                 return False
         return True
 
@@ -62,8 +63,7 @@ class Signature:
 
     def __init__(self, *, dtensors: Literal["refused", "replicated", "kept"] = "refused", **tensors: str) -> None:
         self._dtensors = dtensors
-        self._positive = [word[:-1] for text in tensors.values() for word in text.split() if word.endswith("+")]
-        self._specs = [_parsed(name, text.replace("+", "")) for name, text in tensors.items()]
+        self._specs = [_parsed(name, text) for name, text in tensors.items()]
         self._numbers = {size: int(size) for spec in self._specs for size in spec.sizes if size.isdigit()}
 
     def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
@@ -82,10 +82,6 @@ class Signature:
             if not spec.fits(x, known):
                 raise self._error(op, spec, tensors, {**self._numbers, **sizes})
             plain = plain and type(x) in PLAIN_OR_NONE
-        for letter in self._positive:
-            if known[letter] == 0:
-                shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
-                raise InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
         return tensors if plain or self._dtensors == "kept" else self._with_dtensors(op, tensors)
 
     def _error(self, op: str, spec: _Spec, tensors: tuple[Any, ...], known: dict[str, Any]) -> InputError:
@@ -99,6 +95,10 @@ class Signature:
         dtypes = (known[spec.dtype_name],) if spec.dtype_name in known else declared
         x = tensors[position]
         check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
+        for letter, size in zip(reversed(spec.sizes), reversed(x.shape), strict=False):
+            if size == 0 and letter in spec.positive:
+                shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
+                return InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
         return InputError(
             f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
         )
@@ -115,13 +115,14 @@ def _parsed(name: str, text: str) -> _Spec:
     """The tensor `name` from its sizes, dtypes, "=other" for the dtype of another tensor, and "?"."""
     shape: list[Any] = []
     dtypes, tied = [], name
-    for word in text.replace("?", "").split():
+    positive = frozenset(word[:-1] for word in text.split() if word.endswith("+"))
+    for word in text.replace("?", "").replace("+", "").split():
         if word.startswith("="):
             tied = word[1:]
         elif hasattr(torch, word):
             dtypes.append(getattr(torch, word))
         else:
             shape.append(... if word == "..." else word)
-    leading = shape[:1] == [...]
+    leading, dtype_name = shape[:1] == [...], f"dtype of {tied}"
     allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
-    return _Spec(name, tuple(shape), allowed, f"dtype of {tied}", leading, tuple(shape[leading:]), "?" in text)
+    return _Spec(name, tuple(shape), allowed, dtype_name, leading, tuple(shape[leading:]), positive, "?" in text)
