@@ -24,46 +24,35 @@ SCALE_BLOCK = 8192  # elements that a program scales at a time
 ALIGNED = 16  # the two parts of the sum meet at a multiple of this many rows, for the GEMMs
 
 
-class ChunkedHead:
-    """The logits of a head, a chunk of rows at a time in one workspace, and the gradients summed over the chunks."""
+def chunks_of_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each chunk and their logits (rows, V), hidden @ weight.T + bias, in one workspace.
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] | None = None
-    ) -> None:
-        """
-        Args:
-            hidden: (..., H).
-            weight: (V, H).
-            bias: (V,), or None.
-            size: the number of rows of a chunk.
-            gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
-                elements for a gradient that is not needed. Default: None, no gradients.
-        """
-        self.x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        self.weight, self.bias, self.size = weight, bias, size
-        self.workspace = empty_logits(size, weight)
-        dx, *parameters = gradients or [weight.new_empty(0)]
-        self.dx = dx.view(self.x.shape) if dx.numel() else None
-        self.sums = [GradientSum(g, several=size < len(self.x) or g.dim() == 1) for g in parameters if g.numel()]
+    Given memory for gradients, the loop over the chunks replaces the logits of each by their gradient, in place. After
+    the last chunk the gradients of the head are complete.
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of each chunk, and their logits (rows, V), x @ weight.T + bias, valid until the next chunk."""
-        for start in range(0, len(self.x), self.size):
-            chunk = slice(start, min(start + self.size, len(self.x)))
-            x = self.x[chunk]
-            yield chunk, logits_into(self.workspace[: len(x)], x, self.weight, self.bias)
-
-    def add_gradients(self, chunk: slice, dlogits: Tensor) -> None:
-        """Computes the gradients that are needed from the gradient of a chunk's logits."""
-        if self.dx is not None:
-            torch.mm(dlogits, self.weight, out=self.dx[chunk])
-        for total in self.sums:
-            total.add(dlogits, self.x[chunk])
-
-    def close(self) -> None:
-        """Rounds the summed gradients into their memory, after the last chunk."""
-        for total in self.sums:
-            total.close()
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        size: the number of rows of a chunk.
+        gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
+            elements for a gradient that is not needed. Default: None, no gradients.
+    """
+    x, workspace = hidden.reshape(-1, hidden.shape[-1]).contiguous(), empty_logits(size, weight)
+    dx, *parameters = gradients or [weight.new_empty(0)]
+    sums = [GradientSum(g, several=size < len(x) or g.dim() == 1) for g in parameters if g.numel()]
+    for start in range(0, len(x), size):
+        chunk = slice(start, min(start + size, len(x)))
+        logits = logits_into(workspace[: chunk.stop - start], x[chunk], weight, bias)
+        yield chunk, logits  # from here on these are their gradient
+        if dx.numel():
+            torch.mm(logits, weight, out=dx.view(x.shape)[chunk])
+        for total in sums:
+            total.add(logits, x[chunk])
+    for total in sums:
+        total.close()
 
 
 def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

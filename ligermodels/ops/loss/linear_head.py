@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import (
-    ChunkedHead,
     bytes_beside,
     chunk_rows,
+    chunks_of_logits,
     empty_gradients,
     keep_gradients,
     kept_gradients,
@@ -226,11 +226,8 @@ def linear_loss(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = LogitRows(target, losses, weights=loss_weights if any(needs) else None)
     size = chunk_rows(target.numel(), weight, bytes_beside(weight, options), memory_budget, needs[1])
-    head = ChunkedHead(hidden, weight, bias, size, gradients)
-    for chunk, logits in head.chunks():
-        rows_in_place(logits, rows.chunk(chunk), options)  # the losses, and dlogits in place of the logits
-        head.add_gradients(chunk, logits)
-    head.close()
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, size, gradients):
+        rows_in_place(logits, rows.chunk(chunk), options)
     return [losses, *gradients]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import ChunkedHead, bytes_beside, chunk_rows, empty_gradients
+from ligermodels.ops.loss.chunks import bytes_beside, chunk_rows, chunks_of_logits, empty_gradients
 from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.kept_logits import NO_ROWS, rows_to_keep, statistics_and_logits
 from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
@@ -122,14 +122,11 @@ def linear_rows(
     if sampled:
         beside = max(beside, len(weight) * bytes_for_cutoffs(weight.dtype))
     size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
-    head = ChunkedHead(hidden, weight, bias, size, gradients)
-    for chunk, logits in head.chunks():
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, size, gradients):
         chunk_of_rows = rows.chunk(chunk)
         if sampled:
             fill_dropped(logits, chunk_of_rows, options, SamplerOptions(int(sampled[0]), *sampled[1:]))
         rows_in_place(logits, chunk_of_rows, options, class_weights)
-        head.add_gradients(chunk, logits)
-    head.close()
     rows.fill_lses()
     return results
 
