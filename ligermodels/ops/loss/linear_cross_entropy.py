@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
-from ligermodels.ops.loss.linear_head import LinearLoss, checked_head, head_of_rank
+from ligermodels.ops.loss.linear_head import LinearLoss, checked_head
 from ligermodels.ops.loss.linear_terms import linear_loss_terms
 from ligermodels.ops.loss.token_losses import LossOptions, Reduction
-from ligermodels.ops.runtime.library import is_dtensor
 
 
 def linear_cross_entropy(
@@ -92,21 +91,16 @@ def linear_cross_entropy(
         >>> top_5_accuracy = (rank < 5).float().mean()
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    arguments: dict[str, Any] = {
-        "memory_budget": memory_budget, "num_targets": num_targets, "reduction": reduction,
-        "token_weights": token_weights,
-    }  # fmt: skip
-    tensors = "linear_cross_entropy", hidden, weight, target, bias
+    head = checked_head(
+        "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
+        num_targets=num_targets, reduction=reduction if class_weights is None else "none", token_weights=token_weights,
+    )  # fmt: skip
     returns_more = return_rank or return_z_loss or return_predicted
-    if returns_more or class_weights is not None or token_scaling or is_dtensor(weight):
-        if class_weights is not None:
-            arguments["reduction"] = "none"
+    if returns_more or class_weights is not None or token_scaling or head.shard is not None:
         return linear_loss_terms(
-            head_of_rank(*tensors, options, **arguments), options, reduction=reduction, class_weights=class_weights,
-            token_scaling=token_scaling, return_rank=return_rank, return_z_loss=return_z_loss,
-            return_predicted=return_predicted,
+            head, options, reduction=reduction, class_weights=class_weights, token_scaling=token_scaling,
+            return_rank=return_rank, return_z_loss=return_z_loss, return_predicted=return_predicted,
         )  # fmt: skip
-    head = checked_head(*tensors, options, **arguments)
     loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, memory_budget, reduction != "none")
     return loss if reduction != "none" else head.restore(loss, 0)
 

@@ -133,26 +133,29 @@ class LinearHead(NamedTuple):
 def checked_head(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
     memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
-    shard: "ClassShard | None" = None,
 ) -> LinearHead:  # fmt: skip
     """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
 
     Args:
         op: the op's name, for error messages.
         hidden: floating (..., H).
-        weight: (V, H).
+        weight: (V, H); or a DTensor that is sharded by classes: the head then has the local shard.
         target: int64 (...).
-        bias: (V,), or None.
+        bias: (V,), or None; sharded as `weight` is.
         options: the options of the loss.
         memory_budget: bytes for the chunks.
         num_targets: the number of targets that are not ignored, or None.
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
-        shard: the classes of weight and bias, if they are this rank's part, see `head_of_rank`.
 
     Raises:
         InputError: a shape, dtype, device or value does not fit.
     """
+    shard = None
+    if is_dtensor(weight):
+        from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
+
+        hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     _TENSORS.check(op, hidden, weight, bias, target, token_weights)
     options.check(op, reduction)
@@ -166,20 +169,6 @@ def checked_head(
         hidden, target, loss_weights = map(selection.take, (hidden, target, loss_weights))
     needs = needed_gradients(hidden, weight, bias)
     return LinearHead(hidden, weight, bias, target, loss_weights, needs, memory_budget, selection, shard)
-
-
-def head_of_rank(
-    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions,
-    **arguments: Any,
-) -> LinearHead:  # fmt: skip
-    """`checked_head`, with its arguments, of a weight and a bias that may be DTensors sharded by classes: the head then
-    has the shards of this rank."""
-    if not is_dtensor(weight):
-        return checked_head(op, hidden, weight, target, bias, options, **arguments)
-    from ligermodels.ops.runtime.class_shards import shard_of_head  # imports DTensors
-
-    hidden, weight, bias, shard = shard_of_head(op, hidden, weight, bias)
-    return checked_head(op, hidden, weight, target, bias, options, shard=shard, **arguments)
 
 
 def check_memory_budget(op: str, memory_budget: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.linear_head import head_of_rank
+from ligermodels.ops.loss.linear_head import checked_head
 from ligermodels.ops.loss.linear_statistics import linear_statistics
 from ligermodels.ops.loss.row_statistics import effective_logits, ranks_reference
 from ligermodels.ops.loss.sampler import checked_sampler, dropped_reference, inverse_temperatures
@@ -119,7 +119,7 @@ def linear_log_probs(
         raise InputError("linear_log_probs: entropy_in_loss goes with return_entropy or return_lse")
     options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     sampled = checked_sampler("linear_log_probs", top_k, top_p, min_p)
-    head = head_of_rank(
+    head = checked_head(
         "linear_log_probs", hidden, weight, target, bias, options, memory_budget=memory_budget, num_targets=num_targets
     )
     outputs = RowOutputs(return_rank, return_predicted, return_entropy, return_lse)

@@ -11,7 +11,7 @@ the backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-
-if TYPE_CHECKING:
-    pass
 
 
 def linear_statistics(
