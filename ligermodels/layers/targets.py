@@ -160,11 +160,8 @@ class Targets:
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead = tuple(ahead)
         self.layout = TokenLayout((labels.shape[0], labels.shape[1]), Tokens()) if layout is None else layout
-        taken = self.layout.packing.take(labels, IGNORE_INDEX)
-        left = tokens_left(self.layout.cu_seqlens, taken)
-        values = torch.stack([shift_labels(taken, each, left=left) for each in ahead])
-        shard = self.layout.shard
-        self.values = values if shard is None else torch.stack([shard.take(x, IGNORE_INDEX) for x in values])
+        self._left = tokens_left(self.layout.cu_seqlens, self.layout.packing.take(labels))
+        self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         counted = not (torch.compiler.is_compiling() or is_recording() or labels.is_meta)
         self._counts = AsyncHostCopy((self.values != IGNORE_INDEX).sum((1, 2))) if counted else None
@@ -240,7 +237,7 @@ class Targets:
             divisor = self._weight_of_all(targets, options, hidden.dtype)
         options |= {"num_targets": self.wait_for_count(index), "reduction": reduction if divisor is None else "sum"}
         result = as_head_loss(head(hidden, targets, **options), options)
-        return self._restored(result, divisor)
+        return self._of_batch(result, divisor)
 
     def log_probs(self, index: int, head: Callable[..., HeadLoss], hidden: Tensor, **options: Any) -> HeadLoss:
         """Log-probabilities of the targets of loss number `index`.
@@ -261,7 +258,7 @@ class Targets:
             options["temperature"] = self.take(self._shifted(temperature, self.ahead[index], 1))
         options["num_targets"] = self.wait_for_count(index)
         result = head(hidden, self.take(self.values[index]), log_probs=True, **options)
-        return self._restored(result)
+        return self._of_batch(result)
 
     def _check_temperature(self, index: int, temperature: Tensor) -> None:
         """InputError, where values are read on the host, for the temperature (B, T) of a label that is not positive and
@@ -293,24 +290,21 @@ class Targets:
 
     def _shifted(self, x: Tensor, ahead: int, fill: int) -> Tensor:
         """x (B, T) of labels -> of the tokens that predict them, in the layout."""
-        layout = self.layout
-        shifted = shift_labels(layout.packing.take(x, fill), ahead, layout.cu_seqlens, fill=fill)
-        return shifted if layout.shard is None else layout.shard.take(shifted, fill)
+        shifted = shift_labels(self.layout.packing.take(x, fill), ahead, fill=fill, left=self._left)
+        return shifted if self.layout.shard is None else self.layout.shard.take(shifted, fill)
 
-    def _restored(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
+    def _of_batch(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
         """The results of a head: scalars are summed over the ranks that share the tokens, and divided by `divisor`;
         results of each token are (B, T), filled where there is no target."""
-        restored: dict[str, Tensor] = {}
-        for name, x in result._asdict().items():
-            if x is None:
-                continue
-            if x.dim():
-                fill = WITHOUT_TARGET[name]
-                x = self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
-            else:
-                x = self.layout.sum(x) if divisor is None else per_item(self.layout.sum(x), divisor)
-            restored[name] = x
-        return HeadLoss(**restored)
+        return HeadLoss(*[self._restored(name, x, divisor) for name, x in result._asdict().items()])
+
+    def _restored(self, name: str, x: Tensor | None, divisor: Tensor | float | None) -> Tensor | None:
+        if x is None:
+            return None
+        if not x.dim():
+            return self.layout.sum(x) if divisor is None else per_item(self.layout.sum(x), divisor)
+        fill = WITHOUT_TARGET[name]
+        return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
 
 
 def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:

@@ -21,8 +21,7 @@ from ligermodels.ops.float8.scaling import float8_unsupported
 from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GLUOptions, gated_activation, geglu, geglu_reference, swiglu, swiglu_reference
-from ligermodels.ops.linear.batch_invariant import dense_linear
-from ligermodels.ops.linear.linear import linear
+from ligermodels.ops.linear.linear import dense_linear, linear
 from ligermodels.ops.linear.lora_linear import lora_linear, lora_linear_reference
 from ligermodels.ops.linear_attention.causal_conv import causal_conv, causal_conv_reference, conv_sources
 from ligermodels.ops.linear_attention.conv_state import (

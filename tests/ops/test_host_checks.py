@@ -60,7 +60,7 @@ def test_bad_targets_labels_and_ids_raise(device: str) -> None:
             lambda: ops.linear_cross_entropy(x, x.new_ones(9, 4), target),
             lambda: ops.linear_log_probs(x, x.new_ones(9, 4), target),
         ):
-            with pytest.raises(InputError, match=r"target\[1\] is 9, .* 1 such"):
+            with pytest.raises(InputError, match=r"but target\[1\] is 9"):
                 call()
         with pytest.raises(InputError, match=r"labels: must lie in \[0, 40\)"):
             model(ids, labels=ids + 40)

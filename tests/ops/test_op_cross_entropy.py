@@ -246,7 +246,7 @@ def test_target_out_of_range(value: int, backend: str) -> None:
     if backend == "triton" and not dispatch.INTERPRETED:
         pytest.skip("a device-side assertion would end the process's use of the GPU")
     y = torch.tensor([[0, 1], [-100, value]])
-    with set_backend(backend), pytest.raises(InputError, match=rf"target\[1, 1\] is {value}, .*\[0, 9\).*1 such"):
+    with set_backend(backend), pytest.raises(InputError, match=rf"\[0, 9\).*but target\[1, 1\] is {value}"):
         cross_entropy(torch.randn(2, 2, 9), y)
     with pytest.raises(InputError, match=rf"target\[1, 1\] is {value}"):
         cross_entropy_reference(torch.randn(2, 2, 9), y)

@@ -8,6 +8,7 @@ from conftest import Where
 from loss_cases import OPTIONS, options_for, plain_loss, targets
 from op_harness import check
 
+from ligermodels.ops import set_backend
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs, loss_weights
 from ligermodels.ops.loss.token_losses_kernels import launch_rows
@@ -132,3 +133,19 @@ def test_equal_bits_beside_other_kernels() -> None:
         launch_rows(x, LogitRows(y, losses, weights=weights), LossOptions(label_smoothing=0.1))
         found.append((losses.clone(), x))
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_plain_loss_has_the_bits_of_the_loss_with_statistics(dtype: torch.dtype) -> None:
+    """In torch they are computed by code of their own."""
+    logits, y = 9 * torch.randn(7, 41, dtype=dtype), torch.tensor([40, 0, -100, 7, 7, 1, 3])
+    logits[3] *= 1e3
+    weights = torch.rand(7, dtype=torch.promote_types(dtype, torch.float32))
+    found = []
+    with set_backend("reference"):
+        for outputs in (RowOutputs(), RowOutputs(entropies=True, lses=True)):
+            rows = LogitRows.empty(y, weights.dtype, outputs)._replace(weights=weights)
+            rows_in_place(gradient := logits.clone(), rows, LossOptions())
+            found.append((rows.losses, gradient))
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(plain, other, rtol=0, atol=0)

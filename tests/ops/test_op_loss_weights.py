@@ -53,7 +53,7 @@ def test_a_bad_target_is_named(backend: str, compiled: bool) -> None:
     for call, width in ((rank, 9), (loss, 4)):
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager") if compiled else call
-        with ops.set_backend(backend), pytest.raises(InputError, match=r"target\[1\] is 9.*1 such"):
+        with ops.set_backend(backend), pytest.raises(InputError, match=r"but target\[1\] is 9"):
             call(torch.randn(3, width), target)
 
 

@@ -99,15 +99,21 @@ def choose(request: AttentionRequest, name: str = "auto") -> Backend:
 
     Raises BackendError if `name` is unknown, or why that backend cannot serve the request.
     """
-    if name != "auto" and name not in BACKENDS:
+    if name != "auto":
+        return _named(request, name)
+    if request.device == "meta":
+        return META
+    for backend in BACKENDS.values():
+        if not backend.refuses(request) and not backend.defers(request):
+            return backend
+    raise BackendError(f"batch_invariant: no attention backend serves this call: {REFERENCE.refuses(request)}")
+
+
+def _named(request: AttentionRequest, name: str) -> Backend:
+    if name not in BACKENDS:
         raise BackendError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(BACKENDS)}")
     if request.device == "meta":
         return META
-    if name == "auto":
-        for backend in BACKENDS.values():
-            if not backend.refuses(request) and not backend.defers(request):
-                return backend
-        raise BackendError(f"batch_invariant: no attention backend serves this call: {REFERENCE.refuses(request)}")
     if reason := BACKENDS[name].refuses(request):
         raise BackendError(f"attention backend {name!r} cannot serve this call: {reason}")
     return BACKENDS[name]

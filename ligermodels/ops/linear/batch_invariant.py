@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import (
-    num_sms,
-    pipeline_stages,
-    refuse_batch_invariant,
-    set_batch_invariant,
-    tl,
-    use_kernels,
-)
+from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, under_autocast
@@ -30,22 +23,17 @@ ROWS = 16
 _ALIGNED = 16  # bytes: where x begins; then every launch loads it alike
 
 
-def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`; under `set_batch_invariant` the product of this file.
+def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`dense_linear` under `set_batch_invariant`.
 
     Args:
         x: (..., K).
         weight: (N, K).
         bias: (N,), or None.
 
-    Returns:
-        (..., N).
-
     Raises:
-        BackendError: `set_batch_invariant` is on, and an operand is a DTensor.
+        BackendError: an operand is a DTensor.
     """
-    if not set_batch_invariant.value:
-        return F.linear(x, weight, bias)
     if any(is_dtensor(t) for t in (x, weight, bias) if t is not None):
         refuse_batch_invariant("a linear layer with DTensors")
     x, weight, bias = under_autocast(x, weight, bias)

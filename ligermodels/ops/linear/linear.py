@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
-from ligermodels.ops.linear.batch_invariant import dense_linear
+from ligermodels.ops.linear.batch_invariant import batch_invariant_linear
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
@@ -55,6 +56,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
                 return backend.compute(x, weight, bias, activation)
     y = dense_linear(x, weight, bias)
     return y if activation is None else gated_activation(y, activation)
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`; under `set_batch_invariant` the product of `batch_invariant`.
+
+    Args:
+        x: (..., K).
+        weight: (N, K).
+        bias: (N,), or None.
+
+    Returns:
+        (..., N).
+
+    Raises:
+        BackendError: `set_batch_invariant` is on, and an operand is a DTensor.
+    """
+    return batch_invariant_linear(x, weight, bias) if set_batch_invariant.value else F.linear(x, weight, bias)
 
 
 class Backend(NamedTuple):

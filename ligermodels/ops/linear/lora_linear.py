@@ -7,7 +7,7 @@ once more. The gradient of x is computed in the same way.
 import torch
 from torch import Tensor
 
-from ligermodels.ops.linear.batch_invariant import dense_linear
+from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.linear.batch_invariant import batch_invariant_into
-from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs
 from ligermodels.ops.loss.row_statistics import bytes_per_logit
 from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.dispatch import num_sms, set_batch_invariant, tl, use_kernels
@@ -25,46 +24,35 @@ SCALE_BLOCK = 8192  # elements that a program scales at a time
 ALIGNED = 16  # the two parts of the sum meet at a multiple of this many rows, for the GEMMs
 
 
-class ChunkedHead:
-    """The logits of a head, a chunk of rows at a time in one workspace, and the gradients summed over the chunks."""
+def chunks_of_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each chunk and their logits (rows, V), hidden @ weight.T + bias, in one workspace.
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int, gradients: Sequence[Tensor] | None = None
-    ) -> None:
-        """
-        Args:
-            hidden: (..., H).
-            weight: (V, H).
-            bias: (V,), or None.
-            size: the number of rows of a chunk.
-            gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
-                elements for a gradient that is not needed. Default: None, no gradients.
-        """
-        self.x = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        self.weight, self.bias, self.size = weight, bias, size
-        self.workspace = empty_logits(size, weight)
-        dx, *parameters = gradients or [weight.new_empty(0)]
-        self.dx = dx.view(self.x.shape) if dx.numel() else None
-        self.sums = [GradientSum(g, several=size < len(self.x) or g.dim() == 1) for g in parameters if g.numel()]
+    Given memory for gradients, the loop over the chunks replaces the logits of each by their gradient, in place. After
+    the last chunk the gradients of the head are complete.
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of each chunk, and their logits (rows, V), x @ weight.T + bias, valid until the next chunk."""
-        for start in range(0, len(self.x), self.size):
-            chunk = slice(start, min(start + self.size, len(self.x)))
-            x = self.x[chunk]
-            yield chunk, logits_into(self.workspace[: len(x)], x, self.weight, self.bias)
-
-    def add_gradients(self, chunk: slice, dlogits: Tensor) -> None:
-        """Computes the gradients that are needed from the gradient of a chunk's logits."""
-        if self.dx is not None:
-            torch.mm(dlogits, self.weight, out=self.dx[chunk])
-        for total in self.sums:
-            total.add(dlogits, self.x[chunk])
-
-    def close(self) -> None:
-        """Rounds the summed gradients into their memory, after the last chunk."""
-        for total in self.sums:
-            total.close()
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        size: the number of rows of a chunk.
+        gradients: contiguous memory for the gradients of hidden, weight and bias, see `empty_gradients`; without
+            elements for a gradient that is not needed. Default: None, no gradients.
+    """
+    x, workspace = hidden.reshape(-1, hidden.shape[-1]).contiguous(), empty_logits(size, weight)
+    dx, *parameters = gradients or [weight.new_empty(0)]
+    sums = [GradientSum(g, several=size < len(x) or g.dim() == 1) for g in parameters if g.numel()]
+    for start in range(0, len(x), size):
+        chunk = slice(start, min(start + size, len(x)))
+        logits = logits_into(workspace[: chunk.stop - start], x[chunk], weight, bias)
+        yield chunk, logits  # from here on these are their gradient
+        if dx.numel():
+            torch.mm(logits, weight, out=dx.view(x.shape)[chunk])
+        for total in sums:
+            total.add(logits, x[chunk])
+    for total in sums:
+        total.close()
 
 
 def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,17 +89,15 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: 
     return [empty_gradient(x, need, hidden) for x, need in zip((hidden, weight, bias), needs, strict=True)]
 
 
-def bytes_beside(weight: Tensor, options: LossOptions, *, ranks: bool = False, filtered: bool = False) -> int:
+def bytes_beside(weight: Tensor, options: LossOptions, *, ranks: bool = False) -> int:
     """Bytes that statistics need for each row beside its logits.
 
     Args:
         weight: (V, H), the dtype of the logits.
         options: `softcap` is used.
         ranks: whether ranks are computed.
-        filtered: whether a sampler drops classes.
     """
-    per_logit = 0 if use_kernels(weight) else bytes_per_logit(weight.dtype, options, ranks)
-    return len(weight) * (max(per_logit, bytes_for_cutoffs(weight.dtype)) if filtered else per_logit)
+    return 0 if use_kernels(weight) else len(weight) * bytes_per_logit(weight.dtype, options, ranks)
 
 
 def padded(num_classes: int) -> int:
@@ -178,23 +164,20 @@ class GradientSum:
         """
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self._gradient, self._empty = gradient, True
-        self._parts = [(slice(None), gradient)]  # rows of the gradient, and their sum
-        if several and wide != gradient.dtype:
-            self._parts = _wide_parts(gradient, wide)
+        self._wide = _wide_parts(gradient, wide) if several and wide != gradient.dtype else []
 
     def add(self, g: Tensor, x: Tensor | None = None) -> None:
         """Adds a chunk: g (M, V), and for a weight x (M, H)."""
-        for part, total in self._parts:
-            _add(total, g[:, part], x, first=self._empty)
+        for part, total in self._wide or [(slice(None), self._gradient)]:
+            _add(total, g[:, part], x, beta=0 if self._empty else 1)
         self._empty = False
 
     def close(self) -> Tensor:
         """Returns the gradient, zeros if nothing was added. `add` must not be called afterwards."""
         if self._empty:
             return self._gradient.zero_()
-        for part, total in self._parts:
-            if total is not self._gradient:
-                _round(self._gradient, part, total)
+        for part, total in self._wide:
+            _round(self._gradient, part, total)
         return self._gradient
 
 
@@ -208,14 +191,13 @@ def _wide_parts(gradient: Tensor, wide: torch.dtype) -> list[tuple[slice, Tensor
     return parts if inside else parts[1:]
 
 
-def _add(total: Tensor, g: Tensor, x: Tensor | None, *, first: bool) -> None:
-    """total += g.T @ x, or for a total (V,) the sum of the rows of g; `first`: total is uninitialised."""
+def _add(total: Tensor, g: Tensor, x: Tensor | None, *, beta: int) -> None:
+    """total = beta * total + g.T @ x, or for a total (V,) the sum of the rows of g; with beta 0 of a total that is
+    uninitialised."""
     if x is None or total.dim() == 1:
         rows_sum = g.sum(0, dtype=total.dtype)
-        total.copy_(rows_sum if first else total + rows_sum)
-        return
-    beta = 0 if first else 1
-    if total.dtype == g.dtype:
+        total.copy_(total + rows_sum if beta else rows_sum)
+    elif total.dtype == g.dtype:
         torch.addmm(total, g.t(), x, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, g.t(), x, beta=beta, out_dtype=total.dtype, out=total)
@@ -252,11 +234,8 @@ def keep_gradients(ctx: Any, inputs: Sequence[Tensor | None], gradients: list[Te
     # A compiled graph keeps the gradients as saved tensors and may not write into them. Eagerly they are returned once,
     # without a second copy: autograd's own saved tensors would stay alive through the backward pass.
     ctx.functional = any(needs) and torch.compiler.is_compiling()
-    if ctx.functional:
-        ctx.save_for_backward(*gradients)
-    else:
-        ctx.save_for_backward(*inputs)
-        ctx.gradients = gradients if any(needs) else None
+    ctx.save_for_backward(*(gradients if ctx.functional else inputs))
+    ctx.gradients = gradients if any(needs) and not ctx.functional else None
 
 
 def kept_gradients(ctx: Any, grad: Tensor) -> list[Tensor] | None:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ligermodels.ops.loss.chunks import (
     ROW_MULTIPLE,
-    ChunkedHead,
     bytes_beside,
+    chunks_of_logits,
     empty_logits,
     logits_into,
     padded,
     rows_per_chunk,
 )
-from ligermodels.ops.loss.cutoffs import fill_dropped
+from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
@@ -161,15 +161,16 @@ def statistics_and_logits(
 
     with torch.cuda.device_of(hidden):
         if kept_rows.apart < len(x):  # first, because their chunks need the memory of the logits that are kept apart
-            beside = bytes_beside(weight, options, filtered=sampled is not None) // len(weight) * num_classes
-            bytes_per_row = beside + padded(num_classes) * x.element_size()
+            beside = bytes_beside(weight, options)
+            if sampled is not None:
+                beside = max(beside, len(weight) * bytes_for_cutoffs(weight.dtype))
+            bytes_per_row = beside // len(weight) * num_classes + padded(num_classes) * x.element_size()
             size = rows_per_chunk(len(x) - kept_rows.apart, bytes_per_row, 0, memory_budget)
-            head = ChunkedHead(x[kept_rows.apart :], weight, bias, size)
-            for chunk, logits in head.chunks():
+            for chunk, logits in chunks_of_logits(x[kept_rows.apart :], weight, bias, size):
                 chunk = slice(chunk.start + kept_rows.apart, chunk.stop + kept_rows.apart)
                 fill(logits, rows.chunk(chunk))
                 kept.store(chunk, logits)
-            del head, logits
+            del logits
         if kept_rows.apart:
             apart = logits_into(empty_logits(kept_rows.apart, weight), x[: kept_rows.apart], weight, bias)
             fill(apart, rows.chunk(slice(0, kept_rows.apart)))

@@ -93,16 +93,16 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     head = checked_head(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
-        num_targets=num_targets, reduction=reduction, token_weights=token_weights, class_weights=class_weights,
+        num_targets=num_targets, reduction=reduction if class_weights is None else "none", token_weights=token_weights,
     )  # fmt: skip
     returns_more = return_rank or return_z_loss or return_predicted
     if returns_more or class_weights is not None or token_scaling or head.shard is not None:
         return linear_loss_terms(
-            head, options, reduction=reduction, token_scaling=token_scaling, return_rank=return_rank,
-            return_z_loss=return_z_loss, return_predicted=return_predicted,
+            head, options, reduction=reduction, class_weights=class_weights, token_scaling=token_scaling,
+            return_rank=return_rank, return_z_loss=return_z_loss, return_predicted=return_predicted,
         )  # fmt: skip
     loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, memory_budget, reduction != "none")
-    return head.restore(loss, 0)
+    return loss if reduction != "none" else head.restore(loss, 0)
 
 
 def linear_cross_entropy_reference(

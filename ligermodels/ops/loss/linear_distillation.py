@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.loss.chunks import ChunkedHead, chunk_rows, empty_gradients, keep_gradients, kept_gradients
+from ligermodels.ops.loss.chunks import chunk_rows, chunks_of_logits, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence, DivergenceRows
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
@@ -279,20 +279,18 @@ def _linear_distillation(
     item = teacher_weight.element_size()
     size = chunk_rows(mask.numel(), weight, beside, memory_budget, needs[1], -(-item // share) if kernels else item)
     size = max(size // share, 1)  # of the teacher's rows
-    student = ChunkedHead(hidden, weight, bias, size * share, gradients)
-    teacher = ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, size)
+    student = chunks_of_logits(hidden, weight, bias, size * share, gradients)
+    teacher = chunks_of_logits(teacher_hidden, teacher_weight, teacher_bias, size)
     flat_losses, flat_mask, flat_weights = losses.view(-1), mask.view(-1), loss_weights.view(-1)
     flat_accepted, flat_agreed = accepted.view(-1), agreed.view(-1)
     flat_lses = None if teacher_lses is None else teacher_lses.reshape(-1)
-    for (chunk, logits), (teacher_chunk, teacher_logits) in zip(student.chunks(), teacher.chunks(), strict=True):
+    for (chunk, logits), (teacher_chunk, teacher_logits) in zip(student, teacher, strict=True):
         rows = DivergenceRows(
             flat_losses[chunk], flat_mask[chunk], flat_weights[chunk] if any(needs) else None,
             accepted=flat_accepted[chunk] if outputs[0] else None, agreed=flat_agreed[chunk] if outputs[1] else None,
             teacher_lses=None if flat_lses is None else flat_lses[teacher_chunk],
         )  # fmt: skip
         divergence_in_place(logits, teacher_logits, rows, options)
-        student.add_gradients(chunk, logits)
-    student.close()
     return [losses, accepted, agreed, *gradients]
 
 

@@ -14,28 +14,22 @@ float16, because gradients of logits underflow without the loss scale.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import (
-    ChunkedHead,
     bytes_beside,
     chunk_rows,
+    chunks_of_logits,
     empty_gradients,
     keep_gradients,
     kept_gradients,
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
-from ligermodels.ops.loss.token_losses import (
-    LogitRows,
-    LossOptions,
-    Reduction,
-    checked_class_weights,
-    checked_loss_weights,
-)
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
@@ -58,8 +52,7 @@ class RowSelection(NamedTuple):
     def take(self, x: Tensor) -> Tensor:
         """(..., N) -> (n, N), or (...) -> (n,), where N may be several dimensions; differentiable. No index occurs
         twice, so gradients are copied."""
-        rows: Tensor = _TakeRows.apply(x, self.indices, len(self.shape))
-        return rows
+        return cast(Tensor, _TakeRows.apply(x, self.indices, len(self.shape)))
 
     @overload
     def restore(self, values: Tensor, fill: float) -> Tensor: ...
@@ -120,7 +113,6 @@ class LinearHead(NamedTuple):
     target: Tensor  # int64 (...) or (n,)
     loss_weights: Tensor  # (...) or (n,); the registered ops take these five tensors
     needs: tuple[bool, ...]  # whether hidden, weight and bias need a gradient
-    class_weights: Tensor | None  # of all classes
     memory_budget: int  # bytes
     selection: RowSelection | None
     shard: "ClassShard | None"  # the classes of this rank, if classes are sharded over ranks
@@ -141,11 +133,8 @@ class LinearHead(NamedTuple):
 def checked_head(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
     memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
 ) -> LinearHead:  # fmt: skip
     """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
-
-    With class weights the `loss_weights` are those of the reduction "none", see `term_weights`.
 
     Args:
         op: the op's name, for error messages.
@@ -158,7 +147,6 @@ def checked_head(
         num_targets: the number of targets that are not ignored, or None.
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
-        class_weights: floating (V,), or None.
 
     Raises:
         InputError: a shape, dtype, device or value does not fit.
@@ -173,8 +161,6 @@ def checked_head(
     options.check(op, reduction)
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
-    if class_weights is not None:
-        class_weights, reduction = checked_class_weights(op, class_weights, num_classes, hidden), "none"
     target, loss_weights = checked_loss_weights(
         target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype
     )
@@ -182,9 +168,7 @@ def checked_head(
     if selection is not None:
         hidden, target, loss_weights = map(selection.take, (hidden, target, loss_weights))
     needs = needed_gradients(hidden, weight, bias)
-    return LinearHead(
-        hidden, weight, bias, target, loss_weights, needs, class_weights, memory_budget, selection, shard
-    )  # fmt: skip
+    return LinearHead(hidden, weight, bias, target, loss_weights, needs, memory_budget, selection, shard)
 
 
 def check_memory_budget(op: str, memory_budget: int) -> None:
@@ -231,11 +215,8 @@ def linear_loss(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = LogitRows(target, losses, weights=loss_weights if any(needs) else None)
     size = chunk_rows(target.numel(), weight, bytes_beside(weight, options), memory_budget, needs[1])
-    head = ChunkedHead(hidden, weight, bias, size, gradients)
-    for chunk, logits in head.chunks():
-        rows_in_place(logits, rows.chunk(chunk), options)  # the losses, and dlogits in place of the logits
-        head.add_gradients(chunk, logits)
-    head.close()
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, size, gradients):
+        rows_in_place(logits, rows.chunk(chunk), options)
     return [losses, *gradients]
 
 

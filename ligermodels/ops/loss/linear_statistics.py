@@ -11,13 +11,13 @@ the backward pass multiplies it by the gradient of the row: two GEMMs.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.chunks import ChunkedHead, bytes_beside, chunk_rows, empty_gradients
-from ligermodels.ops.loss.cutoffs import fill_dropped
+from ligermodels.ops.loss.chunks import bytes_beside, chunk_rows, chunks_of_logits, empty_gradients
+from ligermodels.ops.loss.cutoffs import bytes_for_cutoffs, fill_dropped
 from ligermodels.ops.loss.kept_logits import NO_ROWS, rows_to_keep, statistics_and_logits
 from ligermodels.ops.loss.linear_gradients import gradients_from_kept, linear_gradients
 from ligermodels.ops.loss.linear_head import LinearHead
@@ -26,9 +26,6 @@ from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-
-if TYPE_CHECKING:
-    pass
 
 
 def linear_statistics(
@@ -118,16 +115,15 @@ def linear_rows(
         return results
     if any(needs):
         rows = rows._replace(weights=loss_weights)
-    beside = bytes_beside(weight, options, ranks=rows.ranks is not None, filtered=bool(sampled))
+    beside = bytes_beside(weight, options, ranks=rows.ranks is not None)
+    if sampled:
+        beside = max(beside, len(weight) * bytes_for_cutoffs(weight.dtype))
     size = chunk_rows(target.numel(), weight, beside, memory_budget, needs[1])
-    head = ChunkedHead(hidden, weight, bias, size, gradients)
-    for chunk, logits in head.chunks():
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, size, gradients):
         chunk_of_rows = rows.chunk(chunk)
         if sampled:
             fill_dropped(logits, chunk_of_rows, options, SamplerOptions(int(sampled[0]), *sampled[1:]))
         rows_in_place(logits, chunk_of_rows, options, class_weights)
-        head.add_gradients(chunk, logits)
-    head.close()
     rows.fill_lses()
     return results
 

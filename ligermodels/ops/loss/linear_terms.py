@@ -12,27 +12,38 @@ from ligermodels.ops.loss.chunks import keep_gradients
 from ligermodels.ops.loss.linear_head import LinearHead, LinearLoss
 from ligermodels.ops.loss.linear_statistics import linear_rows, linear_statistics
 from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, term_weights
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, with_extras
+from ligermodels.ops.loss.token_losses import (
+    LogitRows,
+    LossOptions,
+    Reduction,
+    check_reduction,
+    checked_class_weights,
+    with_extras,
+)
 
 
 def linear_loss_terms(
-    head: LinearHead, options: LossOptions, *, reduction: Reduction, token_scaling: bool, return_rank: bool,
-    return_z_loss: bool, return_predicted: bool,
+    head: LinearHead, options: LossOptions, *, reduction: Reduction, class_weights: Tensor | None, token_scaling: bool,
+    return_rank: bool, return_z_loss: bool, return_predicted: bool,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The loss, or a tuple of the loss and the requested results: ranks, z-loss, predicted classes.
 
     Args:
-        head: the checked arguments of `linear_cross_entropy`.
+        head: the checked arguments of `linear_cross_entropy`; with class weights of the reduction "none".
         options: the options of the loss.
         reduction: "mean", "sum" or "none".
+        class_weights: floating (V,), or None.
         token_scaling: whether a row's loss is multiplied by the probability of its target.
         return_rank: whether the ranks are returned.
         return_z_loss: whether the z-loss is returned.
         return_predicted: whether the predicted classes are returned.
     """
-    fused, reduced = has_one_weight(options, head.class_weights, token_scaling), reduction != "none"
-    weights = term_weights(head.loss_weights, head.target, head.class_weights, reduction)
-    terms = LossTerms(options, head.class_weights, token_scaling, fused and head.shard is None)
+    if class_weights is not None:
+        check_reduction("linear_cross_entropy", reduction)
+        class_weights = checked_class_weights("linear_cross_entropy", class_weights, head.num_classes, head.hidden)
+    fused, reduced = has_one_weight(options, class_weights, token_scaling), reduction != "none"
+    weights = term_weights(head.loss_weights, head.target, class_weights, reduction)
+    terms = LossTerms(options, class_weights, token_scaling, fused and head.shard is None)
     outputs = terms.outputs(return_rank, return_z_loss, return_predicted)
     if terms.fused:
         packed = _LinearLossAndMore.apply(

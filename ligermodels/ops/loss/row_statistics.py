@@ -36,18 +36,41 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     """
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
-        return
-    if not set_batch_invariant.value:
+    elif set_batch_invariant.value:
+        # Torch sums a single long row by several threads, and several rows by one each.
+        for row in range(len(logits)):
+            only = slice(row, row + 1)
+            _in_torch(logits[only], rows.chunk(only), options, class_weights)
+    else:
         _in_torch(logits, rows, options, class_weights)
-        return
-    # Torch sums a single long row by several threads, and several rows by one each.
-    for row in range(len(logits)):
-        only = slice(row, row + 1)
-        _in_torch(logits[only], rows.chunk(only), options, class_weights)
 
 
 def _in_torch(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:
     """`rows_in_place` without the kernels."""
+    if options.are_plain and rows.have_losses_alone:
+        _plain_losses(logits, rows, options.ignore_index)
+    else:
+        _statistics(logits, rows, options, class_weights)
+
+
+def _plain_losses(logits: Tensor, rows: LogitRows, ignore_index: int) -> None:
+    """-log p_y, and its gradient p_j - [j = y] times the weight of the row."""
+    ignored = (rows.target == ignore_index).unsqueeze(1)
+    y = rows.target.unsqueeze(1).masked_fill(ignored, 0)
+    x = logits.to(rows.losses.dtype)
+    x.sub_(x.amax(1, keepdim=True))
+    p = x.exp()
+    totals = p.sum(1, keepdim=True)
+    losses = totals.log() - x.gather(1, y)
+    rows.losses.copy_(losses.masked_fill_(ignored, 0.0).squeeze(1))
+    if rows.weights is not None:
+        weights = rows.weights.unsqueeze(1)
+        gradient = p.mul_(weights / totals).scatter_add_(1, y, -weights)
+        logits.copy_(gradient.masked_fill_(ignored, 0.0))
+
+
+def _statistics(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:
+    """All statistics of rows, by any options."""
     V, smoothing, z_loss = logits.shape[1], options.label_smoothing, options.z_loss
     valid = rows.target != options.ignore_index
     y = torch.where(valid, rows.target, 0).unsqueeze(1)

@@ -12,13 +12,13 @@ head of `loss_terms` has the formula with class weights and token scaling.
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import checked_on_host
+from ligermodels.ops.runtime.checks import assert_async
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import check_tensor, empty_like
 
@@ -46,8 +46,15 @@ class LossOptions(NamedTuple):
     def check(self, op: str, reduction: str) -> None:
         """Raises InputError, naming `op`, for a number out of its range, or an unknown reduction."""
         check_reduction(op, reduction)
-        if self[1:] == LossOptions()[1:]:
-            return
+        if not self.are_plain:
+            self._check_ranges(op)
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the loss of a row is the cross entropy of its logits as they are."""
+        return self[1:] == LossOptions()[1:]
+
+    def _check_ranges(self, op: str) -> None:
         for name, (least, most, requirement) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name == "softcap":
@@ -110,6 +117,11 @@ class LogitRows(NamedTuple):
             for needed, dtype in zip(requested, dtypes, strict=True)
         ]
         return cls(target, *statistics)
+
+    @property
+    def have_losses_alone(self) -> bool:
+        """Whether losses, by the logits as they are, are the only statistics."""
+        return all(x is None for x in (*self[2:9], *self[10:]))
 
     def pack(self) -> list[Tensor]:
         """The statistics that are not None, in order: the results of registered ops and autograd.Functions."""
@@ -185,11 +197,8 @@ def checked_loss_weights(
     Returns:
         A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
-    tokens = None if token_weights is None else token_weights.detach()
-    results: tuple[Tensor, Tensor] = _loss_weights(
-        target, tokens, num_classes, ignore_index, reduction, dtype == torch.float64
-    )
-    return results
+    tokens, double = None if token_weights is None else token_weights.detach(), dtype == torch.float64
+    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, double))
 
 
 @custom_op()
@@ -267,15 +276,8 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
         InputError: a target is neither a class nor `ignore_index`.
     """
     valid = (target.clamp(0, num_classes - 1) == target) | (target == ignore_index)
-    if not checked_on_host(target):
-        message = f"a target is neither in [0, {num_classes}) nor ignore_index ({ignore_index})"
-        torch._assert_async(valid.all(), message)
-    elif not valid.all():
-        index = (~valid).nonzero()[0].tolist()
-        raise InputError(
-            f"target{index} is {target[tuple(index)].item()}, which is neither in [0, {num_classes}) nor the "
-            f"ignore_index ({ignore_index}); {int((~valid).sum())} such in all"
-        )
+    message = f"target: must lie in [0, {num_classes}), or be the ignore_index ({ignore_index})"
+    assert_async(valid, message, target, "target")
 
 
 def with_extras(loss: Tensor, *extras: Tensor | None) -> Tensor | tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.linear.batch_invariant import dense_linear
+from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.devices import gpu_of, is_recording
 from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.library import PLAIN, reject_dtensors, replicated
+from ligermodels.ops.runtime.library import PLAIN_OR_NONE, reject_dtensors, replicated
 from ligermodels.ops.runtime.tensors import Shape, check_tensor
 
 _DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
@@ -23,11 +23,14 @@ class _Spec(NamedTuple):
     dtype_name: str  # equal for tensors of equal dtypes
     leading: bool  # whether any number of dimensions comes before the `sizes`
     sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers
+    positive: frozenset[str]  # the letters of sizes that may not be 0
     optional: bool
 
-    def fits(self, x: Tensor, known: dict[str, Any]) -> bool:
+    def fits(self, x: Any, known: dict[str, Any]) -> bool:
         """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
         # Each op begins with it. To gather all values, and then compare them, takes twice the time.
+        if not isinstance(x, Tensor):
+            return x is None and self.optional
         dtype, device, sizes = x.dtype, x.device, x.shape
         first = len(sizes) - len(self.sizes)
         if first < 0 or (first and not self.leading) or dtype not in self.dtypes:
@@ -38,8 +41,8 @@ class _Spec(NamedTuple):
             leading, sizes = sizes[:first], sizes[first:]
             if known.setdefault("...", leading) != leading:
                 return False
-        for letter, size in zip(self.sizes, sizes, strict=True):  # noqa: SIM110  # a plain loop is the fastest
-            if known.setdefault(letter, size) != size:
+        for letter, size in zip(self.sizes, sizes, strict=True):  # a plain loop is the fastest
+            if known.setdefault(letter, size) != size or (letter in self.positive and size == 0):
                 return False
         return True
 
@@ -60,8 +63,7 @@ class Signature:
 
     def __init__(self, *, dtensors: Literal["refused", "replicated", "kept"] = "refused", **tensors: str) -> None:
         self._dtensors = dtensors
-        self._positive = [word[:-1] for text in tensors.values() for word in text.split() if word.endswith("+")]
-        self._specs = [_parsed(name, text.replace("+", "")) for name, text in tensors.items()]
+        self._specs = [_parsed(name, text) for name, text in tensors.items()]
         self._numbers = {size: int(size) for spec in self._specs for size in spec.sizes if size.isdigit()}
 
     def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
@@ -77,29 +79,26 @@ class Signature:
         """
         known, plain = {**self._numbers, **sizes}, True
         for spec, x in zip(self._specs, tensors, strict=True):
-            if x is None and spec.optional:
-                continue
-            if not isinstance(x, Tensor) or not spec.fits(x, known):
+            if not spec.fits(x, known):
                 raise self._error(op, spec, tensors, {**self._numbers, **sizes})
-            plain = plain and type(x) in PLAIN
-        for letter in self._positive:
-            if known[letter] == 0:
-                shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
-                raise InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
+            plain = plain and type(x) in PLAIN_OR_NONE
         return tensors if plain or self._dtensors == "kept" else self._with_dtensors(op, tensors)
 
     def _error(self, op: str, spec: _Spec, tensors: tuple[Any, ...], known: dict[str, Any]) -> InputError:
         """The error of `check_tensor` for the tensor of `spec`, with numbers for the letters of the tensors before."""
         position = self._specs.index(spec)
         for earlier, tensor in zip(self._specs[:position], tensors, strict=False):
-            if tensor is not None:
-                earlier.fits(tensor, known)
+            earlier.fits(tensor, known)
         parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
         wanted = tuple(size for part in parts for size in part)
         declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
         dtypes = (known[spec.dtype_name],) if spec.dtype_name in known else declared
         x = tensors[position]
         check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
+        for letter, size in zip(reversed(spec.sizes), reversed(x.shape), strict=False):
+            if size == 0 and letter in spec.positive:
+                shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
+                return InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
         return InputError(
             f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
         )
@@ -116,13 +115,14 @@ def _parsed(name: str, text: str) -> _Spec:
     """The tensor `name` from its sizes, dtypes, "=other" for the dtype of another tensor, and "?"."""
     shape: list[Any] = []
     dtypes, tied = [], name
-    for word in text.replace("?", "").split():
+    positive = frozenset(word[:-1] for word in text.split() if word.endswith("+"))
+    for word in text.replace("?", "").replace("+", "").split():
         if word.startswith("="):
             tied = word[1:]
         elif hasattr(torch, word):
             dtypes.append(getattr(torch, word))
         else:
             shape.append(... if word == "..." else word)
-    leading = shape[:1] == [...]
+    leading, dtype_name = shape[:1] == [...], f"dtype of {tied}"
     allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
-    return _Spec(name, tuple(shape), allowed, f"dtype of {tied}", leading, tuple(shape[leading:]), "?" in text)
+    return _Spec(name, tuple(shape), allowed, dtype_name, leading, tuple(shape[leading:]), positive, "?" in text)
