@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from test_parallel import batch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from two_ranks import in_ranks
 from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.layers import expert_parallel
+from ligermodels.layers.layer import declared
 from ligermodels.parallel.cost import ModelSize, step_cost
 from ligermodels.parallel.memory import step_memory
 from ligermodels.training import FusedAdamW
@@ -100,6 +102,31 @@ def send(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             cost = step_cost(cost_of, 2 * 48, 48, degrees, activation_checkpointing=mode)
             chance = 0 if degrees["expert"] <= MIXTURE["num_experts_per_tok"] else 0.15
             assert every.item() == pytest.approx(4 * cost.sent["expert"], rel=chance), mode
+
+
+def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Parameters divided over all ranks are not in FSDP2's groups, unless these cast them."""
+    for degrees, others in (({"tensor": 2}, False), ({"expert": 2}, True)):
+        config = CONFIGS["qwen3_moe"] | {"num_experts": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+        config |= {"moe_intermediate_size": 18}
+        for dtype in (None, "bfloat16"):
+            torch.manual_seed(0)
+            model = lm.parallelize(build(config, 0, "cpu"), lm.ParallelPlan(**degrees, param_dtype=dtype))
+            sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            mixtures = [block.mlp for block in model.decoder.blocks if declared(block.mlp).expert_parallel]
+            assert mixtures
+            if dtype is None:
+                assert bool(sharded) == others and not set(mixtures) & set(sharded)
+                experts = mixtures[0].gate_up
+                assert experts.device_mesh.mesh_dim_names[-1] == ("expert" if others else "tensor")
+            else:
+                assert set(model.decoder.blocks) <= set(sharded)
+            model(**batch(0)).loss.backward()
+            assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_divided_over_all_ranks(tmp_path: Path) -> None:
+    in_ranks(2, groups, tmp_path)
 
 
 def test_ranks_hold_what_is_planned(tmp_path: Path) -> None:
