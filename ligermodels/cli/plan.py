@@ -13,6 +13,7 @@ from ligermodels.errors import InputError, arguments_named
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.parallel.advice import Candidate
 
 DEGREES = ("replicate", "shard", "context", "tensor", "expert")
 
@@ -50,7 +51,7 @@ def plan(
         raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
     import torch
 
-    from ligermodels.parallel.advice import candidates, worst_memory
+    from ligermodels.parallel.advice import candidates
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
@@ -77,10 +78,21 @@ def plan(
     flags += "".join(f" --lora-targets {target}" for target in lora_targets or [])
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
-    if fastest["expert"] > 1:
-        model.activation_checkpointing = fastest["activation_checkpointing"]
-        worst = worst_memory(model, plans[0], seq_len, **states)
+    model.activation_checkpointing = plans[0].activation_checkpointing
+    _say_more(model, plans[0], seq_len, size, states)
+
+
+def _say_more(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:
+    """Print what else is known of the fastest plan, whose activation checkpointing the model has."""
+    from ligermodels.parallel.advice import RESERVED, memory_without_resharding, worst_memory
+
+    if plan.degrees.expert > 1:
+        worst = worst_memory(model, plan, seq_len, **states)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
+    if plan.degrees.shard * plan.degrees.context > 1:
+        kept = memory_without_resharding(model, plan, seq_len, **states).total
+        if kept <= memory * (1 - RESERVED):
+            say(f"--no-reshard-after-forward gathers each block once a step instead of twice: {readable_bytes(kept)}")
 
 
 def _prepare(model: CausalLM, lora_rank: int | None, lora_targets: list[str], quantize: QuantizedFormat | None) -> None:

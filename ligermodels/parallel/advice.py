@@ -231,9 +231,34 @@ def worst_memory(
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
     """
     states = States(optimizer, optimizer_in_bwd)
+    return _memory_of(model, plan, seq_len, states, expert_load=float(plan.degrees.expert))
+
+
+def memory_without_resharding(
+    model: CausalLM,
+    plan: Candidate,
+    seq_len: int,
+    *,
+    optimizer: OptimizerName = "adamw",
+    optimizer_in_bwd: bool = False,
+) -> StepMemory:
+    """Memory of a rank if blocks stay gathered between their forward and their backward pass.
+
+    Args:
+        model: the model on the meta device, with the plan's activation checkpointing.
+        plan: a plan of `candidates`.
+        seq_len: tokens per sequence.
+        optimizer: name of the optimizer.
+        optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
+    """
+    load, states = EXPERT_LOAD if plan.degrees.expert > 1 else 1.0, States(optimizer, optimizer_in_bwd)
+    return _memory_of(model, plan, seq_len, states, expert_load=load, reshard_after_forward=False)
+
+
+def _memory_of(model: CausalLM, plan: Candidate, seq_len: int, states: States, **options: Any) -> StepMemory:
+    """`step_memory` of a plan; `options` are further arguments."""
     spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
-    load = float(plan.degrees.expert)
-    return step_memory(model, plan.micro_batch, seq_len, **spread, expert_load=load, **states._asdict())
+    return step_memory(model, plan.micro_batch, seq_len, **spread, **states._asdict(), **options)
 
 
 def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:

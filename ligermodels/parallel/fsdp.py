@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     Args:
         model: a `CausalLM`, or a module that contains a `Decoder`.
         mesh: a mesh with the dimensions ("shard",) or ("replicate", "shard").
-        plan: its `param_dtype` and `reduce_dtype` are used.
+        plan: its `param_dtype`, `reduce_dtype` and `reshard_after_forward` are used.
         experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
             none.
     """
@@ -47,7 +47,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     decoders = modules_of(model, Decoder)
     models = modules_of(model, CausalLM)
     for decoder in decoders:
-        _shard_blocks(decoder, sharder)
+        _shard_blocks(decoder, sharder, plan.reshard_after_forward)
     heads = modules_of(model, LMHead)
     inputs = [
         module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
@@ -118,10 +118,13 @@ class _Sharder(NamedTuple):
         return [module, *groups, *kept[:1]]  # type: ignore[list-item]
 
 
-def _shard_blocks(decoder: Decoder, sharder: _Sharder) -> None:
+def _shard_blocks(decoder: Decoder, sharder: _Sharder, reshard_after_forward: bool) -> None:
     if isinstance(decoder.blocks[0], FSDPModule):
         return
     groups = [sharder.shard(block) for block in decoder.blocks]
+    if not reshard_after_forward:
+        for group in chain.from_iterable(groups):
+            group.set_reshard_after_forward(False, recurse=False)
     for before, after in pairwise(groups):  # while a block computes, the next one is gathered
         before[0].set_modules_to_forward_prefetch(after)
     # Also the inner groups of the block itself: selective checkpointing, which computes it again, fails where they are

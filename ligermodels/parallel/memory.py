@@ -62,6 +62,7 @@ def step_memory(
     tensor: int = 1,
     expert: int = 1,
     expert_load: float = 1.0,
+    reshard_after_forward: bool = True,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
 ) -> StepMemory:
@@ -82,6 +83,7 @@ def step_memory(
         expert: ranks that experts are divided over, out of shard x context.
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert` (all tokens
             of all ranks go to this rank's experts).
+        reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
@@ -90,7 +92,9 @@ def step_memory(
         ConfigError: the model cannot be divided in this way; the message names the degree.
     """
     step = StepTrace(model, batch_size, seq_len, context=context, tensor=tensor, expert=expert, expert_load=expert_load)
-    return step.memory(shard=shard, optimizer=optimizer, optimizer_in_bwd=optimizer_in_bwd)
+    return step.memory(
+        shard=shard, reshard_after_forward=reshard_after_forward, optimizer=optimizer, optimizer_in_bwd=optimizer_in_bwd
+    )
 
 
 class StepTrace:
@@ -155,6 +159,7 @@ class StepTrace:
         *,
         shard: int = 1,
         expert: int | None = None,
+        reshard_after_forward: bool = True,
         optimizer: OptimizerName = "adamw",
         optimizer_in_bwd: bool = False,
     ) -> StepMemory:
@@ -164,6 +169,7 @@ class StepTrace:
             shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`).
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
+            reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
             optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
             optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
@@ -200,24 +206,26 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered(self.model, shares, divided),
+            gathered=_gathered(self.model, shares, divided, reshard_after_forward),
             activations=activations,
             backward=peak - activations,
         )
 
 
-def _gathered(model: CausalLM, shares: Shares, divided: int) -> int:
-    """Bytes of the whole parameters of GATHERED_UNITS units, and of the whole gradients of one unit, that FSDP2 gathers
-    over `divided` ranks. Experts that are divided over all of them are not gathered."""
+def _gathered(model: CausalLM, shares: Shares, divided: int, reshard_after_forward: bool) -> int:
+    """Bytes of the whole parameters of GATHERED_UNITS units, or of all blocks and another unit, and of the whole
+    gradients of one unit, that FSDP2 gathers over `divided` ranks. Experts that are divided over all of them are not
+    gathered."""
     if divided == 1:
         return 0
     units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
     gathered = [
         [share for share in shares.of(unit) if not (share.of_experts and divided == shares.expert)] for unit in units
     ]
-    largest = max(sum(share.nbytes for share in unit) for unit in gathered)
+    sizes = [sum(share.nbytes for share in unit) for unit in gathered]
+    whole = GATHERED_UNITS * max(sizes) if reshard_after_forward else sum(sizes[:-2]) + max(sizes[-2:])
     trained = max(sum(share.nbytes for share in unit if share.parameter.requires_grad) for unit in gathered)
-    return GATHERED_UNITS * largest + trained
+    return whole + trained
 
 
 def state_bytes(

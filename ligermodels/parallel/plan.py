@@ -25,6 +25,8 @@ class ParallelPlan(BaseModel):
             parameters' dtype.
         reduce_dtype: "bfloat16" or "float32", dtype of sums of gradients over ranks. Default: the dtype of the
             computation.
+        reshard_after_forward: whether blocks are sharded again after their forward pass, and gathered a second time for
+            their backward pass. False takes memory for all whole blocks. Default: True.
         activation_checkpointing: "none", "selective" or "full". Default: the model's setting.
         compile: "none" or "blocks", the parts that torch.compile compiles. Default: "none".
 
@@ -59,6 +61,9 @@ class ParallelPlan(BaseModel):
     )
     reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="Dtype of sums of gradients over ranks.  [default: dtype of the computation]"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Gather blocks for each pass; off: once a step, with memory for all whole blocks."
     )
     activation_checkpointing: Literal["none", "selective", "full"] | None = Field(
         None, description="Activation checkpointing.  [default: the model's setting]"

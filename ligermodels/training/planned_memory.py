@@ -39,7 +39,12 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
     shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
     try:
         step = StepTrace(traced, sequences, recipe.row_tokens, **degrees, reference=job.reference)
-        memory = step.memory(shard=shard, optimizer=recipe.optimizer, optimizer_in_bwd=recipe.optimizer_in_bwd)
+        memory = step.memory(
+            shard=shard,
+            reshard_after_forward=recipe.parallel.reshard_after_forward,
+            optimizer=recipe.optimizer,
+            optimizer_in_bwd=recipe.optimizer_in_bwd,
+        )
     except (InputError, NotImplementedError, RuntimeError) as error:  # a layer, loss or optimizer of the user's own
         return f"not counted: {error}"
     return replace(memory, reference=_reference_bytes(recipe, job))

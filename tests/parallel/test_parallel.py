@@ -261,6 +261,18 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match="sharded already"):
         lm.add_lora(lm.parallelize(build("qwen3")), 3)
 
+    # Blocks that stay gathered between their passes, and are sharded again after the backward pass or without one.
+    plain, model = build("qwen3_moe"), lm.parallelize(build("qwen3_moe"), lm.ParallelPlan(reshard_after_forward=False))
+    loss = model(**batch(rank)).loss
+    assert not any(isinstance(p, DTensor) for p in model.decoder.blocks.parameters())
+    loss.backward()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        model(**batch(rank))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.zero_grad()
+    check_training(model, plain, torch.optim.SGD)
+
     # bfloat16, with modules that stay float32; the update within the backward pass; its noise is that of one process.
     plain, model = build("qwen3_5_text", torch.bfloat16), build("qwen3_5_text", torch.bfloat16)
     lm.parallelize(model, lm.ParallelPlan(reduce_dtype="float32"))

@@ -120,6 +120,11 @@ def test_shards_divide_what_lasts_and_gather_what_computes() -> None:
     keys_values = 256 * sum(2 * each["kv_heads"] * each["head_dim"] * 2 for each in mixers)
     assert of_tokens / 4 < kept < of_tokens / 4 + 1.5 * keys_values < of_tokens / 2
     assert whole.gathered == 0 < sharded.gathered < whole.weights + whole.optimizer_states
+    kept = step_memory(model, 1, 256, shard=8, reshard_after_forward=False)  # all blocks, and the tied embedding
+    parts = *model.decoder.blocks, model.decoder.embed
+    blocks, embedding = (sum(p.nbytes for part in each for p in part.parameters()) for each in (parts[:-1], parts[-1:]))
+    assert kept.gathered == blocks + 2 * embedding and sharded.gathered == 3 * embedding  # and gradients of one
+    assert kept.total - sharded.total == kept.gathered - sharded.gathered
     adafactor = step_memory(model, 1, 256, optimizer="adafactor")
     assert adafactor.optimizer_states < whole.optimizer_states / 100
     lm.add_lora(model, 4)
@@ -329,6 +334,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"ligermodels train {tmp_path} --gpus 2 " in result.output
     assert "--shard 2" in result.output
+    alone = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "1", "--memory", "80GB", *command[6:]])
+    assert ["--no-reshard-after-forward gathers" in each.output for each in (result, alone)] == [True, False]
     eight = CliRunner().invoke(app, [*command, "--optimizer", "adamw8bit", "--optimizer-in-bwd"])
     assert eight.exit_code == 0 and " --optimizer adamw8bit --optimizer-in-bwd" in eight.output, eight.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)

@@ -264,7 +264,7 @@ class SSDChunks(torch.autograd.Function):
             for i, part in enumerate(parts)
         ]  # fmt: skip
         y, state = zip(*outputs, strict=True)
-        return _sum(y).to(x.dtype), _joined(state, 2)
+        return _sum(y, x.dtype), _joined(state, 2)
 
     @staticmethod
     @once_differentiable
@@ -283,7 +283,7 @@ class SSDChunks(torch.autograd.Function):
             for i, part in enumerate(parts)
         ]  # fmt: skip
         dx, ddt, dg, dB, dC, dskip, dinitial = zip(*gradients, strict=True)
-        sums = _sum(dx).to(x.dtype), _sum(ddt), _sum(dg)
+        sums = _sum(dx, x.dtype), _sum(ddt, dt.dtype), _sum(dg, g.dtype)
         return *sums, _joined(dB, 3), _joined(dC, 3), dskip[0], _joined(dinitial, 2), None, None
 
 
@@ -297,8 +297,11 @@ def _rows(state: Tensor | None, part: slice) -> Tensor | None:
     return None if state is None else state[:, :, part]
 
 
-def _sum(parts: tuple[Tensor, ...]) -> Tensor:
-    return reduce(torch.add, parts)
+def _sum(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The sum in `dtype`. Without a cast to the same dtype: torch.compile of 2.11 loses the gradient of an output of an
+    autograd.Function that such a cast returns."""
+    total = reduce(torch.add, parts)
+    return total if total.dtype == dtype else total.to(dtype)
 
 
 def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
