@@ -91,8 +91,10 @@ def run(name: str, batch_invariant: bool) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
-    parser.add_argument("models", nargs="*", default=["llama-3.2-1b", "qwen3-8b"], choices=CONFIGS, metavar="MODEL")
+    parser.add_argument("models", nargs="*", default=["llama-3.2-1b", "qwen3-8b"], metavar="MODEL")
     arguments = parser.parse_args()
+    if unknown := set(arguments.models) - set(CONFIGS):
+        parser.error(f"unknown models: {', '.join(unknown)}; there are {', '.join(CONFIGS)}")
     for name in arguments.models:
         for mode in (False, True):
             record = {"case": name, "provider": "ligermodels", "batch_invariant": mode, **run(name, mode)}
