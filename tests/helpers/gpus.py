@@ -1,9 +1,9 @@
 """GPUs that this machine lacks: the launches that the calls of `op_calls` make on each, compiled for it by Triton.
 
 `python tests/helpers/gpus.py` writes docs/gpus.md. In a process of its own, because it replaces Triton's driver:
-`gpus.py record` prints as JSON what each op does on each GPU, and `gpus.py compile sm_80` the launches that do not
-compile for it, or that need more shared memory than it has. `gpus.py find faulty_kernels` does so for each GPU, with
-the calls of that module.
+`gpus.py record` prints as JSON what each op does on each GPU. `gpus.py compile op_calls 1 4` prints for each GPU the
+launches of the calls in that module that do not compile for it, or that need more shared memory than it has: of every
+fourth op, the second of them first.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
-OLDEST = "sm_80", "gfx942"
-"""Of each maker; a newer GPU runs most of the same code."""
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 RUN = "sm_90"
@@ -131,16 +129,24 @@ class Recording:
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
 
     With `compiles`, each launch is compiled until its memory is allocated, and some to machine code: the fewest that
-    contain each kernel with each of its dtypes, and on the oldest GPUs with each value of a flag. faults: the launches
-    that do not compile, or need more than the GPU has. For the latter, OutOfResources is raised where Triton would
-    raise it, so that an op may launch smaller tiles; only an op that does not is a fault.
+    contain each kernel with each of its dtypes. faults: the launches that do not compile, or need more than the GPU
+    has. For the latter, OutOfResources is raised where Triton would raise it, so that an op may launch smaller tiles;
+    only an op that does not is a fault.
+
+    Args:
+        gpu: one of GPUS.
+        calls_in: the module with the calls.
+        part: the ops whose calls are made, by their places. Default: all.
+        compiles: whether launches are compiled. Default: False.
     """
 
-    def __init__(self, gpu: str, calls_in: str = "op_calls", *, compiles: bool = False) -> None:
+    def __init__(
+        self, gpu: str, calls_in: str = "op_calls", part: slice = slice(None), *, compiles: bool = False
+    ) -> None:
         import triton
 
         importlib.import_module("layer_calls")  # adds to those of op_calls
-        planned = Recording(gpu, calls_in).launches if compiles else {}
+        planned = Recording(gpu, calls_in, part).launches if compiles else {}
         self._gpu, self.driver = gpu, Driver(gpu)
         self.launches: dict[Any, Launch] = {}
         self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
@@ -154,7 +160,7 @@ class Recording:
         triton.knobs.runtime.jit_cache_hook = self._record
         triton.knobs.runtime.add_stages_inspection_hook = self._stages
         devices.pretend(GPUS[gpu])
-        for op, calls in importlib.import_module(calls_in).CALLS.items():
+        for op, calls in list(importlib.import_module(calls_in).CALLS.items())[part]:
             for call in calls:
                 self._kernels.clear()
                 try:
@@ -178,7 +184,7 @@ class Recording:
         with the smallest tiles of equal ones.
         """
         ordered = sorted(launches, key=lambda known: launches[known].tile_size)
-        parts = {known: machine_code_of(launches[known], every=self._gpu in OLDEST) - self._seen for known in ordered}
+        parts = {known: machine_code_of(launches[known]) - self._seen for known in ordered}
         chosen = dict.fromkeys(known for known in ordered if self._on_older(launches[known], True))
         missing = set().union(*parts.values()).difference(*(parts[known] for known in chosen))
         while missing:
@@ -205,7 +211,7 @@ class Recording:
 
         machine_code = known in self._to_machine_code
         if machine_code:
-            self._seen |= machine_code_of(launch, every=self._gpu in OLDEST)
+            self._seen |= machine_code_of(launch)
         if self._on_older(launch, machine_code):
             return
         print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
@@ -234,20 +240,11 @@ class Recording:
         return shared is not None and shared <= GPUS[self._gpu].shared_memory
 
 
-def machine_code_of(launch: Launch, every: bool) -> set[tuple[str, ...]]:
-    """The parts of a launch that LLVM and the assembler see: its kernel with dtypes, and with values of flags.
-
-    Args:
-        launch: integers above 1 among its constants are tile sizes; Triton has divided tiles among threads by then.
-        every: whether float16 differs from bfloat16, and flags count. One GPU of each maker shows that.
-    """
-    names = launch.kernel.arg_names
-    dtypes = {dtype if every else dtype.replace("fp16", "bf16") for dtype in launch.signature.values()}
-    parts = {(launch.name, dtype) for dtype in dtypes if dtype.startswith("*") and "i" not in dtype} | {(launch.name,)}
-    if every:
-        flags = {place: value for (place, *_), value in launch.constants.items() if not is_size(value)}
-        parts |= {(launch.name, names[place], str(value)) for place, value in flags.items()}
-    return parts
+def machine_code_of(launch: Launch) -> set[tuple[str, ...]]:
+    """The parts of a launch that LLVM and the assembler see: its kernel with each dtype, float16 counted as bfloat16.
+    Tiles have been divided among threads by then, and each flag's branch has passed Triton's own passes."""
+    dtypes = {dtype.replace("*fp16", "*bf16") for dtype in launch.signature.values()}
+    return {(launch.name, dtype) for dtype in dtypes if dtype.startswith("*") and "i" not in dtype} | {(launch.name,)}
 
 
 def is_size(value: Any) -> bool:
@@ -320,9 +317,9 @@ def main(command: str = "write", *arguments: str) -> None:
     if command == "record":
         print(json.dumps(record()))
     elif command == "compile":
-        print(json.dumps(Recording(*arguments, compiles=True).faults))
-    elif command == "find":
-        print(json.dumps({gpu: Recording(gpu, *arguments, compiles=True).faults for gpu in GPUS}))
+        calls_in, first, step = arguments
+        part = slice(int(first), None, int(step))  # older GPUs first, which share their results
+        print(json.dumps({gpu: Recording(gpu, calls_in, part, compiles=True).faults for gpu in GPUS}))
     else:
         PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
 
