@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Modules and tests, a million objects, live until the end: no collection of garbage looks at them again. What
-    tests leave is small without a GPU, so that it is looked at as a whole a tenth as often."""
+    """Keep garbage collections from modules and tests, a million objects that live until the end. Without a GPU, where
+    tests leave little behind, run full collections a tenth as often."""
     gc.collect()
     gc.freeze()
     if not HAS_CUDA:

@@ -32,7 +32,8 @@ SEQUENCES = 4
 def losses(run: Path) -> dict[int, float]:
     """Loss by step, of the reports in a run's folder."""
     path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the run may be writing the last line
     return {report["step"]: report["loss"] for report in map(json.loads, lines) if "loss" in report}
 
 
@@ -83,6 +84,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args()
     first, *others = arguments.gpus
+    if first < 2 or not others:
+        parser.error(f"--gpus: takes a number above 1, and the numbers to resume on, got {arguments.gpus}")
+    if arguments.steps < 3:
+        parser.error(f"--steps: must be at least 3, got {arguments.steps}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         torch.manual_seed(0)

@@ -45,8 +45,8 @@ def profile(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def profile_of_rank(step: Callable[[], Any]) -> dict[str, dict[str, float]]:
-    """Where the time of a call of `step` right after another goes on a rank of several, in milliseconds: the host is
-    then ahead of the GPU, as in training.
+    """The time of a rank by kernels and communication, in milliseconds, of the second of two calls of `step` in a row:
+    the host is then ahead of the GPU, as in training.
 
     Args:
         step: A call that works on the GPU and communicates by NCCL. All ranks call it.

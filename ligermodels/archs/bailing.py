@@ -115,7 +115,8 @@ def _with_whole_rope(fields: Fields) -> Fields:
 def _check_no_limits(fields: Fields, name: str) -> None:
     """ConfigError if the list `name` of limits of each layer's experts has a limit."""
     fields.ignore(name)
-    if any(fields.config.get(name) or ()):
+    limits = fields.config.get(name)
+    if any(limits if isinstance(limits, list) else [limits]):
         raise ConfigError(
             f"{fields.where}: {name} is not implemented: some programs clamp the activations of experts by it, others, "
             "like transformers, do not read it; remove the field to compute without it"

@@ -79,11 +79,12 @@ def plan(
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     model.activation_checkpointing = plans[0].activation_checkpointing
-    _say_more(model, plans[0], seq_len, size, states)
+    _say_memory_of(model, plans[0], seq_len, size, states)
 
 
-def _say_more(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:
-    """Print what else is known of the fastest plan, whose activation checkpointing the model has."""
+def _say_memory_of(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:
+    """Print the memory of the fastest plan in its worst case, and without resharding if that fits. The model has the
+    plan's activation checkpointing."""
     from ligermodels.parallel.advice import RESERVED, memory_without_resharding, worst_memory
 
     if plan.degrees.expert > 1:

@@ -41,7 +41,12 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
             none.
     """
-    if plan.tensor > 1 and _is_whole(mesh, plan):
+    if plan.tensor > 1 and _only_copies(mesh, plan):
+        for buffer in model.buffers():  # FSDP2 would move them to the rank's device, where the parameters are
+            if not buffer.is_meta:
+                buffer.data = buffer.to(_device_of(mesh))
+        for root in (*modules_of(model, CausalLM), model):
+            vars(root)["__deepcopy__"] = _no_deepcopy
         return
     sharder = _Sharder.of(mesh, plan, experts)
     decoders = modules_of(model, Decoder)
@@ -65,9 +70,16 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
             vars(root)["__deepcopy__"] = _no_deepcopy  # torch's own error gives no advice
 
 
-def _is_whole(mesh: DeviceMesh, plan: ParallelPlan) -> bool:
+def _only_copies(mesh: DeviceMesh, plan: ParallelPlan) -> bool:
     """Whether FSDP2 over `mesh` would neither divide nor cast parameters, but only copy them."""
     return mesh.size() == 1 and plan.param_dtype is None
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 class _Sharder(NamedTuple):
@@ -85,7 +97,7 @@ class _Sharder(NamedTuple):
         # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        return cls(mesh, None if experts is None or _is_whole(experts, plan) else experts, policy, uncast)
+        return cls(mesh, None if experts is None or _only_copies(experts, plan) else experts, policy, uncast)
 
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
         """Shard a module, and return one module for each of its groups, its own group first."""
@@ -96,11 +108,11 @@ class _Sharder(NamedTuple):
         if kept:
             fully_shard(kept, mesh=self.mesh, mp_policy=self.uncast)
         spread = [mixture for mixture in unsharded if vars(mixture).get("_expert_mesh") is not None]
-        whole: set[nn.Parameter] = set()
+        copied: set[nn.Parameter] = set()
         groups: list[nn.Module] = []
         for mixture in spread:
             if self.experts is None:
-                whole |= set(of_experts(mixture).values())
+                copied |= set(of_experts(mixture).values())
                 continue
             names = type(mixture).expert_parallel  # type: ignore[attr-defined]
             children = ((name, child) for name, child in mixture.named_children() if name not in names)
@@ -113,7 +125,7 @@ class _Sharder(NamedTuple):
             mesh=self.mesh,
             mp_policy=self.policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=whole,
+            ignored_params=copied,
         )
         return [module, *groups, *kept[:1]]  # type: ignore[list-item]
 
@@ -135,7 +147,7 @@ def _shard_blocks(decoder: Decoder, sharder: _Sharder, reshard_after_forward: bo
 
 def _no_deepcopy(_: Any) -> None:
     raise InputError(
-        "copy.deepcopy: FSDP2 does not copy sharded modules; for a CausalLM that lm.parallelize has distributed, "
+        "copy.deepcopy: distributed modules are not copied; for a CausalLM that lm.parallelize has distributed, "
         "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
 

@@ -206,25 +206,21 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered(self.model, shares, divided, reshard_after_forward),
+            gathered=_gathered(self.model, shares, reshard_after_forward) if divided > 1 else 0,
             activations=activations,
             backward=peak - activations,
         )
 
 
-def _gathered(model: CausalLM, shares: Shares, divided: int, reshard_after_forward: bool) -> int:
+def _gathered(model: CausalLM, shares: Shares, reshard_after_forward: bool) -> int:
     """Bytes of the whole parameters of GATHERED_UNITS units, or of all blocks and another unit, and of the whole
-    gradients of one unit, that FSDP2 gathers over `divided` ranks. Experts that are divided over all of them are not
-    gathered."""
-    if divided == 1:
-        return 0
+    gradients of one unit."""
     units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
-    gathered = [
-        [share for share in shares.of(unit) if not (share.of_experts and divided == shares.expert)] for unit in units
-    ]
-    sizes = [sum(share.nbytes for share in unit) for unit in gathered]
-    whole = GATHERED_UNITS * max(sizes) if reshard_after_forward else sum(sizes[:-2]) + max(sizes[-2:])
-    trained = max(sum(share.nbytes for share in unit if share.parameter.requires_grad) for unit in gathered)
+    sizes = [sum(share.nbytes for share in shares.of(unit)) for unit in units]
+    whole = GATHERED_UNITS * max(sizes)
+    if not reshard_after_forward:
+        whole = max(whole, sum(sizes[:-2]) + max(sizes[-2:]))
+    trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)
     return whole + trained
 
 

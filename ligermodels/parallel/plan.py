@@ -63,7 +63,7 @@ class ParallelPlan(BaseModel):
         None, description="Dtype of sums of gradients over ranks.  [default: dtype of the computation]"
     )
     reshard_after_forward: bool = Field(
-        True, description="Gather blocks for each pass; off: once a step, with memory for all whole blocks."
+        True, description="Shard blocks again after their forward pass; off: after their backward pass."
     )
     activation_checkpointing: Literal["none", "selective", "full"] | None = Field(
         None, description="Activation checkpointing.  [default: the model's setting]"

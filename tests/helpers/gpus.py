@@ -61,7 +61,8 @@ memory that each needs. It takes no GPU.
 
 - **run**: the kernels compile, and the tests of the op have been run on this GPU as
   they are now.
-- **compiled**: the kernels compile and fit into its shared memory.
+- **compiled**: the kernels compile and fit into its shared memory. The tests run
+  ptxas at optimisation level 1; kernels run with level 3.
 - **torch**: the op runs in plain torch, without kernels (`gated_delta_rule`: in
   fla-core if it is installed).
 - **error**: the op raises `BackendError`, which names the GPU.

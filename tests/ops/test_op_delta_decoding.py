@@ -210,6 +210,9 @@ def test_bounded_gates(where: Where, channels: tuple[int, ...]) -> None:
     given = [tensor.to(where.device).requires_grad_() for tensor in (a, b, log_rate, bias)]
     rate = given[2].exp().view(3, *(1 for _ in channels))
     wanted = -2.5 / (1 + (-rate * (given[0] + given[3])).exp()), 1 / (1 + (-given[1]).exp())
+    for bound in (0.0, float("nan"), -float("inf")):
+        with pytest.raises(InputError, match="lower_bound: must be a finite number below 0"):
+            ops.delta_gates(*given, lower_bound=bound)
     found = ops.delta_gates(*given, lower_bound=-2.5)
     for ours, true in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, true)

@@ -77,6 +77,11 @@ CASES = {
         ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),
         ("ssd_chunks_forward", "ssd_chunks_backward"),
     ),
+    "ssd of a wide state": Case(
+        lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
+        ((1, 3, 1, 2), (1, 3, 1), (1,), (1, 3, 1, 130), (1, 3, 1, 130), (1,)),
+        ("ssd_chunks_forward",) * 2 + ("ssd_chunks_backward",) * 2,
+    ),
     "layer_norm": Case(
         lambda x, w, b: ops.layer_norm(x, w, b, 1e-6),
         ((5, 70), (70,), (70,)),

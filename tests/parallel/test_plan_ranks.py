@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel import batch
+from test_parallel import batch, check_training
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -116,13 +116,16 @@ def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             mixtures = [block.mlp for block in model.decoder.blocks if declared(block.mlp).expert_parallel]
             assert mixtures
             if dtype is None:
+                torch.manual_seed(0)
+                plain = build(config, 0, "cpu")
+                check_training(model, plain, torch.optim.SGD, tensor=degrees.get("tensor", 1))
                 assert bool(sharded) == others and not set(mixtures) & set(sharded)
                 experts = mixtures[0].gate_up
                 assert experts.device_mesh.mesh_dim_names[-1] == ("expert" if others else "tensor")
             else:
-                assert set(model.decoder.blocks) <= set(sharded)
-            model(**batch(0)).loss.backward()
-            assert all(p.grad is not None for p in model.parameters())
+                assert {*model.decoder.blocks, *(mixtures if others else [])} <= set(sharded)
+                model(**batch(0)).loss.backward()
+                assert all(p.grad is not None for p in model.parameters())
 
 
 def test_parameters_divided_over_all_ranks(tmp_path: Path) -> None:

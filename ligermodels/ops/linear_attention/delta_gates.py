@@ -1,10 +1,13 @@
 """The two gates of each head of the gated delta rule, per token: the decay of the state, and how far it moves to the
 token's value."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -38,8 +41,10 @@ def delta_gates(
         g, of a's shape, and beta (B, T, R), fp32 (fp64 for fp64).
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit.
+        InputError: shapes, dtypes or devices do not fit, or the bound is not a number below 0.
     """
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
+        raise InputError(f"delta_gates: lower_bound: must be a finite number below 0, got {lower_bound}")
     by_channel = a.dim() == 4
     a, b, log_rate, bias = (_BY_CHANNEL if by_channel else _TENSORS).check("delta_gates", a, b, log_rate, bias)
     operands = a, b, log_rate, bias

@@ -298,8 +298,8 @@ def _rows(state: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _sum(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The sum in `dtype`. Without a cast to the same dtype: torch.compile of 2.11 loses the gradient of an output of an
-    autograd.Function that such a cast returns."""
+    """The sum in `dtype`. Without a cast to the same dtype: under torch.compile of 2.11 the backward pass of an
+    autograd.Function gets no gradient of an output that such a cast returns from its forward pass."""
     total = reduce(torch.add, parts)
     return total if total.dtype == dtype else total.to(dtype)
 

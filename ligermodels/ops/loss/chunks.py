@@ -30,7 +30,7 @@ def chunks_of_logits(
     """The rows of each chunk and their logits (rows, V), hidden @ weight.T + bias, in one workspace.
 
     Given memory for gradients, the loop over the chunks replaces the logits of each by their gradient, in place. After
-    the last chunk the gradients of the head are complete.
+    the last chunk the gradients of the head are complete: the loop must not end before.
 
     Args:
         hidden: (..., H).
