@@ -78,7 +78,8 @@ def test_bits_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariant, "LENGTHS", (7, 40, 23))
     record = batch_invariant.run("qwen3-8b", True)
     assert record["equal_in_a_batch"] == record["equal_in_training"] == record["prompts"] == 3
-    assert min(record["forward_ms"], record["step_ms"], record["decoding_1_ms"]) > 0
+    assert min(record["forward_ms"], record["step_ms"]) > 0
+    assert "decoding_1_ms" in record  # a difference of two times, which a busy machine makes negative
 
 
 @pytest.mark.parametrize("case", [mixtures.CASES[0], mixtures.CASES[-1]], ids=lambda case: case.model)

@@ -66,8 +66,8 @@ class Oracle:
     def __init__(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         self.model, self.tensors = model, tensors
         self.norm = copy.deepcopy(model.get_decoder().norm)
-        is_ling = any(name.endswith(".final_layernorm.weight") for name in tensors)
-        names = QWEN if "mtp.fc.weight" in tensors else LING if is_ling else DEEPSEEK
+        self.is_ling = any(name.endswith(".final_layernorm.weight") for name in tensors)
+        names = QWEN if "mtp.fc.weight" in tensors else LING if self.is_ling else DEEPSEEK
         if names is QWEN:
             numbers = {name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}
             places = [("mtp.", f"mtp.layers.{number}.") for number in sorted(numbers)]
@@ -86,7 +86,9 @@ class Oracle:
 
     @torch.no_grad()
     def _fill(self, prefix: str) -> None:
-        own = {renamed(f".{name.removeprefix(prefix)}")[1:]: tensor for name, tensor in self.tensors.items()}
+        own = {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()}
+        if self.is_ling:
+            own = {renamed(f".{name}")[1:]: tensor for name, tensor in own.items()}
         for name, parameter in [*self.block.named_parameters(), *self.block.named_buffers()]:
             if name in own:
                 parameter.copy_(own[name])
