@@ -85,13 +85,13 @@ def plan(
 def _say_memory_of(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:
     """Print the memory of the fastest plan in its worst case, and without resharding if that fits. The model has the
     plan's activation checkpointing."""
-    from ligermodels.parallel.advice import RESERVED, memory_without_resharding, worst_memory
+    from ligermodels.parallel.advice import RESERVED, memory_of
 
     if plan.degrees.expert > 1:
-        worst = worst_memory(model, plan, seq_len, **states)
+        worst = memory_of(model, plan, seq_len, expert_load=float(plan.degrees.expert), **states)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
     if plan.degrees.shard * plan.degrees.context > 1:
-        kept = memory_without_resharding(model, plan, seq_len, **states).total
+        kept = memory_of(model, plan, seq_len, reshard_after_forward=False, **states).total
         if kept <= memory * (1 - RESERVED):
             say(f"--no-reshard-after-forward gathers each block once a step instead of twice: {readable_bytes(kept)}")
 

@@ -213,52 +213,41 @@ def _largest_that_fit(
     return fitting
 
 
-def worst_memory(
+def memory_of(
     model: CausalLM,
     plan: Candidate,
     seq_len: int,
     *,
+    expert_load: float | None = None,
+    reshard_after_forward: bool = True,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
 ) -> StepMemory:
-    """Memory of a rank in the worst case of expert parallelism: all tokens of all ranks go to this rank's experts.
+    """Memory of a rank for a variant of a plan.
 
     Args:
         model: the model on the meta device, with the plan's activation checkpointing.
         plan: a plan of `candidates`.
         seq_len: tokens per sequence.
+        expert_load: tokens that a rank's experts receive, relative to perfect balance, at most `plan.degrees.expert`:
+            then all tokens of all ranks go to this rank's experts. Default: the plan's own load.
+        reshard_after_forward: whether blocks are sharded again after their forward pass.
         optimizer: name of the optimizer.
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
     """
-    states = States(optimizer, optimizer_in_bwd)
-    return _memory_of(model, plan, seq_len, states, expert_load=float(plan.degrees.expert))
-
-
-def memory_without_resharding(
-    model: CausalLM,
-    plan: Candidate,
-    seq_len: int,
-    *,
-    optimizer: OptimizerName = "adamw",
-    optimizer_in_bwd: bool = False,
-) -> StepMemory:
-    """Memory of a rank if blocks stay gathered between their forward and their backward pass.
-
-    Args:
-        model: the model on the meta device, with the plan's activation checkpointing.
-        plan: a plan of `candidates`.
-        seq_len: tokens per sequence.
-        optimizer: name of the optimizer.
-        optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
-    """
-    load, states = EXPERT_LOAD if plan.degrees.expert > 1 else 1.0, States(optimizer, optimizer_in_bwd)
-    return _memory_of(model, plan, seq_len, states, expert_load=load, reshard_after_forward=False)
-
-
-def _memory_of(model: CausalLM, plan: Candidate, seq_len: int, states: States, **options: Any) -> StepMemory:
-    """`step_memory` of a plan; `options` are further arguments."""
+    if expert_load is None:
+        expert_load = EXPERT_LOAD if plan.degrees.expert > 1 else 1.0
     spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
-    return step_memory(model, plan.micro_batch, seq_len, **spread, **states._asdict(), **options)
+    return step_memory(
+        model,
+        plan.micro_batch,
+        seq_len,
+        **spread,
+        expert_load=expert_load,
+        reshard_after_forward=reshard_after_forward,
+        optimizer=optimizer,
+        optimizer_in_bwd=optimizer_in_bwd,
+    )
 
 
 def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepTrace:
