@@ -61,7 +61,7 @@ def test_faults_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [2, 0, 1, 3])  # two processes: about as much for each
 def test_launches_compile(part: int) -> None:
     """For each GPU, with at most its shared memory; a dtype that it lacks is an error of the compiler."""
     pytest.importorskip("triton")
