@@ -101,7 +101,7 @@ def feed_forwards(fields: Fields, first_dense: int, *, written_both: bool = Fals
     Args:
         fields: the config; `mlp_layer_types` names the kinds, or `first_k_dense_replace` the number of first, dense
             layers.
-        first_dense: that number for a config with neither field.
+        first_dense: default of `first_k_dense_replace`.
         written_both: whether transformers writes both fields, and `mlp_layer_types` decides.
 
     Raises:

@@ -41,16 +41,16 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
             none.
     """
+    decoders, models = modules_of(model, Decoder), modules_of(model, CausalLM)
+    roots = (*models, model)  # the base of a multi-head model too: users also call it alone
+    for root in roots:
+        vars(root)["__deepcopy__"] = _no_deepcopy  # torch's own error gives no advice
     if plan.tensor > 1 and _only_copies(mesh, plan):
         for buffer in model.buffers():  # FSDP2 would move them to the rank's device, where the parameters are
             if not buffer.is_meta:
                 buffer.data = buffer.to(_device_of(mesh))
-        for root in (*modules_of(model, CausalLM), model):
-            vars(root)["__deepcopy__"] = _no_deepcopy
         return
     sharder = _Sharder.of(mesh, plan, experts)
-    decoders = modules_of(model, Decoder)
-    models = modules_of(model, CausalLM)
     for decoder in decoders:
         _shard_blocks(decoder, sharder, plan.reshard_after_forward)
     heads = modules_of(model, LMHead)
@@ -63,11 +63,10 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         (state, *_) = sharder.shard(part, reshard_after_forward=False if stays else None)
         if isinstance(part, nn.Embedding):
             state.set_unshard_in_backward(False)  # its gradient is computed without its weight
-    for root in (*models, model):  # the base of a multi-head model too: users also call it alone
+    for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
             root.register_forward_hook(_reshard_without_gradients)
-            vars(root)["__deepcopy__"] = _no_deepcopy  # torch's own error gives no advice
 
 
 def _only_copies(mesh: DeviceMesh, plan: ParallelPlan) -> bool:
