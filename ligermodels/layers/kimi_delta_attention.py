@@ -23,8 +23,7 @@ from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each
 
 @dataclass(frozen=True)
 class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
-    """Config of a Kimi Delta Attention layer: the fields of `GatedDeltaNetConfig`, of which `backend` has "auto" and
-    "reference" alone.
+    """Config of a Kimi Delta Attention layer: the fields of `GatedDeltaNetConfig`; `backend` is not "fla".
 
     `gate_rank` is the number of channels from which the decays, and also the output gate, are projected; None to
     project both from the hidden states (Ling 3.0). With a `decay_bound` below 0, the logarithms of the decays stay

@@ -49,10 +49,13 @@ def conv_decoding(dtype: torch.dtype, width: int, earlier: bool, bias: bool, act
     ops.commit_conv_inputs(inputs, x, torch.tensor([1, 2]), tree)
 
 
-def delta_operands(dtype: torch.dtype, tokens: int, dims: tuple[int, int], grad: bool) -> list[Tensor]:
+def delta_operands(
+    dtype: torch.dtype, tokens: int, dims: tuple[int, int], grad: bool, by_channel: bool = False
+) -> list[Tensor]:
     q, k = (leaf(1, tokens, 2, dims[0], dtype=dtype, grad=grad) for _ in range(2))
-    gates = (leaf(1, tokens, 4, dtype=F32, grad=grad) for _ in range(2))
-    return [q, k, leaf(1, tokens, 4, dims[1], dtype=dtype, grad=grad), *gates]
+    g = leaf(1, tokens, 4, *dims[: int(by_channel)], dtype=F32, grad=grad)
+    v = leaf(1, tokens, 4, dims[1], dtype=dtype, grad=grad)
+    return [q, k, v, g, leaf(1, tokens, 4, dtype=F32, grad=grad)]
 
 
 @calls("delta_gates", dtype=FLOATS, heads=(32, 3))
@@ -64,20 +67,24 @@ def delta_gates(dtype: torch.dtype, heads: int) -> None:
 @calls(
     "gated_delta_rule",
     case=(
-        (BF16, (128, 128), True, True), (F16, (112, 40), False, False), (F32, (128, 128), True, True),
+        (BF16, (128, 128), True, True, False), (F16, (112, 40), False, False, False),
+        (F32, (128, 128), True, True, False), (BF16, (128, 128), True, True, True),
+        (F32, (112, 40), False, False, True),
     ),
 )  # fmt: skip
-def gated_delta_rule(case: tuple[torch.dtype, tuple[int, int], bool, bool]) -> None:
-    dtype, dims, packed, state = case  # a product would take minutes: its kernels are the largest
+def gated_delta_rule(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
+    dtype, dims, packed, state, by_channel = case  # a product would take minutes: its kernels are the largest
     initial = leaf(1, 4, *dims, dtype=F32) if state else None
     bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
-    operands = delta_operands(dtype, 200, dims, True)
+    operands = delta_operands(dtype, 200, dims, True, by_channel)
     backward(*ops.gated_delta_rule(*operands, initial_state=initial, cu_seqlens=bounds, final_state=state))
 
 
-@calls("gated_delta_rule_step", dtype=FLOATS, dims=((128, 128), (256, 512), (48, 40)))
-def gated_delta_rule_step(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    ops.gated_delta_rule_step(*delta_operands(dtype, 1, dims, False), leaf(1, 4, *dims, dtype=F32, grad=False))
+@calls("gated_delta_rule_step", dtype=FLOATS, dims=((128, 128), (256, 512), (48, 40)), by_channel=(False, True))
+def gated_delta_rule_step(dtype: torch.dtype, dims: tuple[int, int], by_channel: bool) -> None:
+    ops.gated_delta_rule_step(
+        *delta_operands(dtype, 1, dims, False, by_channel), leaf(1, 4, *dims, dtype=F32, grad=False)
+    )
 
 
 @calls("gated_delta_rule_tree, commit_tree", dtype=FLOATS, dims=((128, 128), (256, 512)), nodes=(3, 64))

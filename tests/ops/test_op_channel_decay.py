@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.linear_attention import delta_chunks, fla
+from ligermodels.ops.linear_attention import fla
 
 operands = partial(delta_loop.operands, by_channel=True)
 
@@ -157,13 +157,13 @@ def test_each_node_of_a_tree_is_its_path_run_alone(nodes: int, own: bool, scale:
             assert error(committed[row], last[0]) < 1e-11
 
 
-# -- what has no decay for each channel --------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.kernels
 @torch.no_grad()
-def test_where_kernels_run_the_reference_serves() -> None:
-    """Sizes that the kernels of one decay take."""
+def test_kernels_and_the_tree_that_has_none() -> None:
+    """The chunked kernels (their own tests: test_op_delta_chunks), the kernel of a step, and a tree in torch ops."""
     shapes = {"q": (2, 16), "k": (2, 16), "v": (4, 16), "g": (4, 16), "beta": (4,)}
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,10 +185,8 @@ def test_where_kernels_run_the_reference_serves() -> None:
 
 def test_refusals() -> None:
     given = operands(1, 3)
-    for backend in ("triton", "fla"):
-        with pytest.raises(BackendError, match=f"gated_delta_rule: backend '{backend}' cannot serve this call"):
-            ops.gated_delta_rule(**given, backend=backend)
-    assert "one decay for all key channels" in str(delta_chunks.refuses(given["q"], by_channel=True))
+    with pytest.raises(BackendError, match="gated_delta_rule: backend 'fla' cannot serve this call"):
+        ops.gated_delta_rule(**given, backend="fla")
     request = fla.DeltaRequest("cuda", torch.bfloat16, 64, packed=False, continued=False, compiling=False)
     assert "each key channel" in str(fla.refuses(request._replace(by_channel=True)))
     with pytest.raises(InputError, match="gated_delta_rule: g must be"):

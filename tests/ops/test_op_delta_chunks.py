@@ -1,4 +1,5 @@
-"""The chunked kernels of the gated delta rule against the rule in float64: texts, packed documents, all gradients.
+"""The chunked kernels of the gated delta rule against the rule in float64: texts, packed documents, all gradients, one
+decay for a head or a decay for each key channel.
 
 What has 16 bits must be as near to the truth as the reference, which computes in float32: within 1.2 times its error.
 What has more (states, gates) may be off by what sums of two halves leave out; see `delta_chunks_forward`.
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
-from ligermodels.ops.linear_attention import delta_chunks
+from ligermodels.ops.linear_attention import delta_channels, delta_chunks
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
 WIDE_ERROR = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
 
 
@@ -31,7 +33,7 @@ class Sizes(NamedTuple):
     value_dim: int
 
 
-def operands(sizes: Sizes, where: Where, decay: float = 0.02) -> dict[str, Tensor]:
+def operands(sizes: Sizes, where: Where, decay: float = 0.02, *, by_channel: bool = False) -> dict[str, Tensor]:
     """q, k and v are slices of one row, as the convolution gives them."""
     b, t, groups, heads, key_dim, value_dim = sizes
 
@@ -40,9 +42,10 @@ def operands(sizes: Sizes, where: Where, decay: float = 0.02) -> dict[str, Tenso
 
     rows = normal(b, t, 2 * groups * key_dim + heads * value_dim).to(where.dtype)
     q, k, v = rows.split([groups * key_dim, groups * key_dim, heads * value_dim], dim=-1)
+    g = -decay * normal(b, t, heads, *[key_dim] * by_channel).mul(2).exp()
     return {
         "q": q.unflatten(-1, (groups, key_dim)), "k": k.unflatten(-1, (groups, key_dim)),
-        "v": v.unflatten(-1, (heads, value_dim)), "g": -decay * normal(b, t, heads).mul(2).exp(),
+        "v": v.unflatten(-1, (heads, value_dim)), "g": g,
         "beta": normal(b, t, heads).sigmoid(), "initial_state": normal(b, heads, key_dim, value_dim),
     }  # fmt: skip
 
@@ -84,7 +87,7 @@ def assert_right(
 CASES = {
     "one token": (Sizes(2, 1, 1, 2, 16, 16), None),
     "a chunk": (Sizes(1, 64, 1, 1, 16, 16), None),
-    "odd sizes, three heads a group": (Sizes(2, 67, 2, 6, 10, 7), None),
+    "odd sizes, three heads a group": (Sizes(1, 67, 2, 6, 10, 7), None),
     "blocks of values": (Sizes(1, 66, 1, 2, 16, 70), None),
     "blocks of keys": (Sizes(1, 70, 1, 1, 40, 16), None),
     "packed": (Sizes(1, 140, 1, 2, 16, 16), [13, 1, 50, 0, 64, 10, 2]),
@@ -92,23 +95,25 @@ CASES = {
 }
 
 
+@BY_CHANNEL
 @pytest.mark.parametrize("case", CASES)
-def test_is_the_rule(where: Where, case: str) -> None:
+def test_is_the_rule(where: Where, case: str, by_channel: bool) -> None:
     if where.place == "reference":
         pytest.skip("its own tests have it")
     sizes, lengths = CASES[case]
     bounds = None if lengths is None else torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
-    given = operands(sizes, where)
+    given = operands(sizes, where, by_channel=by_channel)
     if refusal := delta_chunks.refuses(given["q"]):
         pytest.skip(refusal)
     assert_right(given, bounds)
 
 
+@BY_CHANNEL
 @pytest.mark.kernels
 @pytest.mark.parametrize("decay", [0.0, -1e-4, -80.0])
-def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: float) -> None:
+def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: float, by_channel: bool) -> None:
     """A state that is kept, or gone at once; and triangular systems whose powers would overflow."""
-    given = operands(Sizes(1, 140, 1, 2, 16, 16), Where(kernels_device, torch.float32))
+    given = operands(Sizes(1, 140, 1, 2, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
     given["g"] = torch.full_like(given["g"], decay)
     given["k"] = given["k"][:, :1].expand_as(given["k"])
     given["beta"] = torch.ones_like(given["beta"]) * 0.999
@@ -118,11 +123,12 @@ def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: floa
         assert (found[name].double() - true).norm().item() <= 2e-5 * size, name
 
 
+@BY_CHANNEL
 @pytest.mark.kernels
-def test_documents_do_not_meet(kernels_device: torch.device) -> None:
+def test_documents_do_not_meet(kernels_device: torch.device, by_channel: bool) -> None:
     """Decays in one document do not round those of the next, and no gradient crosses a bound."""
     lengths = [30, 100, 3]
-    given = operands(Sizes(1, 133, 1, 1, 16, 16), Where(kernels_device, torch.float32))
+    given = operands(Sizes(1, 133, 1, 1, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
     given["g"][:, :30] *= 1e6
     bounds = torch.tensor([0, *lengths], device=kernels_device).cumsum(0).int()
     together = ops.gated_delta_rule(**given, cu_seqlens=bounds, backend="triton")[0]
@@ -136,10 +142,11 @@ def test_documents_do_not_meet(kernels_device: torch.device) -> None:
         assert not (gradient if name == "initial_state" else gradient[:, :130]).any(), name
 
 
+@BY_CHANNEL
 @pytest.mark.kernels
-def test_parts_of_the_gradient(kernels_device: torch.device) -> None:
+def test_parts_of_the_gradient(kernels_device: torch.device, by_channel: bool) -> None:
     """Of the outputs alone, of the state alone, and of one operand alone."""
-    given = operands(Sizes(1, 70, 1, 2, 16, 16), Where(kernels_device, torch.float32))
+    given = operands(Sizes(1, 70, 1, 1, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
     weights = torch.randn(given["v"].shape, device=kernels_device)
 
     def gradients(backend: str, output: int, *names: str) -> tuple[Tensor, ...]:
@@ -208,10 +215,11 @@ LARGE = {
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", [pytest.param("Qwen3.5-9B", marks=pytest.mark.large), *list(LARGE)[1:]])
-def test_large(case: str, dtype: torch.dtype) -> None:
+@BY_CHANNEL
+def test_large(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     sizes, lengths = LARGE[case]
     bounds = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    given = operands(sizes, Where(torch.device("cuda"), dtype), decay=0.002)
+    given = operands(sizes, Where(torch.device("cuda"), dtype), decay=0.002, by_channel=by_channel)
     if refusal := delta_chunks.refuses(given["q"]):
         pytest.skip(refusal)
     assert_right(given, bounds)
@@ -219,27 +227,34 @@ def test_large(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", delta_chunks.TILES)
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in (delta_chunks, delta_channels) for name in module.TILES]
+)
 @pytest.mark.parametrize("change", [{"STAGES": 1}, {"STAGES": 2}, {"num_warps": 4}, {"num_warps": 8}])
-def test_other_launches_compute_the_same(monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, int]) -> None:
+def test_other_launches_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, change: dict[str, int]
+) -> None:
     """A kernel that the compiler got wrong shows by how it differs from its other form."""
-    tiles = delta_chunks.TILES[name]
+    tiles = module.TILES[name]
     if not set(change) <= set(tiles) or change.items() <= tiles.items():
         pytest.skip("nothing to change")
     if name.startswith("states") and change == {"STAGES": 1}:
         pytest.skip("ptxas makes wrong code of it, and no call launches it; see MIN_WIDTH")
-    given = operands(Sizes(1, 700, 2, 4, 128, 128), Where(torch.device("cuda"), torch.bfloat16), decay=0.002)
+    where, by_channel = Where(torch.device("cuda"), torch.bfloat16), module is delta_channels
+    given = operands(Sizes(1, 700, 2, 4, 128, 128), where, decay=0.002, by_channel=by_channel)
     wanted = run(given, "triton")
-    monkeypatch.setitem(delta_chunks.TILES, name, {**tiles, **change})
+    monkeypatch.setitem(module.TILES, name, {**tiles, **change})
     for what, found in run(given, "triton").items():
         difference = (found.double() - wanted[what].double()).norm() / wanted[what].double().norm()
         assert difference < (2e-3 if found.dtype == torch.bfloat16 else 1e-5), what
 
 
+@BY_CHANNEL
 @pytest.mark.gpu
 @pytest.mark.kernels
-def test_in_a_graph_without_waits() -> None:
-    given = operands(Sizes(1, 300, 2, 4, 128, 128), Where(torch.device("cuda"), torch.bfloat16))
+def test_in_a_graph_without_waits(by_channel: bool) -> None:
+    where = Where(torch.device("cuda"), torch.bfloat16)
+    given = operands(Sizes(1, 300, 2, 4, 128, 128), where, by_channel=by_channel)
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     bounds = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
 

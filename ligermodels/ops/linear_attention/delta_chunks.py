@@ -62,11 +62,8 @@ PIPELINED = 110 * 2**10
 72 KiB."""
 
 
-def refuses(q: Tensor, *, in_parts: bool = False, by_channel: bool = False) -> str | None:
-    """Why the kernels cannot serve a call, or None. in_parts: calls with wide states are divided into several.
-    by_channel: each key channel has a decay of its own."""
-    if by_channel:
-        return "its kernels have one decay for all key channels of a head"
+def refuses(q: Tensor, *, in_parts: bool = False) -> str | None:
+    """Why the kernels cannot serve a call, or None. in_parts: calls with wide states are divided into several."""
     width = q.shape[3]
     gpu = gpu_of(q.device)
     if gpu is not None and not gpu.chains_products:
@@ -98,6 +95,14 @@ def aligned_heads(x: Tensor) -> tuple[Any, ...]:
     return heads
 
 
+def halves_of(dtype: torch.dtype) -> tuple[torch.dtype | None, Any]:
+    """The dtype of the halves of products for operands of `dtype`, for torch and for kernels; None for float32."""
+    if dtype == torch.float32:
+        return None, None
+    # The interpreter has no products of bfloat16.
+    return (torch.float16, tl.float16) if INTERPRETED else (torch.bfloat16, tl.bfloat16)
+
+
 class Launch:
     """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
     Without `delta` the call is of `ssd`, with its D as `skip`. Without `attending` there is no buffer for M."""
@@ -113,12 +118,11 @@ class Launch:
         self.keys = *aligned_heads(q), *aligned_heads(k)
         self.v, self.g, self.beta = heads_and_strides(v), g.contiguous(), beta.contiguous()
         self.initial, self.first, self.scale = contiguous(initial), first, self.key_dim**-0.5
-        # The interpreter has no products of bfloat16.
-        half = None if q.dtype == torch.float32 else torch.float16 if INTERPRETED else torch.bfloat16
+        half, of_kernels = halves_of(q.dtype)
         self.dtype, self.planes = (torch.float32, 1) if half is None else (half, 2)
         self.options = {
-            "DELTA": delta, "PACKED": first is not None, "HALF": half and getattr(tl, str(half).removeprefix("torch.")),
-            "NARROW": q.dtype == half, "PLANES": self.planes, "CHUNK": CHUNK,
+            "DELTA": delta, "PACKED": first is not None, "HALF": of_kernels, "NARROW": q.dtype == half,
+            "PLANES": self.planes, "CHUNK": CHUNK,
         }  # fmt: skip
         self.pipelined = half is not None and shared_memory(q.device) >= PIPELINED
         padded = self.chunks * CHUNK

@@ -129,7 +129,7 @@ def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, HALF: tl.constexpr):
+def inverse(a, HALF: tl.constexpr):
     """(1 + a)^-1 for a strictly lower a (C, C), by forward substitution: first in the blocks of the diagonal, column by
     column in float32, all blocks at once; then block row after block row."""
     C: tl.constexpr = a.shape[0]
@@ -205,7 +205,7 @@ def prepare_kernel(
     if DELTA:
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
         alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
-        high, low = split(_inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
+        high, low = split(inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
         store_halves(solved + square + place, CHUNK * CHUNK, high, low, None, HALF)
 
 

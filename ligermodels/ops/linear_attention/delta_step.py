@@ -25,7 +25,7 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         k: (B, 1, G, K), of q's dtype; the op normalises it.
         v: (B, 1, R, V), of q's dtype, R a multiple of G.
         g: (B, 1, R), floating, logarithm of the decay of the state before the token, finite and at most 0; or
-            (B, 1, R, K), of a decay for each key channel, in torch ops.
+            (B, 1, R, K), of a decay for each key channel.
         beta: (B, 1, R), floating, how far the token moves the state to its value, within [0, 1].
         state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the token; updated in place to the state
             after the token.
@@ -39,7 +39,7 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     refuse_batch_invariant("gated_delta_rule_step")
     check_decoding("gated_delta_rule_step", q, k, v, g, beta, state)
     check_tensor("gated_delta_rule_step", "q", q, (q.shape[0], 1, *q.shape[2:]), q.device)
-    if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM or g.dim() == 4:
+    if not use_kernels(q, state) or q.shape[3] > MAX_KEY_DIM:
         return gated_delta_rule_step_reference(q, k, v, g, beta, state)
     return _gated_delta_rule_step(q, k, v, g, beta, state)
 
@@ -76,10 +76,12 @@ def block_of_values(q: Tensor, values: Tensor, least: int) -> int:
 def step_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, beta, skip, state, out,
     heads, repeats, blocks, scale, K, V,
-    DELTA: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head. DELTA: by the delta rule, with normalised keys and
-    queries. SKIP: the output is added skip v, with `skip` (heads,)."""
+    queries. BY_CHANNEL: g has a decay for each of K channels. SKIP: the output is added skip v, with `skip`
+    (heads,)."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     i, j = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -92,7 +94,10 @@ def step_kernel(
     if DELTA:
         keys = keys / tl.sqrt(tl.sum(keys * keys, axis=0) + EPS)
         queries = queries * (scale / tl.sqrt(tl.sum(queries * queries, axis=0) + EPS))
-    kept = kept * tl.exp(tl.load(g + row).to(tl.float32))
+    if BY_CHANNEL:
+        kept *= tl.exp(tl.load(g + row * K + i, mask=i < K, other=0.0).to(tl.float32))[:, None]
+    else:
+        kept *= tl.exp(tl.load(g + row).to(tl.float32))
     u = values
     if DELTA:
         u = u - tl.sum(kept * keys[:, None], axis=0)
@@ -117,6 +122,7 @@ def _gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
         step_kernel[(batch * heads * blocks,)](
             *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
             None, state, out, heads, heads // q.shape[2], blocks, key_dim**-0.5, key_dim, width,
-            DELTA=True, SKIP=False, EPS=EPS, BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
+            DELTA=True, BY_CHANNEL=g.dim() == 4, SKIP=False, EPS=EPS, BLOCK_K=power_of_2_above(key_dim),
+            BLOCK_V=block, num_warps=4,
         )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.linear_attention import delta_chunks, fla
+from ligermodels.ops.linear_attention import delta_channels, delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
@@ -63,7 +63,7 @@ def gated_delta_rule(
         k: (B, T, G, K), of q's dtype; the op normalises it.
         v: (B, T, R, V), of q's dtype, R a multiple of G. Value head j uses query and key head j // (R / G).
         g: (B, T, R), floating, logarithm of the decay of the state before each token, finite and at most 0; or
-            (B, T, R, K), of a decay for each key channel, each row of S (Kimi Delta Attention), by "reference" alone.
+            (B, T, R, K), of a decay for each key channel, each row of S (Kimi Delta Attention), not by "fla".
         beta: (B, T, R), floating, how far each token moves the state to its value, within [0, 2].
         initial_state: (B, R, K, V), floating, the state before the first token; zero when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T. The first
@@ -94,7 +94,8 @@ def gated_delta_rule(
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
         first = None if cu_seqlens is None else first_tokens(q, cu_seqlens)
-        return delta_chunks.run(*operands, first, final_state)
+        kernels = delta_channels if g.dim() == 4 else delta_chunks
+        return kernels.run(*operands, first, final_state)
     if chosen == "fla":
         return fla.run(*operands, cu_seqlens, final_state)
     o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
@@ -114,7 +115,7 @@ def _choose(
     refusals = {}
     if backend != "fla":
         missing = 'it needs Triton, CUDA tensors, none of them float64, and no set_backend("reference")'
-        refusals["triton"] = delta_chunks.refuses(q, by_channel=g.dim() == 4) if kernels else missing
+        refusals["triton"] = delta_chunks.refuses(q) if kernels else missing
     if backend != "triton":
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
         compiling = torch.compiler.is_compiling()

@@ -124,7 +124,8 @@ def _ssd_step(x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor 
         step_kernel[(batch * heads * blocks,)](
             *heads_and_strides(C), *heads_and_strides(B), *heads_and_strides(x), g.contiguous(), dt.contiguous(),
             contiguous(D), state, out, heads, heads // B.shape[2], blocks, 1.0, size, width,
-            DELTA=False, SKIP=D is not None, EPS=0.0, BLOCK_K=power_of_2_above(size), BLOCK_V=block, num_warps=4,
+            DELTA=False, BY_CHANNEL=False, SKIP=D is not None, EPS=0.0, BLOCK_K=power_of_2_above(size), BLOCK_V=block,
+            num_warps=4,
         )  # fmt: skip
     return out
 

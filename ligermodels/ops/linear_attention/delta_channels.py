@@ -1,0 +1,214 @@
+"""The gated delta rule with a decay for each key channel (Kimi Delta Attention) over sequences, by the project's Triton
+kernels.
+
+The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
+12 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
+states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks, which are products of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.ops.linear_attention.delta_channels_kernels import (
+    channel_pairs_backward_kernel,
+    channel_pairs_kernel,
+    channel_states_backward_kernel,
+    channel_states_kernel,
+)
+from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, halves_of
+from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
+from ligermodels.ops.runtime.dispatch import power_of_2_above
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
+
+TILES: dict[str, dict[str, int]] = {
+    "pairs": {"BLOCK": 16, "BLOCK_K": 64, "num_warps": 8},
+    "pairs_backward": {"BLOCK": 16, "BLOCK_K": 32, "num_warps": 8},
+    "states": {"BLOCK_V": 32, "num_warps": 4},
+    "states_backward": {"BLOCK_V": 32, "num_warps": 4},
+}
+"""Tokens of a block, most channels of a tile of keys and of values, and warps."""
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, first: Tensor | None,
+    final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`gated_delta_rule` with the same q, k, v, beta, initial_state and final_state, and g (B, T, R, K); `first`, int32
+    (T,), is the first token of each token's packed document, or None."""
+    initial_state = None if initial_state is None else initial_state.float()
+    o, state = ChannelDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
+    return o, state
+
+
+class _Launch:
+    """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
+    Buffers are float32 and have the shape (B * R, chunks, ...)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> None:
+        self.batch, self.tokens, self.heads, self.value_dim = v.shape
+        self.key_dim, self.repeats = q.shape[3], self.heads // q.shape[2]
+        self.chunks = -(-self.tokens // CHUNK)
+        self.keys = *heads_and_strides(q), *heads_and_strides(k)
+        self.v, self.g, self.beta, self.first = heads_and_strides(v), g.contiguous(), beta.contiguous(), first
+        self.half = halves_of(q.dtype)[1]
+        keys, square = (CHUNK, self.key_dim), (CHUNK, CHUNK)
+        self.reads, self.known, self.late = (self.of_chunks(*keys) for _ in range(3))
+        self.kept_last = self.of_chunks(self.key_dim)
+        self.solved, self.attending = self.of_chunks(*square), self.of_chunks(*square)
+
+    def of_chunks(self, *shape: int) -> Tensor:
+        """A buffer of this shape for each chunk and value head."""
+        return self.g.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=torch.float32)
+
+    def in_chunks(self, x: Tensor) -> Tensor:
+        """x (B, T, R, ...) as a buffer, zero after the last token."""
+        x = x.float().transpose(1, 2).flatten(0, 1)
+        after = self.chunks * CHUNK - self.tokens
+        x = F.pad(x, (*[0] * (2 * x.dim() - 4), 0, after)) if after else x
+        return x.unflatten(1, (self.chunks, CHUNK))
+
+    def in_tokens(self, x: Tensor) -> Tensor:
+        """A buffer (B * R, chunks, CHUNK, ...) -> (B, T, R, ...)."""
+        return x.flatten(1, 2)[:, : self.tokens].unflatten(0, (self.batch, self.heads)).transpose(1, 2)
+
+    def tiles(self, name: str) -> dict[str, Any]:
+        """Constants of the named kernel; tiles are no wider than its tensors."""
+        constants: dict[str, Any] = {"HALF": self.half, "CHUNK": CHUNK, **TILES[name]}
+        keys, values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
+        constants["BLOCK_K"] = min(constants.get("BLOCK_K", keys), keys)
+        if "BLOCK_V" in constants:
+            return {**constants, "BLOCK_V": min(constants["BLOCK_V"], values)}
+        return {**constants, "PACKED": self.first is not None, "EPS": EPS}
+
+    def pairs(self) -> None:
+        """Fills the buffers."""
+        channel_pairs_kernel[(self.batch * self.heads * self.chunks,)](
+            *self.keys, self.g, self.beta, self.first, self.reads, self.known, self.late, self.kept_last, self.solved,
+            self.attending, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.key_dim**-0.5,
+            **self.tiles("pairs"),
+        )  # fmt: skip
+
+    def states(
+        self, initial: Tensor | None, out: Tensor | None, final: Tensor | None, states: Tensor | None = None,
+        updates: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the outputs to `out` and the last state to `final`; without `out`, writes the state before each chunk
+        to `states`, and U to `updates`."""
+        tiles = self.tiles("states")
+        blocks = -(-self.value_dim // tiles["BLOCK_V"])
+        channel_states_kernel[(self.batch * self.heads * blocks,)](
+            self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *self.v, self.beta,
+            initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.chunks,
+            blocks, **tiles, INITIAL=initial is not None, FINAL=final is not None, OUTPUT=out is not None,
+        )  # fmt: skip
+
+    def states_backward(
+        self, dout: Tensor, dfinal: Tensor | None, dv: Tensor, dstates: Tensor, dx: Tensor, dinitial: Tensor | None
+    ) -> None:
+        """Writes dV, the gradient of the state after each chunk, dX, and the gradient of the first state."""
+        tiles = self.tiles("states_backward")
+        blocks = -(-self.value_dim // tiles["BLOCK_V"])
+        channel_states_backward_kernel[(self.batch * self.heads * blocks,)](
+            self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *heads_and_strides(dout),
+            self.beta, dfinal, dv, dstates, dx, dinitial, self.tokens, self.key_dim, self.value_dim, self.heads,
+            self.chunks, blocks, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
+        )  # fmt: skip
+
+    def pairs_backward(self, *gradients: Tensor) -> None:
+        """gradients: of Q', K', K'', kept_last, A and M, read; of the normalised q and k, g and beta, written."""
+        channel_pairs_backward_kernel[(self.batch * self.heads * self.chunks,)](
+            *self.keys, self.g, self.beta, self.first, *gradients, self.tokens, self.key_dim, self.heads, self.repeats,
+            self.chunks, self.key_dim**-0.5, **self.tiles("pairs_backward"),
+        )  # fmt: skip
+
+    def ancestors(self) -> Tensor:
+        """Float32 (CHUNK, CHUNK) or (chunks, CHUNK, CHUNK): 1 where token j is token i or before it in its document."""
+        causal = self.g.new_ones(CHUNK, CHUNK, dtype=torch.float32).tril()
+        if self.first is None:
+            return causal
+        token = torch.arange(self.chunks * CHUNK, device=self.g.device)
+        begin = self.first[token.clamp(max=self.tokens - 1)].view(self.chunks, CHUNK, 1)
+        return causal * (token.view(self.chunks, 1, CHUNK) >= begin)
+
+    def gradient_of_heads(self, x: Tensor, d: Tensor, scale: float) -> Tensor:
+        """The gradient of queries or keys x (B, T, G, K), of x's dtype, from a buffer with that of scale * x / |x|."""
+        d = self.in_tokens(d).unflatten(2, (x.shape[2], -1)).sum(3)
+        wide = x.float()
+        factor = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)
+        unit = wide * factor
+        return (scale * factor * (d - unit * (unit * d).sum(-1, keepdim=True))).to(x.dtype)
+
+
+@custom_op()
+def _channel_delta_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
+    final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o, and the state after the last token, empty without final_state."""
+    out = v.new_empty(v.shape)
+    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
+    final = v.new_empty(shape, dtype=torch.float32)
+    if is_fake(out) or not v.shape[0]:
+        return out, final
+    launch = _Launch(q, k, v, g, beta, first)
+    launch.pairs()
+    launch.states(contiguous(initial), out, final if final_state else None)
+    return out, final
+
+
+@custom_op()
+def _channel_delta_backward(
+    dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial: Tensor | None, first: Tensor | None, need_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, g, beta and, with need_initial, of the initial state."""
+    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
+    dinitial = v.new_empty(shape, dtype=torch.float32)
+    if is_fake(dq) or not v.shape[0]:
+        return dq, dk, dv, dg, dbeta, dinitial
+    launch = _Launch(q, k, v, g, beta, first)
+    keys, values, state = (CHUNK, q.shape[3]), (CHUNK, v.shape[3]), (q.shape[3], v.shape[3])
+    launch.pairs()
+    states, updates = launch.of_chunks(*state), launch.of_chunks(*values)
+    launch.states(contiguous(initial), None, None, states, updates)
+    dstates, dx = launch.of_chunks(*state), launch.of_chunks(*values)
+    launch.states_backward(dout, contiguous(dfinal), dv, dstates, dx, dinitial if need_initial else None)
+    do, ancestors, weight = launch.in_chunks(dout), launch.ancestors(), launch.in_chunks(beta)
+    da = (dx @ updates.mT).neg_().mul_(ancestors.tril(-1))
+    dm = (do @ updates.mT).mul_(ancestors)
+    dread, dknown, dlate = do @ states.mT, dx @ states.mT, updates @ dstates.mT
+    dkept_last = (states * dstates).sum(-1)
+    dweight = (dx * launch.in_chunks(v)).sum(-1) - (dknown * launch.known).sum(-1)
+    dknown *= -weight[..., None]
+    dquery, dkey, of_pairs = launch.of_chunks(*keys), launch.of_chunks(*keys), launch.of_chunks(CHUNK)
+    launch.pairs_backward(dread, dknown, dlate, dkept_last, da, dm, dquery, dkey, dg, of_pairs)
+    dbeta = launch.in_tokens(dweight + of_pairs).to(beta.dtype).contiguous()
+    dq = launch.gradient_of_heads(q, dquery, q.shape[3] ** -0.5)
+    dk = launch.gradient_of_heads(k, dkey, 1.0)
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+class ChannelDeltaChunks(torch.autograd.Function):
+    """`gated_delta_rule` with a decay for each key channel, by the kernels; see `run`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial, first, final_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, initial, first)
+        ctx.final_state = final_state
+        return _channel_delta_forward(q, k, v, g, beta, initial, first, final_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal):
+        q, k, v, g, beta, initial, first = ctx.saved_tensors
+        dout = torch.zeros_like(v) if dout is None else dout
+        dfinal = dfinal if ctx.final_state else None
+        return _channel_delta_backward(dout, dfinal, q, k, v, g, beta, initial, first, ctx.needs_input_grad[5])
