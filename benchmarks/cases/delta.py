@@ -4,12 +4,14 @@ The sizes are from Qwen3.5-9B. `..._of_copy`: the rate of the fewest bytes that 
 rate of a large device copy. A decode step reads and writes the state in fp32; a tree only reads it. Decode steps run
 back to back in a CUDA graph, each with its own state. Training is forward and backward in bf16 by each backend of the
 gated delta rule: the rule alone, and one layer with its projections. `limit` is the lower bound of the rule: a device
-copy of its operands and results, and its products by cuBLAS, each computed once. Errors are relative to float64.
+copy of its operands and results, and its products by cuBLAS, each computed once. Errors are relative to float64. Cases
+"by channel" have a decay for each key channel and as many key heads as value heads, as in Kimi Linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,14 +40,16 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=measure.DEVICE)
 
 
-def operands(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def operands(batch: int, tokens: int, by_channel: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, decays and betas, as slices of the rows of a projection."""
-    sizes = [CONFIG.key_size, CONFIG.key_size, CONFIG.value_size]
-    rows = normal(batch, tokens, CONFIG.conv_channels).split(sizes, dim=-1)
-    heads = (CONFIG.num_key_heads, CONFIG.num_key_heads, CONFIG.num_value_heads)
+    config = replace(CONFIG, num_key_heads=CONFIG.num_value_heads) if by_channel else CONFIG
+    sizes = [config.key_size, config.key_size, config.value_size]
+    rows = normal(batch, tokens, config.conv_channels).split(sizes, dim=-1)
+    heads = (config.num_key_heads, config.num_key_heads, config.num_value_heads)
     q, k, v = (row.unflatten(-1, (count, -1)) for row, count in zip(rows, heads, strict=True))
-    gates = normal(batch, tokens, CONFIG.num_value_heads).float()
-    return q, k, v, -F.softplus(gates), gates.sigmoid()
+    gates = normal(batch, tokens, config.num_value_heads).float()
+    decays = normal(batch, tokens, config.num_value_heads, config.key_head_dim).float() if by_channel else gates
+    return q, k, v, -F.softplus(decays), gates.sigmoid()
 
 
 def candidates(nodes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,11 +138,11 @@ def training(backend: str) -> dict[str, Any]:
     }
 
 
-def rule(backend: str, forward_only: bool) -> dict[str, Any]:
+def rule(backend: str, forward_only: bool, by_channel: bool = False) -> dict[str, Any]:
     """A record of the gated delta rule alone: times of TOKENS, errors of CHECKED.
 
     Raises BackendError if the backend cannot serve the call."""
-    given = [x.detach().requires_grad_(not forward_only) for x in operands(1, TOKENS)]
+    given = [x.detach().requires_grad_(not forward_only) for x in operands(1, TOKENS, by_channel)]
     dout = normal(*given[2].shape)
 
     def forward() -> Tensor:
@@ -150,16 +154,17 @@ def rule(backend: str, forward_only: bool) -> dict[str, Any]:
         torch.autograd.grad(o, given, dout)
 
     forward()
-    record = {"case": f"rule {TOKENS}", "provider": f"ligermodels, {backend}", **errors(backend, forward_only)}
+    case = f"rule {TOKENS}{', by channel' * by_channel}"
+    record = {"case": case, "provider": f"ligermodels, {backend}", **errors(backend, forward_only, by_channel)}
     record["forward_ms"] = measure.milliseconds(forward)
     if not forward_only:
         record |= {"both_ms": measure.milliseconds(both), "peak_mib": measure.peak_mib(both)}
     return record
 
 
-def errors(backend: str, forward_only: bool) -> dict[str, float]:
+def errors(backend: str, forward_only: bool, by_channel: bool) -> dict[str, float]:
     """Relative errors of outputs and gradients, with slow decays."""
-    q, k, v, g, beta = operands(1, CHECKED)
+    q, k, v, g, beta = operands(1, CHECKED, by_channel)
     tensors = [q, k, v, g / 50, beta]
     dout = normal(*v.shape)
 
@@ -249,5 +254,7 @@ def main() -> None:
     for backend in BACKENDS:
         if not tried(f"rule {TOKENS}, both", partial(rule, backend, forward_only=False), backend):
             tried(f"rule {TOKENS}", partial(rule, backend, forward_only=True), backend)
+        by_channel = partial(rule, backend, forward_only=False, by_channel=True)
+        tried(f"rule {TOKENS}, by channel", by_channel, backend)
         tried(f"layer {TOKENS}x{HIDDEN}", partial(training, backend), backend)
         measure.free()
