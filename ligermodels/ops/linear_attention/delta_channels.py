@@ -29,8 +29,8 @@ from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
 TILES: dict[str, dict[str, int]] = {
     "paths": {"BLOCK_K": 64, "num_warps": 4},
-    "pairs": {"BLOCK_K": 64, "num_warps": 8},
-    "pairs_backward": {"BLOCK_K": 32, "num_warps": 8},
+    "pairs": {"BLOCK_K": 64, "num_warps": 4},
+    "pairs_backward": {"BLOCK_K": 32, "num_warps": 4},
     "states": {"BLOCK_V": 32, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "num_warps": 4},
 }
