@@ -30,12 +30,6 @@ ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
 UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {"relu2": squared_relu}
 """Activation of layers without a gate -> function of (..., I)."""
 
-_FLOAT8: Mapping[str, Callable[..., Tensor]] = {
-    "silu": ops.float8_swiglu,
-    "gelu_tanh": ops.float8_geglu,
-    "gelu": partial(ops.float8_geglu, approximate="none"),
-}
-
 
 def gate_heads(heads: Tensor, x: Tensor, gate: Callable[[Tensor], Tensor] | None, activation: str | None) -> Tensor:
     """Multiply the output of each attention head by one number per token, an activation of a projection of `x`.
@@ -85,5 +79,4 @@ class GatedActivation:
         """gate_up (..., 2 I) -> (..., I) of the same dtype; with a `form` a `Float8Tensor` in that form."""
         if form is None:
             return ops.gated_activation(gate_up, self.options)
-        options = self.options._asdict()
-        return _FLOAT8[options.pop("activation")](gate_up, *form[:2], **form.layouts, **options)
+        return ops.float8_gated_activation(gate_up, self.options, form.dtype, form.gradient_dtype, tail=form.tail)
