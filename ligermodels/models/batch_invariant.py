@@ -5,13 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
-
-import torch
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from ligermodels.layers.linear import Composed
 from ligermodels.layers.modules import modules_of
@@ -35,42 +28,16 @@ def in_mode_of_model(method: Method) -> Method:
     return cast(Method, in_mode)
 
 
-_checked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Decoder that has passed `_check_parts` -> the number of registrations then."""
-_registrations = 0
-"""Modules and parameters that any module was given: a decoder's parts change by these alone."""
-
-
-def _count_registration(*_: Any) -> None:
-    global _registrations
-    _registrations += 1
-
-
-register_module_module_registration_hook(_count_registration)
-register_module_parameter_registration_hook(_count_registration)
-
-
 def check_batch_invariant(decoder: Any) -> None:
-    """Raise BackendError, which names it, for the first part of a `Decoder` that has no batch-invariant form.
-
-    The parts are checked in the first pass, and again if a module got a new module or parameter since.
-    """
-    if decoder._tensor_ranks != 1 or decoder._sequence_mesh is not None or decoder._context_mesh is not None:
-        refuse_batch_invariant("tensor, sequence or context parallelism", "spread the model by shard and replicate")
-    if torch.compiler.is_compiling():
-        _check_parts(decoder)
-    elif _checked.get(decoder) != _registrations:
-        _check_parts(decoder)
-        _checked[decoder] = _registrations
-
-
-def _check_parts(decoder: Any) -> None:
+    """Raise BackendError, which names it, for the first part of a `Decoder` that has no batch-invariant form."""
     for i, block in enumerate(decoder.blocks):
         for name, layer in block.declarations().items():
             if not layer.batch_invariant:
                 refuse_batch_invariant(f"blocks[{i}].{name} ({type(block.get_submodule(name)).__name__})")
             if getattr(layer, "_expert_mesh", None) is not None:
                 refuse_batch_invariant(f"expert parallelism of blocks[{i}].{name}")
+    if decoder._tensor_ranks != 1 or decoder._sequence_mesh is not None or decoder._context_mesh is not None:
+        refuse_batch_invariant("tensor, sequence or context parallelism", "spread the model by shard and replicate")
     for rope in modules_of(decoder, RotaryEmbedding):
         scaling = rope.config.scaling
         if scaling is not None and (scaling.context_thresholds.switch or scaling.context_thresholds.moving):

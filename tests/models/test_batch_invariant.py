@@ -1,6 +1,5 @@
 """Models under `batch_invariant`: the bits of a prompt or document alone, in any batch, packed, trained and decoded."""
 
-import copy
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from zoo import CONFIGS, EACH_FAMILY
 import ligermodels as lm
 from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
-from ligermodels.models import batch_invariant
 from ligermodels.ops.runtime import dispatch
 
 NAMES = ["llama-2", "gemma2", "qwen3", "qwen3_moe"]
@@ -198,25 +196,3 @@ def test_what_is_refused() -> None:
     model.batch_invariant = False
     with pytest.raises(InputError, match="batch_invariant: speculative decoding"):
         model.generate(ids, 2, draft=heads, batch_invariant=True)
-
-
-def test_parts_are_checked_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, checks = torch.ones(1, 4, dtype=torch.long), list[Any]()
-    check = batch_invariant._check_parts
-    monkeypatch.setattr(batch_invariant, "_check_parts", lambda decoder: (checks.append(decoder), check(decoder)))
-    model, other = build("qwen3_moe"), build("llama-2")
-    for each in (model, other, model):
-        each.generate(ids, max_new_tokens=3)
-    assert checks == [model.decoder, other.decoder]
-    mixture = next(block.mlp for block in model.decoder.blocks if hasattr(block.mlp, "_expert_mesh"))
-    mixture.gate_up = torch.nn.Parameter(mixture.gate_up.detach())  # as expert parallelism does
-    mixture._expert_mesh = object()
-    with pytest.raises(BackendError, match=r"batch_invariant: expert parallelism of blocks\[\d\]\.mlp"):
-        model(ids)
-    lm.quantize(other, "int4")
-    with pytest.raises(BackendError, match=r"batch_invariant: blocks\.0\..*with QuantizedCompute"):
-        other(ids)
-    copied = copy.deepcopy(build("llama-2"))
-    copied.decoder._context_mesh = object()
-    with pytest.raises(BackendError, match="batch_invariant: tensor, sequence or context parallelism"):
-        copied(ids)
