@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 PORTABLE = 80, 89
-"""Compute capabilities whose PTX every newer GPU runs."""
+"""Compute capabilities whose PTX every newer GPU runs, and whose results are kept for them."""
 ALLOCATED = "ttgpuir_to_llvmir"
 """Triton's name of the point at which memory is allocated."""
 SHARED = {"shared": "ttg.shared", "tmem_size": "ttg.tensor_memory_size"}
 """Field of Triton's metadata -> attribute of a module."""
+
+
+class Shown(IntEnum):
+    """What older GPUs show of a launch on a newer one."""
+
+    NOTHING = 0
+    FITS = 1
+    """It needs less than the shared memory; the code is other code."""
+    RUNS = 2
+    """The code is the same until memory is allocated."""
+    MACHINE_CODE = 3
+    """So is the machine code, or the PTX."""
 
 
 class AllocatedError(Exception):
@@ -26,9 +39,13 @@ class AllocatedError(Exception):
 class Stages:
     """Triton's hook of its stages, and its instrumentation of a backend.
 
-    NVIDIA GPUs share results. Two GPUs of one generation run the same code for a launch. A newer generation also runs
+    GPUs share results. Two NVIDIA GPUs of one generation run the same code for a launch. A newer generation also runs
     the older code of a kernel without matrix products and tensor descriptors. If that code needs at most half of the
     newer GPU's shared memory, layouts that differ a little cannot exceed the limit, and it is not compiled again.
+
+    The code of products differs, and AMD's code does. Their operands in shared memory have the same sizes: launches
+    that need a quarter of it by the older code have needed at most half by the newer code. Capability 12 has the
+    instructions of capability 8: there, half has never become more.
 
     Args:
         shared_memory: of the GPU, in bytes.
@@ -48,16 +65,31 @@ class Stages:
         """
         self._launch, self._machine_code = launch, machine_code
 
-    def memory_on_older(self, launch: str, capability: int, machine_code: bool) -> int | None:
-        """The shared memory of a launch that an older GPU has shown; None if this GPU has to compile it."""
-        names = [f"{launch}-machine-code"] if machine_code else [launch, f"{launch}-machine-code"]
+    def shown(self, launch: str, capability: int | None) -> Shown:
+        """What older GPUs show of a launch on this one.
+
+        Args:
+            launch: a hash of what Triton compiles.
+            capability: of this GPU; None for an AMD GPU.
+        """
+        found = Shown.NOTHING
         for older in PORTABLE:
-            for path in (self._cache / f"shared-{older}" / name for name in names):
-                if older < capability and path.exists():
+            for name, most in ((f"{launch}-machine-code", Shown.MACHINE_CODE), (launch, Shown.RUNS)):
+                path = self._cache / f"shared-{older}" / name
+                if (capability is None or older < capability) and path.exists():
                     shared, products = map(int, path.read_text().split())
-                    if older // 10 == capability // 10 or (not products and 2 * shared <= self._shared_memory):
-                        return shared
-        return None
+                    same = capability is not None and (older // 10 == capability // 10 or not products)
+                    if self._margin(older, capability, bool(products)) * shared <= self._shared_memory:
+                        found = max(found, most if same else Shown.FITS)
+        return found
+
+    def _margin(self, older: int, capability: int | None, products: bool) -> int:
+        """The factor by which memory may grow from an older GPU's code to this one's."""
+        if capability is None:
+            return 4
+        if older // 10 == capability // 10:
+            return 1
+        return 4 if products and capability // 10 != 12 else 2
 
     def __call__(self, *arguments: Any) -> tuple[str, str] | None:
         if not arguments:

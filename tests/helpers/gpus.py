@@ -8,6 +8,7 @@ fourth op, the second of them first.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import json
@@ -17,11 +18,12 @@ import pkgutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compile_stages import Stages
+from compile_stages import Shown, Stages
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
@@ -46,6 +48,8 @@ GPUS = {
 }
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
+NVIDIA_STAGES = 3
+"""Triton's default of num_stages on NVIDIA GPUs; on AMD GPUs it is 2."""
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
 NOT_RUN: set[str] = set()
@@ -87,11 +91,14 @@ class Launch(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of all that Triton compiles but the target."""
+        """Of all that Triton compiles but the target, and what only AMD GPUs are told of pointers."""
         from triton import __version__
         from triton.compiler import ASTSource
 
-        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        attributes = {
+            at: [each for each in told if each[0] != "tt.pointer_range"] for at, told in self.attributes.items()
+        }
+        source = ASTSource(self.kernel, self.signature, self.constants, attributes)
         return hashlib.sha256(f"{__version__} {source.hash()} {sorted(self.options.items())}".encode()).hexdigest()
 
     @property
@@ -129,116 +136,147 @@ class Recording:
 
     launches: each kind of launch once. calls: for each op, the kernels that each of its calls launches, or its error.
 
-    With `compiles`, each launch is compiled until its memory is allocated, and some to machine code: the fewest that
-    contain each kernel with each of its dtypes. faults: the launches that do not compile, or need more than the GPU
-    has. For the latter, OutOfResources is raised where Triton would raise it, so that an op may launch smaller tiles;
-    only an op that does not is a fault.
+    With `assembled`, the launches are compiled until their memory is allocated, and some to machine code: the fewest
+    that contain each kernel with each of its dtypes. `Stages` says what older GPUs show of a launch on a newer one.
+    Launches that need not be compiled for their memory are, as few as contain each value of each constant, option and
+    dtype of a kernel.
+
+    If a launch needs more than the GPU has, the calls are made once more, and OutOfResources is raised where Triton
+    would raise it, so that an op may launch smaller tiles. faults: the launches that do not compile, and the calls of
+    ops that do not.
 
     Args:
         gpu: one of GPUS.
         calls_in: the module with the calls.
         part: the ops whose calls are made, by their places. Default: all.
-        compiles: whether launches are compiled. Default: False.
+        assembled: `machine_code_of` the launches that older GPUs of this generation have run through the assembler; it
+            grows. Default: nothing is compiled.
     """
 
     def __init__(
-        self, gpu: str, calls_in: str = "op_calls", part: slice = slice(None), *, compiles: bool = False
+        self, gpu: str, calls_in: str = "op_calls", part: slice = slice(None), assembled: set[Any] | None = None
     ) -> None:
         import triton
 
         importlib.import_module("layer_calls")  # adds to those of op_calls
-        planned = Recording(gpu, calls_in, part).launches if compiles else {}
         self._gpu, self.driver = gpu, Driver(gpu)
         self.launches: dict[Any, Launch] = {}
-        self.calls: dict[str, list[list[str] | str]] = defaultdict(list)
-        self.faults: list[str] = []
-        self._compiles, self._kernels = compiles, set[str]()
+        self.calls: dict[str, list[list[str] | str]] = {}
+        self._kernels, self._of_op = set[str](), set[Any]()  # what the current call and the current op launch
+        self._failures: dict[str, list[str]] = {}  # op -> its calls that end in OutOfResources
+        self._not_compiled: list[str] = []
         self._lacking: dict[Any, OutOfResources] = {}  # launch -> what it needs that the GPU has not
-        self._stages, self._seen = Stages(GPUS[gpu].shared_memory, CACHE), set[Any]()
-        self._to_machine_code = self._covering(planned)
+        self._stages = Stages(GPUS[gpu].shared_memory, CACHE)
+        self._assembled: set[Any] = set() if assembled is None else assembled
         torch.cuda.current_device = lambda: self.driver.device
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
         triton.knobs.runtime.add_stages_inspection_hook = self._stages
         devices.pretend(GPUS[gpu])
-        for op, calls in list(importlib.import_module(calls_in).CALLS.items())[part]:
-            for call in calls:
-                self._kernels.clear()
-                try:
-                    call()
-                except BackendError as error:
-                    self.calls[op].append(str(error))
-                except OutOfResources as error:
-                    self.faults.append(f"{op} {call.args} {call.keywords}: {error}")
-                else:
-                    self.calls[op].append(sorted(self._kernels))
-        if compiles:  # after an error an op may launch other tiles than were planned
-            run = {known: launch for known, launch in self.launches.items() if known not in self._lacking}
-            self._to_machine_code = self._covering(run)
-            for known in self._to_machine_code:
-                self._compile(known, run[known])
+        calls = dict(list(importlib.import_module(calls_in).CALLS.items())[part])
+        launched = {op: self._call(op, calls[op]) for op in calls}
+        compiled = set[Any]()
+        while assembled is not None and (new := self.launches.keys() - compiled):
+            self._compile_all(new)
+            compiled |= new
+            launched |= {op: self._call(op, calls[op]) for op in calls if launched[op] & new & self._lacking.keys()}
 
-    def _covering(self, launches: dict[Any, Launch]) -> dict[Any, None]:
-        """The fewest launches that have all parts of `launches` that machine code has not been made of.
+    @property
+    def faults(self) -> list[str]:
+        return self._not_compiled + [failure for failures in self._failures.values() for failure in failures]
 
-        First those that an older GPU has shown. Then the launch with the most parts that are missing is next, the one
-        with the smallest tiles of equal ones.
-        """
-        ordered = sorted(launches, key=lambda known: launches[known].tile_size)
-        parts = {known: machine_code_of(launches[known]) - self._seen for known in ordered}
-        chosen = dict.fromkeys(known for known in ordered if self._on_older(launches[known], True))
-        missing = set().union(*parts.values()).difference(*(parts[known] for known in chosen))
-        while missing:
-            best = max(ordered, key=lambda known: len(parts[known] & missing))
-            chosen[best] = None
-            missing -= parts[best]
-        return chosen
+    def _call(self, op: str, calls: list[Any]) -> set[Any]:
+        """Make the calls of an op; returns what it launches."""
+        self._of_op, self.calls[op], self._failures[op] = set(), [], []
+        for call in calls:
+            self._kernels.clear()
+            try:
+                call()
+            except BackendError as error:
+                self.calls[op].append(str(error))
+            except OutOfResources as error:
+                self._failures[op].append(f"{op} {call.args} {call.keywords}: {error}")
+            else:
+                self.calls[op].append(sorted(self._kernels))
+        return self._of_op
 
     def _record(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
         launch = Launch(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options)
-        self._kernels.add(launch.name)
         known = launch.name, str(key)
-        if known not in self.launches:
-            self.launches[known] = launch
-            if self._compiles:
-                self._compile(known, launch)
+        self._kernels.add(launch.name)
+        self._of_op.add(known)
+        self.launches.setdefault(known, launch)
         if known in self._lacking:
             raise self._lacking[known]
         return True  # neither compile nor run
 
-    def _compile(self, known: Any, launch: Launch) -> None:
+    def _compile_all(self, new: set[Any]) -> None:
+        """Compile those of the launches that older GPUs do not show to run, and some of the others."""
+        ordered = sorted(new, key=lambda known: (self.launches[known].tile_size, known))
+        shown = {known: self._shown(self.launches[known]) for known in ordered}
+        # To machine code first those that an older GPU has shown, which costs nothing.
+        free = [known for known in ordered if shown[known] is Shown.MACHINE_CODE]
+        parts = {known: machine_code_of(self.launches[known]) for known in ordered}
+        self._assembled |= set().union(*(parts[known] for known in free))
+        for known in fewest(parts, self._assembled):
+            if self._compile(known, machine_code=True):
+                self._assembled |= parts[known]
+            shown[known] = Shown.MACHINE_CODE
+        for known in ordered:
+            if shown[known] is Shown.NOTHING:
+                self._compile(known)
+        parts = {known: values_of(self.launches[known]) for known in ordered}
+        fits = {known: parts[known] for known in ordered if shown[known] is Shown.FITS}
+        for known in fewest(fits, set().union(*(parts[known] for known in ordered if known not in fits))):
+            self._compile(known)
+
+    def _shown(self, launch: Launch) -> Shown:
+        """What older GPUs show of a launch; of one for an AMD GPU also with the default of NVIDIA GPUs, more stages."""
+        if not GPUS[self._gpu].hip:
+            return self._stages.shown(launch.hash, self.driver.target.arch)
+        stages = {launch.options["num_stages"], NVIDIA_STAGES}
+        found = [launch._replace(options=launch.options | {"num_stages": n}).hash for n in stages]
+        return max(self._stages.shown(each, None) for each in found)
+
+    def _compile(self, known: Any, *, machine_code: bool = False) -> bool:
+        """Whether the launch compiles; notes what it lacks."""
         from triton.compiler import ASTSource, compile
 
-        machine_code = known in self._to_machine_code
-        if machine_code:
-            self._seen |= machine_code_of(launch)
-        if self._on_older(launch, machine_code):
-            return
+        launch = self.launches[known]
         print(launch, file=sys.stderr, flush=True)  # an error in LLVM ends the process: the last line tells where
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
         self._stages.begin(launch.hash, machine_code)
         try:
             made = compile(source, target=self.driver.target, options=launch.options).metadata
         except Exception as error:
-            self.faults.append(f"{launch}: {type(error).__name__}: {error}")
-            return
+            self._not_compiled.append(f"{launch}: {type(error).__name__}: {error}")
+            return False
         needs = {
-            "shared memory": (made.shared, devices.gpu_of(torch.device("cpu")).shared_memory),
+            "shared memory": (made.shared, GPUS[self._gpu].shared_memory),
             "tensor memory": (getattr(made, "tmem_size", None) or 0, TENSOR_MEMORY),
             "threads": (launch.options["num_warps"] * self.driver.target.warp_size, MAX_THREADS),
         }
         for resource, (needed, there) in needs.items():
             if needed > there:
                 self._lacking[known] = OutOfResources(needed, there, f"{resource} of {launch}")
+        return True
 
-    def _on_older(self, launch: Launch, machine_code: bool) -> bool:
-        """Whether an older GPU has shown that the launch runs on this one."""
-        if GPUS[self._gpu].hip:
-            return False
-        major, minor = GPUS[self._gpu].capability
-        shared = self._stages.memory_on_older(launch.hash, 10 * major + minor, machine_code)
-        return shared is not None and shared <= GPUS[self._gpu].shared_memory
+
+def fewest(parts: dict[Any, set[Any]], seen: set[Any]) -> Iterator[Any]:
+    """The fewest keys that have all parts but those `seen`, greedily: next is the one with the most that are missing,
+    the first of equal ones."""
+    missing = set().union(*parts.values()) - seen
+    while missing:
+        best = max(parts, key=lambda known: len(parts[known] & missing))
+        missing -= parts[best]
+        yield best
+
+
+def values_of(launch: Launch) -> set[tuple[Any, ...]]:
+    """Each dtype, constant, alignment and option of a launch, with its kernel."""
+    values = [*launch.signature.items(), *launch.constants.items(), *launch.attributes.items(), *launch.options.items()]
+    return {(launch.name, str(name), str(value)) for name, value in values}
 
 
 def machine_code_of(launch: Launch) -> set[tuple[str, ...]]:
@@ -314,16 +352,29 @@ def in_own_process(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])  # ptxas' errors stand before
 
 
-def main(command: str = "write", *arguments: str) -> None:
-    if command == "record":
+def faults(calls_in: str, part: slice) -> dict[str, list[str]]:
+    """`Recording.faults` of each GPU, older ones first, which share their results."""
+    assembled = defaultdict[Any, set[Any]](set)  # generation -> what its GPUs have run through the assembler
+    generations = {name: (gpu.hip, gpu.capability[0]) for name, gpu in GPUS.items()}
+    return {name: Recording(name, calls_in, part, assembled[generations[name]]).faults for name in GPUS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write docs/gpus.md, from what the calls of op_calls launch on GPUs.")
+    commands = parser.add_subparsers(dest="command", title="instead of it, in a process of its own")
+    commands.add_parser("record", help="print as JSON what each op does on each GPU")
+    compiling = commands.add_parser("compile", help="print as JSON the launches on each GPU that do not compile or fit")
+    compiling.add_argument("calls_in", help="module with the calls")
+    compiling.add_argument("first", type=int, help="place of the first op")
+    compiling.add_argument("step", type=int, help="1 for all that follow, 2 for every second")
+    given = parser.parse_args()
+    if given.command == "record":
         print(json.dumps(record()))
-    elif command == "compile":
-        calls_in, first, step = arguments
-        part = slice(int(first), None, int(step))  # older GPUs first, which share their results
-        print(json.dumps({gpu: Recording(gpu, calls_in, part, compiles=True).faults for gpu in GPUS}))
+    elif given.command == "compile":
+        print(json.dumps(faults(given.calls_in, slice(given.first, None, given.step))))
     else:
         PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -3,6 +3,7 @@
 With `--check` runs nothing, and fails unless the page is the one that would be written if all of them passed.
 """
 
+import argparse
 import sys
 from collections import defaultdict
 from fnmatch import fnmatch
@@ -119,4 +120,6 @@ def main(check: bool) -> int | str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Run the tests of all families; write docs/matrix.md.")
+    parser.add_argument("--check", action="store_true", help="run no test; fail if the page would change if all passed")
+    sys.exit(main(parser.parse_args().check))

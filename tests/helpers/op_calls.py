@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy
 import torch
 from pairwise import cover
 from torch import Tensor
@@ -43,14 +44,16 @@ def calls(name: str, **parameters: tuple[Any, ...]) -> Callable[[Callable[..., A
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
-    return torch.zeros(shape, dtype=dtype).requires_grad_(grad)  # takes no memory until it is written
+    """Zeros that take neither time nor memory until they are written."""
+    zeros = numpy.zeros(shape, f"i{dtype.itemsize}")
+    return torch.from_numpy(zeros).view(dtype).requires_grad_(grad)
 
 
 def backward(*outputs: Any) -> None:
     """Gradients of all outputs."""
     found = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
     if found:
-        torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+        torch.autograd.backward(found, [leaf(*y.shape, dtype=y.dtype, grad=False) for y in found])
 
 
 # -- norms, activations, rotary positions ------------------------------------------------------------------------------
