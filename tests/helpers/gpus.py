@@ -1,29 +1,27 @@
 """GPUs that this machine lacks: the launches that the calls of `op_calls` make on each, compiled for it by Triton.
 
 `python tests/helpers/gpus.py` writes docs/gpus.md. In a process of its own, because it replaces Triton's driver:
-`gpus.py record` prints as JSON what each op does on each GPU. `gpus.py compile op_calls 1 4` prints for each GPU the
-launches of the calls in that module that do not compile for it, or that need more shared memory than it has: of every
-fourth op, the second of them first.
+`gpus.py record` prints as JSON what each op does on each GPU. `gpus.py compile op_calls 1` prints for each GPU the
+launches of the calls in that module that do not compile for it, or that need more shared memory than it has: of the
+ops in one of the parts that PARTS_FROM divides them into.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
-import math
 import os
 import pkgutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compile_stages import Shown, Stages
+from launches import Launch, fewest, machine_code_of, name_of, values_of
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
@@ -46,6 +44,8 @@ GPUS = {
     "sm_120": GPU("NVIDIA RTX 5090", (12, 0), 99 * KIB, 170),
     "gfx942": GPU("AMD Instinct MI300X", (9, 4), 64 * KIB, 304, hip=True),
 }
+PARTS_FROM = "attention, backend triton", "causal_conv", "linear"
+"""The first op of each part but the first. Ops of different parts share few kernels."""
 TENSOR_MEMORY = 512
 """Columns of the tensor memory of sm_100."""
 NVIDIA_STAGES = 3
@@ -74,42 +74,6 @@ memory that each needs. It takes no GPU.
 `make gpus` writes this table from the recorded launches. Ops without a row, such as
 `grouped_mm` and `lora_linear`, are operations of torch on every GPU.
 """
-
-
-class Launch(NamedTuple):
-    """A kernel as a launch compiles it: arguments of triton.compiler.ASTSource, and options."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[Any, Any]
-    attributes: dict[Any, Any]
-    options: dict[str, int]
-
-    @property
-    def name(self) -> str:
-        return name_of(self.kernel)
-
-    @property
-    def hash(self) -> str:
-        """Of all that Triton compiles but the target, and what only AMD GPUs are told of pointers."""
-        from triton import __version__
-        from triton.compiler import ASTSource
-
-        attributes = {
-            at: [each for each in told if each[0] != "tt.pointer_range"] for at, told in self.attributes.items()
-        }
-        source = ASTSource(self.kernel, self.signature, self.constants, attributes)
-        return hashlib.sha256(f"{__version__} {source.hash()} {sorted(self.options.items())}".encode()).hexdigest()
-
-    @property
-    def tile_size(self) -> int:
-        """The product of the sizes among its constants."""
-        return math.prod(filter(is_size, self.constants.values()))
-
-    def __str__(self) -> str:
-        names = self.kernel.arg_names
-        constants = {names[place]: value for (place, *_), value in self.constants.items()}
-        return f"{self.name} {self.options} {constants} {sorted(set(self.signature.values()))}"
 
 
 class Driver:
@@ -148,13 +112,13 @@ class Recording:
     Args:
         gpu: one of GPUS.
         calls_in: the module with the calls.
-        part: the ops whose calls are made, by their places. Default: all.
+        part: number of the part of the ops whose calls are made. Default: all.
         assembled: `machine_code_of` the launches that older GPUs of this generation have run through the assembler; it
             grows. Default: nothing is compiled.
     """
 
     def __init__(
-        self, gpu: str, calls_in: str = "op_calls", part: slice = slice(None), assembled: set[Any] | None = None
+        self, gpu: str, calls_in: str = "op_calls", part: int | None = None, assembled: set[Any] | None = None
     ) -> None:
         import triton
 
@@ -173,7 +137,10 @@ class Recording:
         triton.knobs.runtime.jit_cache_hook = self._record
         triton.knobs.runtime.add_stages_inspection_hook = self._stages
         devices.pretend(GPUS[gpu])
-        calls = dict(list(importlib.import_module(calls_in).CALLS.items())[part])
+        calls = importlib.import_module(calls_in).CALLS
+        if part is not None:
+            bounds = [0, *map(list(calls).index, PARTS_FROM), len(calls)]
+            calls = dict(list(calls.items())[bounds[part] : bounds[part + 1]])
         launched = {op: self._call(op, calls[op]) for op in calls}
         compiled = set[Any]()
         while assembled is not None and (new := self.launches.keys() - compiled):
@@ -263,37 +230,6 @@ class Recording:
         return True
 
 
-def fewest(parts: dict[Any, set[Any]], seen: set[Any]) -> Iterator[Any]:
-    """The fewest keys that have all parts but those `seen`, greedily: next is the one with the most that are missing,
-    the first of equal ones."""
-    missing = set().union(*parts.values()) - seen
-    while missing:
-        best = max(parts, key=lambda known: len(parts[known] & missing))
-        missing -= parts[best]
-        yield best
-
-
-def values_of(launch: Launch) -> set[tuple[Any, ...]]:
-    """Each dtype, constant, alignment and option of a launch, with its kernel."""
-    values = [*launch.signature.items(), *launch.constants.items(), *launch.attributes.items(), *launch.options.items()]
-    return {(launch.name, str(name), str(value)) for name, value in values}
-
-
-def machine_code_of(launch: Launch) -> set[tuple[str, ...]]:
-    """The parts of a launch that LLVM and the assembler see: its kernel with each dtype, float16 counted as bfloat16.
-    Tiles have been divided among threads by then, and each flag's branch has passed Triton's own passes."""
-    dtypes = {dtype.replace("*fp16", "*bf16") for dtype in launch.signature.values()}
-    return {(launch.name, dtype) for dtype in dtypes if dtype.startswith("*") and "i" not in dtype} | {(launch.name,)}
-
-
-def is_size(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def name_of(kernel: Any) -> str:
-    return f"{kernel.fn.__module__.removeprefix('ligermodels.ops.')}.{kernel.fn.__name__}"
-
-
 def all_kernels() -> list[str]:
     """Every kernel of the package that the host launches."""
     names = [module.name for module in pkgutil.walk_packages(ops.__path__, "ligermodels.ops.")]
@@ -352,7 +288,7 @@ def in_own_process(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])  # ptxas' errors stand before
 
 
-def faults(calls_in: str, part: slice) -> dict[str, list[str]]:
+def faults(calls_in: str, part: int | None) -> dict[str, list[str]]:
     """`Recording.faults` of each GPU, older ones first, which share their results."""
     assembled = defaultdict[Any, set[Any]](set)  # generation -> what its GPUs have run through the assembler
     generations = {name: (gpu.hip, gpu.capability[0]) for name, gpu in GPUS.items()}
@@ -365,13 +301,12 @@ def main() -> None:
     commands.add_parser("record", help="print as JSON what each op does on each GPU")
     compiling = commands.add_parser("compile", help="print as JSON the launches on each GPU that do not compile or fit")
     compiling.add_argument("calls_in", help="module with the calls")
-    compiling.add_argument("first", type=int, help="place of the first op")
-    compiling.add_argument("step", type=int, help="1 for all that follow, 2 for every second")
+    compiling.add_argument("part", type=int, nargs="?", help="number of the part of the ops; default: all ops")
     given = parser.parse_args()
     if given.command == "record":
         print(json.dumps(record()))
     elif given.command == "compile":
-        print(json.dumps(faults(given.calls_in, slice(given.first, None, given.step))))
+        print(json.dumps(faults(given.calls_in, given.part)))
     else:
         PAGE.write_text(page(in_own_process("record")), encoding="utf-8")
 

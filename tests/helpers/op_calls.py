@@ -260,7 +260,7 @@ def block_context(case: tuple[torch.dtype, int, dict[str, Any]]) -> None:
     backward(ops.block_context_attention(*(leaf(*size, dim, dtype=dtype) for size in sizes), anchors, **options))
 
 
-@calls("private_key_attention", dtype=FLOATS, dim=(64, 80, 256), heads=((8, 2), (32, 1), (3, 3)), steps=(0, 6))
+@calls("private_key_attention", dtype=FLOATS, dim=(64, 80, 256), heads=((32, 1), (3, 3)), steps=(0, 6))
 @calls("private_key_attention", dtype=(BF16,), dim=(512,), heads=((8, 2),), steps=(3,))
 def private_keys(dtype: torch.dtype, dim: int, heads: tuple[int, int], steps: int) -> None:
     q, *others = (leaf(1, 70, n, dim, dtype=dtype) for n in (heads[0], *(heads[1],) * (2 + 2 * steps)))
