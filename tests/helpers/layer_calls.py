@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", None)
 
 
 @calls(
-    "causal_conv", dtype=FLOATS, width=(2, 4), tokens=(1, 300), kind=("plain", "earlier", "packed"), bias=BOTH,
+    "causal_conv", dtype=FLOATS, width=(2, 4, 7), tokens=(1, 300), kind=("plain", "earlier", "packed"), bias=BOTH,
     grads=GRADS, activation=ACTIVATIONS,
 )  # fmt: skip
 def causal_conv(
@@ -36,8 +36,8 @@ def causal_conv(
 
 
 @calls(
-    "causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4), earlier=BOTH, bias=BOTH,
-    activation=ACTIVATIONS,
+    "causal_conv of trees, causal_conv_step, commit_conv_inputs", dtype=FLOATS, width=(2, 4, 7), earlier=BOTH,
+    bias=BOTH, activation=ACTIVATIONS,
 )  # fmt: skip
 def conv_decoding(dtype: torch.dtype, width: int, earlier: bool, bias: bool, activation: str | None) -> None:
     tree, weight = (TREES[1].parent, TREES[1].depth), leaf(512, width, dtype=dtype, grad=False)

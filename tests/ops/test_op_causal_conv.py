@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_KERNEL_WIDTH as MAX_CONV_WIDTH
 from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_SPAN
 from ligermodels.ops.norm.gated_rms_norm import MAX_KERNEL_WIDTH
 
@@ -35,8 +36,12 @@ def plain_conv(
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "channels", "width"), [(2, 1, 7, 4), (1, 2, 300, 3), (1, 9, 3, 1), (1, 9, 3, 5), (2, 6, 5, 2)]
-)
+    ("batch", "tokens", "channels", "width"),
+    [
+        (2, 1, 7, 4), (1, 2, 300, 3), (1, 9, 3, 1), (1, 9, 3, 7), (2, 6, 5, 2), (1, 9, 3, MAX_CONV_WIDTH),
+        (1, 9, 3, MAX_CONV_WIDTH + 1),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_texts(
@@ -51,7 +56,7 @@ def test_texts(
     check(lambda x, w, e: op(x, w, earlier=e), plain, [x, weight, earlier])
 
 
-@pytest.mark.parametrize("width", [4, 2, 5])
+@pytest.mark.parametrize("width", [4, 2, 7, MAX_CONV_WIDTH + 1])
 def test_biases(where: Where, width: int) -> None:
     """Over texts, with packed documents, after earlier inputs, in steps and in trees."""
     x = torch.randn(1, 2 * MAX_SPAN + 3, 9, device=where.device).to(where.dtype)
@@ -78,18 +83,20 @@ def test_biases(where: Where, width: int) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), after)
 
 
-def test_texts_longer_than_a_program_takes(where: Where) -> None:
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_texts_longer_than_a_program_takes(where: Where, width: int) -> None:
     x = torch.randn(2, MAX_SPAN + 2, 5, device=where.device).to(where.dtype)
-    weight = torch.randn(5, 4, device=where.device).to(where.dtype)
+    weight = torch.randn(5, width, device=where.device).to(where.dtype)
     check(lambda x, w: ops.causal_conv(x, w), plain_conv, [x, weight])
 
 
 @pytest.mark.parametrize("lengths", [[1, 5, 0, 2, MAX_SPAN - 8, 3, 1, 30], [MAX_SPAN, 2]])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_packed_documents(where: Where, lengths: list[int], activation: str | None) -> None:
+@pytest.mark.parametrize("width", [4, 2, 3, 7])
+def test_packed_documents(where: Where, lengths: list[int], activation: str | None, width: int) -> None:
     """Of one or two tokens, of none, and at the bounds of what a program takes."""
     x = torch.randn(1, sum(lengths), 11, device=where.device).to(where.dtype)
-    weight = torch.randn(11, 4, device=where.device).to(where.dtype)
+    weight = torch.randn(11, width, device=where.device).to(where.dtype)
     bounds = torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
 
     def apart(x: Tensor, weight: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def test_what_the_kernels_do_not_hold_goes_to_the_reference(where: Where, nodes:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("width", [1, 2, 4, 6])
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_steps_of_the_convolution(where: Where, width: int, activation: str | None) -> None:
     reference = partial(ops.causal_conv_reference, activation=activation)

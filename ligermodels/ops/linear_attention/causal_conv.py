@@ -33,7 +33,7 @@ def causal_conv(
 
     Args:
         x: (B, T, C), any floating dtype.
-        weight: (C, W), any floating dtype.
+        weight: (C, W), any floating dtype. The kernels serve W up to 8, torch wider ones.
         bias: (C,), any floating dtype, or None.
         earlier: (B, W - 1, C) of x's dtype, the inputs before the first token; zeros when None.
         cu_seqlens: int32 (n + 1,), bounds of documents that are packed into one row (B = 1), from 0 to T: each document

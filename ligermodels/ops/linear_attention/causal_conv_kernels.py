@@ -12,8 +12,8 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like
 
-MAX_KERNEL_WIDTH = 4  # inputs per output; the kernels hold the three inputs before each token
-MAX_SPAN = 128  # tokens per program: three more are read, and one part of the weight's gradient is written
+MAX_KERNEL_WIDTH = 8  # inputs per output W; the kernels hold the W - 1 inputs before each token in registers
+MAX_SPAN = 128  # tokens per program: W - 1 more are read, and one part of the weight's gradient is written
 BLOCK = 256  # channels per program
 WARPS = 2
 
@@ -29,13 +29,18 @@ def _bias(bias, channel, inside, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _taps(weight, channel, inside, back: tl.constexpr, WIDTH: tl.constexpr):
-    """The weights of the input `back` tokens before, zeros if back >= WIDTH."""
-    if back < WIDTH:
-        found = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
-    else:
-        found = tl.zeros_like(channel).to(tl.float32)
-    return found
+def _tap(weight, channel, inside, place: tl.constexpr, WIDTH: tl.constexpr):
+    """The weights of one of the WIDTH inputs of a token, the earliest in place 0."""
+    return tl.load(weight + channel * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _taps(weight, channel, inside, WIDTH: tl.constexpr):
+    """A tuple of the weights of each input."""
+    taps = ()
+    for place in tl.static_range(WIDTH):
+        taps += (_tap(weight, channel, inside, place, WIDTH),)
+    return taps
 
 
 @triton.jit
@@ -50,14 +55,29 @@ def _input(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr
 
 
 @triton.jit
-def _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, t, first, PACKED: tl.constexpr):
-    """The sum at token t, and its inputs, zeros for tokens before the first token of its document."""
+def _inputs(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexpr, WIDTH: tl.constexpr):
+    """A tuple of the WIDTH - 1 inputs before token t, the earliest first."""
+    inputs = ()
+    for place in tl.static_range(1, WIDTH):
+        inputs += (_input(x, x_token, earlier, t - (WIDTH - place), channel, inside, C, HAS_EARLIER, WIDTH),)
+    return inputs
+
+
+@triton.jit
+def _convolved(inputs, taps, b, t, first, PACKED: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum at token t, and its WIDTH inputs, zeros for tokens before the first token of its document."""
     if PACKED:
         begin = tl.load(first + t)
-        x1 = tl.where(t - 1 >= begin, x1, 0.0)
-        x2 = tl.where(t - 2 >= begin, x2, 0.0)
-        x3 = tl.where(t - 3 >= begin, x3, 0.0)
-    return b + x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, x1, x2, x3
+    total = b
+    seen = ()
+    for place in tl.static_range(WIDTH):
+        value = inputs[place]
+        if PACKED and place < WIDTH - 1:
+            value = tl.where(t - (WIDTH - 1 - place) >= begin, value, 0.0)
+        seen += (value,)
+    for back in tl.static_range(WIDTH):
+        total += seen[WIDTH - 1 - back] * taps[WIDTH - 1 - back]
+    return total, seen
 
 
 @kernel
@@ -75,23 +95,18 @@ def _conv_forward_kernel(
     out += batch * T * C
     if HAS_EARLIER:
         earlier += batch * (WIDTH - 1) * C
-    w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
-    w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
-    b = _bias(bias, channel, inside, HAS_BIAS)
-    x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
-    x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
-    x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
+    taps, b = _taps(weight, channel, inside, WIDTH), _bias(bias, channel, inside, HAS_BIAS)
+    before = _inputs(x, x_token, earlier, begin, channel, inside, C, HAS_EARLIER, WIDTH)
     following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
     for t in range(begin, tl.minimum(begin + span, T)):
-        x0 = following.to(tl.float32)
+        inputs = before
+        inputs += (following.to(tl.float32),)
         following = tl.load(x + (t + 1) * x_token + channel, mask=inside & (t + 1 < T), other=0.0)
-        y, _, _, _ = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, t, first, PACKED)
+        y, _ = _convolved(inputs, taps, b, t, first, PACKED, WIDTH)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside)
-        x3 = x2
-        x2 = x1
-        x1 = x0
+        before = inputs[1:]
 
 
 @kernel
@@ -100,9 +115,9 @@ def _conv_backward_kernel(
     HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete three tokens
-    later, so a program continues for three tokens after its own. It writes its own part of the gradients of weight
-    and bias, the bias as one more column: no atomics, so equal bits in every run."""
+    """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete WIDTH - 1
+    tokens later, so a program continues for as many tokens after its own. It writes its own part of the gradients of
+    weight and bias, the bias as one more column: no atomics, so equal bits in every run."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
     begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
     end = tl.minimum(begin + span, T)
@@ -112,24 +127,20 @@ def _conv_backward_kernel(
     dy += batch * dy_batch
     if HAS_EARLIER:
         earlier += batch * (WIDTH - 1) * C
-    w0, w1 = _taps(weight, channel, inside, 0, WIDTH), _taps(weight, channel, inside, 1, WIDTH)
-    w2, w3 = _taps(weight, channel, inside, 2, WIDTH), _taps(weight, channel, inside, 3, WIDTH)
-    b = _bias(bias, channel, inside, HAS_BIAS)
-    x1 = _input(x, x_token, earlier, begin - 1, channel, inside, C, HAS_EARLIER, WIDTH)
-    x2 = _input(x, x_token, earlier, begin - 2, channel, inside, C, HAS_EARLIER, WIDTH)
-    x3 = _input(x, x_token, earlier, begin - 3, channel, inside, C, HAS_EARLIER, WIDTH)
-    dx1, dx2, dx3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
-    dw0, dw1, dw2, dw3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
-    db = tl.zeros_like(x1)
+    taps, b = _taps(weight, channel, inside, WIDTH), _bias(bias, channel, inside, HAS_BIAS)
+    before = _inputs(x, x_token, earlier, begin, channel, inside, C, HAS_EARLIER, WIDTH)
+    db = tl.zeros((BLOCK,), tl.float32)
+    dtaps, incomplete = (db,) * WIDTH, (db,) * (WIDTH - 1)  # incomplete gradients of the inputs before t
     following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
     following_dy = tl.load(dy + begin * dy_token + channel, mask=inside, other=0.0)
-    for t in range(begin, end + 3):
-        x0, d = following.to(tl.float32), following_dy.to(tl.float32)
+    for t in range(begin, end + (WIDTH - 1)):
+        inputs, d = before, following_dy.to(tl.float32)
+        inputs += (following.to(tl.float32),)
         ahead = inside & (t + 1 < T)
         following = tl.load(x + (t + 1) * x_token + channel, mask=ahead, other=0.0)
         following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
         # Beyond the last token d is zero, so any document will do.
-        y, seen1, seen2, seen3 = _convolved(x0, x1, x2, x3, w0, w1, w2, w3, b, tl.minimum(t, T - 1), first, PACKED)
+        y, seen = _convolved(inputs, taps, b, tl.minimum(t, T - 1), first, PACKED, WIDTH)
         if SILU:
             e = tl.exp(-tl.abs(y))  # no overflow
             r = 1.0 / (1.0 + e)
@@ -138,37 +149,32 @@ def _conv_backward_kernel(
         if NEED_WEIGHT:
             own = tl.where(t < end, d, 0.0)
             db += own
-            dw0 += own * x0
-            dw1 += own * seen1
-            dw2 += own * seen2
-            dw3 += own * seen3
+            sums = ()
+            for place in tl.static_range(WIDTH):
+                sums += (dtaps[place] + own * seen[place],)
+            dtaps = sums
         if NEED_X:
-            of1, of2, of3 = d, d, d
             if PACKED:
                 start = tl.load(first + tl.minimum(t, T - 1))
-                of1 = tl.where(t - 1 >= start, d, 0.0)
-                of2 = tl.where(t - 2 >= start, d, 0.0)
-                of3 = tl.where(t - 3 >= start, d, 0.0)
-            done = dx3 + w3 * of3
-            ours = inside & (t - 3 >= begin) & (t - 3 < end)
-            tl.store(dx + (batch * T + t - 3) * C + channel, done.to(dx.dtype.element_ty), mask=ours)
-            dx3 = dx2 + w2 * of2
-            dx2 = dx1 + w1 * of1
-            dx1 = w0 * d
-        x3 = x2
-        x2 = x1
-        x1 = x0
+            gradients = ()
+            for place in tl.static_range(WIDTH - 1):
+                of_document = d
+                if PACKED:
+                    of_document = tl.where(t - (WIDTH - 1 - place) >= start, d, 0.0)
+                gradients += (incomplete[place] + taps[place] * of_document,)
+            gradients += (taps[WIDTH - 1] * d,)
+            complete = t - (WIDTH - 1)
+            ours = inside & (complete >= begin) & (complete < end)
+            place = dx + (batch * T + t - (WIDTH - 1)) * C + channel
+            tl.store(place, gradients[0].to(dx.dtype.element_ty), mask=ours)
+            incomplete = gradients[1:]
+        before = inputs[1:]
     if NEED_WEIGHT:
         place = partial + ((tl.program_id(0) // blocks).to(tl.int64) * C + channel) * (WIDTH + HAS_BIAS)
         if HAS_BIAS:
             tl.store(place + WIDTH, db, mask=inside)
-        tl.store(place + WIDTH - 1, dw0, mask=inside)
-        if WIDTH > 1:
-            tl.store(place + WIDTH - 2, dw1, mask=inside)
-        if WIDTH > 2:
-            tl.store(place + WIDTH - 3, dw2, mask=inside)
-        if WIDTH > 3:
-            tl.store(place + WIDTH - 4, dw3, mask=inside)
+        for column in tl.static_range(WIDTH):
+            tl.store(place + column, dtaps[column], mask=inside)
 
 
 @kernel
@@ -191,7 +197,7 @@ def _tree_conv_kernel(
     for back in tl.static_range(WIDTH):
         place = tl.where(level >= back, at, level - back)
         seen = _input(x, x_token, earlier, place, channel, inside, C, HAS_EARLIER, WIDTH)
-        total += seen * _taps(weight, channel, inside, back, WIDTH)
+        total += seen * _tap(weight, channel, inside, WIDTH - 1 - back, WIDTH)
         at = tl.load(parent + at)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
@@ -281,7 +287,7 @@ def tree_conv(
 
     Args:
         x: (B, N, C), the inputs of the N nodes.
-        weight: (C, W), W up to 4.
+        weight: (C, W), W up to MAX_KERNEL_WIDTH.
         bias: (C,), or None.
         earlier: (B, W - 1, C), the inputs before the root; zeros when None.
         parent, depth: long (N,) or (B, N), each node's parent and its distance from the root.
