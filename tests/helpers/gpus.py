@@ -61,7 +61,8 @@ Ops choose kernels and launch sizes by the properties of the GPU: compute capabi
 shared memory, number of multiprocessors. The tests run on one kind, {GPUS[RUN].name}
 ({RUN}); launch sizes are tuned there. For the others, `make test-compile` compiles
 every kernel, at the launches of `tests/helpers/op_calls.py`, and checks the shared
-memory that each needs. It takes no GPU.
+memory that each needs. A launch that takes little of it on an older GPU is compiled
+again only for a flag, dtype or tile size that no other launch has. It takes no GPU.
 
 - **run**: the kernels compile, and the tests of the op have been run on this GPU as
   they are now.

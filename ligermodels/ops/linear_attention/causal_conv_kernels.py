@@ -39,7 +39,7 @@ def _taps(weight, channel, inside, WIDTH: tl.constexpr):
     """A tuple of the weights of each input."""
     taps = ()
     for place in tl.static_range(WIDTH):
-        taps += (_tap(weight, channel, inside, place, WIDTH),)
+        taps += (_tap(weight, channel, inside, place, WIDTH),)  # type: ignore[assignment]
     return taps
 
 
@@ -59,7 +59,8 @@ def _inputs(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexp
     """A tuple of the WIDTH - 1 inputs before token t, the earliest first."""
     inputs = ()
     for place in tl.static_range(1, WIDTH):
-        inputs += (_input(x, x_token, earlier, t - (WIDTH - place), channel, inside, C, HAS_EARLIER, WIDTH),)
+        value = _input(x, x_token, earlier, t - (WIDTH - place), channel, inside, C, HAS_EARLIER, WIDTH)
+        inputs += (value,)  # type: ignore[assignment]
     return inputs
 
 
@@ -69,7 +70,7 @@ def _convolved(inputs, taps, b, t, first, PACKED: tl.constexpr, WIDTH: tl.conste
     if PACKED:
         begin = tl.load(first + t)
     total = b
-    seen = ()
+    seen = inputs[:0]
     for place in tl.static_range(WIDTH):
         value = inputs[place]
         if PACKED and place < WIDTH - 1:
@@ -149,14 +150,14 @@ def _conv_backward_kernel(
         if NEED_WEIGHT:
             own = tl.where(t < end, d, 0.0)
             db += own
-            sums = ()
+            sums = dtaps[:0]
             for place in tl.static_range(WIDTH):
                 sums += (dtaps[place] + own * seen[place],)
             dtaps = sums
         if NEED_X:
             if PACKED:
                 start = tl.load(first + tl.minimum(t, T - 1))
-            gradients = ()
+            gradients = incomplete[:0]
             for place in tl.static_range(WIDTH - 1):
                 of_document = d
                 if PACKED:
