@@ -5,7 +5,8 @@ that later runs compile changed kernels alone.
 
 Every launch is compiled until its shared memory is known, for each GPU for which older ones do not show that it fits
 (`compile_stages.Stages` says how they do), and so is each flag, dtype and tile size of each kernel. Some are compiled
-to machine code (`gpus.Recording` says which), on NVIDIA GPUs by ptxas at optimisation level 1; kernels run with level 3.
+to machine code (`gpus.Recording` says which), on NVIDIA GPUs by ptxas at optimisation level 1; kernels run with
+level 3.
 """
 
 from typing import Any
