@@ -74,8 +74,8 @@ def delta_gates(dtype: torch.dtype, heads: int) -> None:
 def gated_delta_rule(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
     dtype, dims, packed, state, by_channel = case  # a product would take minutes: its kernels are the largest
     initial = leaf(1, 4, *dims, dtype=F32) if state else None
-    bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
-    operands = delta_operands(dtype, 200, dims, True, by_channel)
+    bounds = torch.tensor([0, 77, 100], dtype=torch.int32) if packed else None
+    operands = delta_operands(dtype, 100, dims, True, by_channel)
     backward(*ops.gated_delta_rule(*operands, initial_state=initial, cu_seqlens=bounds, final_state=state))
 
 
@@ -112,14 +112,14 @@ def ssd_operands(
 def ssd(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
     dtype, dims, packed, grad, skip = case  # a product would take minutes: its kernels are large
     initial = leaf(1, 4, *dims, dtype=F32, grad=grad) if skip else None
-    bounds = torch.tensor([0, 77, 200], dtype=torch.int32) if packed else None
-    operands: Any = ssd_operands(dtype, 200, dims, skip, grad)
+    bounds = torch.tensor([0, 77, 100], dtype=torch.int32) if packed else None
+    operands: Any = ssd_operands(dtype, 100, dims, skip, grad)
     backward(*ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip))
 
 
 @calls("ssd", frozen=("x", "B, C and steps", "all but D", "all but the state"))
 def ssd_frozen(frozen: str) -> None:
-    operands: Any = ssd_operands(BF16, 200, (128, 64), True, True)
+    operands: Any = ssd_operands(BF16, 100, (128, 64), True, True)
     kept = {"x": (1, 2, 3, 4, 5), "B, C and steps": (0, 5), "all but D": (5,), "all but the state": ()}[frozen]
     for place, tensor in enumerate(operands):
         tensor.requires_grad_(place in kept)
