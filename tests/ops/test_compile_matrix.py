@@ -40,6 +40,15 @@ def test_page(recorded: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", [1, 0, 3, 2])  # of two processes one takes the first two, about half
+def test_launches_compile(part: int) -> None:
+    """For each GPU, with at most its shared memory; a dtype that it lacks is an error of the compiler."""
+    pytest.importorskip("triton")
+    found = in_own_process("compile", "op_calls", str(part))
+    assert not any(found.values()), "\n\n".join(f"{gpu}: {fault}" for gpu in GPUS for fault in found[gpu])
+
+
+@pytest.mark.slow
 def test_faults_are_found() -> None:
     """Of tests/helpers/faulty_kernels.py, on exactly the GPUs that do not run them."""
     pytest.importorskip("triton")
@@ -61,12 +70,3 @@ def test_faults_are_found() -> None:
         "sm_120": ["flag", "product"],
         "gfx942": ["griddepcontrol", "product"],
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [1, 3, 2, 0])  # of two processes one takes the first, about half
-def test_launches_compile(part: int) -> None:
-    """For each GPU, with at most its shared memory; a dtype that it lacks is an error of the compiler."""
-    pytest.importorskip("triton")
-    found = in_own_process("compile", "op_calls", str(part))
-    assert not any(found.values()), "\n\n".join(f"{gpu}: {fault}" for gpu in GPUS for fault in found[gpu])
