@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.checks import Signature
 
 NORM = Signature(x="... N+", residual="... N =x ?", weight="N ?")
 HEADS = Signature(q="B T Hq D", slots="B int32 int64", mask="T T bool ?")

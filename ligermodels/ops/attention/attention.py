@@ -19,9 +19,8 @@ from ligermodels.ops.attention.reference import REFERENCE
 from ligermodels.ops.attention.sdpa import SDPA
 from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.attention.varlen import MISSING, VARLEN
-from ligermodels.ops.runtime.checks import check_rising, check_scores
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
-from ligermodels.ops.runtime.signature import Signature
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 

@@ -30,8 +30,8 @@ from ligermodels.ops.loss.chunks import (
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
 if TYPE_CHECKING:

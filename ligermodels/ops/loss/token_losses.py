@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, empty_like
+from ligermodels.ops.runtime.tensors import empty_like
 
 Reduction = Literal["mean", "sum", "none"]
 
