@@ -18,8 +18,7 @@ from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, token
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
-from ligermodels.ops.runtime.devices import is_recording
-from ligermodels.ops.runtime.dispatch import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host, is_recording
 from ligermodels.ops.runtime.library import is_fake
 from ligermodels.ops.runtime.tensors import AsyncHostCopy
 

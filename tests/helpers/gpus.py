@@ -25,7 +25,7 @@ from compile_stages import Stages
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
-from ligermodels.ops.runtime import devices
+from ligermodels.ops.runtime import devices, dispatch
 from ligermodels.ops.runtime.devices import GPU
 from ligermodels.ops.runtime.dispatch import OutOfResources
 from ligermodels.ops.runtime.launcher import MAX_THREADS, Kernel
@@ -160,7 +160,7 @@ class Recording:
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
         triton.knobs.runtime.add_stages_inspection_hook = self._stages
-        devices.pretend(GPUS[gpu])
+        dispatch.pretend(GPUS[gpu])
         for op, calls in list(importlib.import_module(calls_in).CALLS.items())[part]:
             for call in calls:
                 self._kernels.clear()

@@ -10,7 +10,8 @@ from ligermodels.ops.float8.cast_by_row import empty_rows, rows_reference, scale
 from ligermodels.ops.float8.glu_values import glu_values, load_pairs, values_reference
 from ligermodels.ops.float8.scaling import MAX_EXPONENT, store_row
 from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import rows_and_stride

@@ -8,7 +8,8 @@ from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources, is_silu
 from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
 from ligermodels.ops.runtime.checks import Signature, check_tensor
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import contiguous

@@ -13,8 +13,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.checks import Signature
-from ligermodels.ops.runtime.devices import gpu_of, is_recording
-from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
+from ligermodels.ops.runtime.devices import gpu_of
+from ligermodels.ops.runtime.dispatch import is_recording, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import under_autocast
 

@@ -10,7 +10,8 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward, heads_of, launch, packed_heads
 from ligermodels.ops.runtime.checks import Signature
-from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
+from ligermodels.ops.runtime.devices import num_sms
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
 

@@ -10,7 +10,8 @@ from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm, rms_norm_refere
 from ligermodels.ops.rope.rope import PackedShape, check_packed, rope_qkv, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
 from ligermodels.ops.runtime.checks import Signature, check_strides
-from ligermodels.ops.runtime.dispatch import power_of_2_above, set_batch_invariant, tl, use_kernels
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous
