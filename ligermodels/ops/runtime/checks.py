@@ -76,8 +76,8 @@ class _Spec(NamedTuple):
     shape: Shape
     dtypes: Collection[torch.dtype]
     dtype_name: str  # equal for tensors of equal dtypes
-    leading: bool  # whether any number of dimensions comes before the `sizes`
-    sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers
+    leading: bool  # whether the first of the `sizes` stands for any number of dimensions
+    sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers; "..." for the leading dimensions
     positive: frozenset[str]  # the letters of sizes that may not be 0
     optional: bool
 
@@ -86,16 +86,15 @@ class _Spec(NamedTuple):
         # Each op begins with it. To gather all values, and then compare them, takes twice the time.
         if not isinstance(x, Tensor):
             return x is None and self.optional
-        dtype, device, sizes = x.dtype, x.device, x.shape
-        first = len(sizes) - len(self.sizes)
-        if first < 0 or (first and not self.leading) or dtype not in self.dtypes:
+        dtype, device = x.dtype, x.device
+        sizes: tuple[Any, ...] = x.shape
+        if self.leading:
+            first = len(sizes) + 1 - len(self.sizes)
+            sizes = sizes[:first], *sizes[first:]
+        if len(sizes) != len(self.sizes) or dtype not in self.dtypes:
             return False
         if known.setdefault(self.dtype_name, dtype) != dtype or known.setdefault("device", device) != device:
             return False
-        if self.leading:
-            leading, sizes = sizes[:first], sizes[first:]
-            if known.setdefault("...", leading) != leading:
-                return False
         for letter, size in zip(self.sizes, sizes, strict=True):  # a plain loop is the fastest
             if known.setdefault(letter, size) != size or (letter in self.positive and size == 0):
                 return False
@@ -180,7 +179,8 @@ def _parsed(name: str, text: str) -> _Spec:
             shape.append(... if word == "..." else word)
     leading, dtype_name = shape[:1] == [...], f"dtype of {tied}"
     allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
-    return _Spec(name, tuple(shape), allowed, dtype_name, leading, tuple(shape[leading:]), positive, "?" in text)
+    sizes = ("..." if size is ... else size for size in shape)
+    return _Spec(name, tuple(shape), allowed, dtype_name, leading, tuple(sizes), positive, "?" in text)
 
 
 def assert_async(condition: Tensor, message: str, values: Tensor | None = None, name: str = "") -> None:
