@@ -23,9 +23,7 @@ from ligermodels.ops.runtime.library import is_fake
 from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 
-def shift_labels(
-    labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX
-) -> Tensor:
+def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
     """targets[b, t] = labels[b, t + ahead], and `fill` past the row's end and in another document.
 
     Args:

@@ -198,15 +198,15 @@ def checked_loss_weights(
     Returns:
         A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
-    tokens, double = None if token_weights is None else token_weights.detach(), dtype == torch.float64
-    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, double))
+    tokens, dtype = None if token_weights is None else token_weights.detach(), torch.promote_types(dtype, torch.float32)
+    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, dtype))
 
 
 @custom_op()
 def _loss_weights(
-    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str, double: bool
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if double else torch.float32
+    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if is_fake(target):
         return empty_like(target), target.new_empty(target.shape, dtype=dtype)
     check_targets(target, num_classes, ignore_index)

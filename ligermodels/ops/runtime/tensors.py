@@ -97,8 +97,9 @@ class AsyncHostCopy:
     the time.
     """
 
+    _event: torch.cuda.Event | None = None
+
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
