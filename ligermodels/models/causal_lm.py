@@ -346,12 +346,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             )
         return layout
 
-    def _targets(
-        self, labels: Tensor | None, ahead: Sequence[int], layout: TokenLayout, *, every_token: bool
-    ) -> Targets | None:
+    def _targets(self, labels: Tensor, ahead: Sequence[int], layout: TokenLayout, *, every_token: bool) -> Targets:
         """The `Targets` of labels (B, T), for losses from the states of all tokens, or of as few as will do."""
-        if labels is None:
-            return None
         narrow, vocab_size = self.decoder.narrows and not every_token, self.config.vocab_size
         return Targets(labels, ahead, vocab_size=vocab_size, layout=layout, narrow=narrow)
 

@@ -121,7 +121,7 @@ def run_decoder(
     if inputs.state is not None or inputs.tree is not None or inputs.token_indices is not None:
         return _run_without_layout(model, inputs, shape)
     layout = model.layout(shape, inputs.attention_mask, inputs.position_ids, inputs.cu_seqlens)
-    targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
+    targets = None if inputs.labels is None else model._targets(inputs.labels, (1,), layout, every_token=every_token)
     needed = None if targets is None else targets.tokens
     hidden, more = _call_decoder(model, inputs, layout, layout, layout=layout, token_indices=needed)
     return DecoderResult(hidden, layout, targets, **more)
@@ -169,7 +169,6 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     if tokens.is_meta and model.device.type != "meta":
         name = "inputs_embeds" if ids is None else "input_ids"
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
-    shape = (tokens.shape[0], tokens.shape[1])
     if inputs.state is not None:
         check_state(model, tokens, inputs)
     else:
@@ -178,7 +177,7 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
             check_id_range(ids, model.config.vocab_size, mask)
     if inputs.routing is not None or inputs.return_routing:
         check_routing(model.decoder, inputs.routing, inputs.return_routing, tokens)
-    return shape
+    return tokens.shape[0], tokens.shape[1]
 
 
 def _checked_embeds(model: InputModel, tokens: Any) -> Tensor:

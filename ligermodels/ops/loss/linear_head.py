@@ -180,8 +180,7 @@ def check_memory_budget(op: str, memory_budget: int) -> None:
 def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Whether each input needs a gradient. Ask before `autograd.Function.apply`: inside of its forward pass gradient
     mode is off."""
-    graded = torch.is_grad_enabled()
-    return tuple(graded and x is not None and x.requires_grad for x in inputs)
+    return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
 
 
 @custom_op()

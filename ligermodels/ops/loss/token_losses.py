@@ -121,8 +121,7 @@ class LogitRows(NamedTuple):
     @property
     def have_losses_alone(self) -> bool:
         """Whether losses, by the logits as they are, are the only statistics; they may have weights."""
-        others = (x for name, x in self._asdict().items() if name not in ("target", "losses", "weights"))
-        return all(x is None for x in others)
+        return all(x is None for name, x in self._asdict().items() if name not in ("target", "losses", "weights"))
 
     def pack(self) -> list[Tensor]:
         """The statistics that are not None, in order: the results of registered ops and autograd.Functions."""
