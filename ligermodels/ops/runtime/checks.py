@@ -12,10 +12,11 @@ from torch import Tensor
 from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.dispatch import checked_on_host
-from ligermodels.ops.runtime.library import PLAIN_OR_NONE, is_fake, reject_dtensors, replicated
+from ligermodels.ops.runtime.library import is_fake, is_plain, reject_dtensors, replicated
 
 _DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
 _FLOATING = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
+MOST_ACCEPTED = 256  # shapes that a signature remembers as accepted
 Shape = tuple[Any, ...]
 """Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
 
@@ -83,7 +84,6 @@ class _Spec(NamedTuple):
 
     def fits(self, x: Any, known: dict[str, Any]) -> bool:
         """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
-        # Each op begins with it. To gather all values, and then compare them, takes twice the time.
         if not isinstance(x, Tensor):
             return x is None and self.optional
         dtype, device = x.dtype, x.device
@@ -95,7 +95,7 @@ class _Spec(NamedTuple):
             return False
         if known.setdefault(self.dtype_name, dtype) != dtype or known.setdefault("device", device) != device:
             return False
-        for letter, size in zip(self.sizes, sizes, strict=True):  # a plain loop is the fastest
+        for letter, size in zip(self.sizes, sizes, strict=True):
             if known.setdefault(letter, size) != size or (letter in self.positive and size == 0):
                 return False
         return True
@@ -119,6 +119,7 @@ class Signature:
         self._dtensors = dtensors
         self._specs = [_parsed(name, text) for name, text in tensors.items()]
         self._numbers = {size: int(size) for spec in self._specs for size in spec.sizes if size.isdigit()}
+        self._accepted: set[Any] = set()
 
     def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
         """Check the tensors of a call, and return them.
@@ -131,12 +132,23 @@ class Signature:
         Raises:
             InputError: a shape, dtype or device does not fit, or a tensor is a DTensor and the op takes none.
         """
-        known, plain = {**self._numbers, **sizes}, True
+        if torch.compiler.is_compiling() or not is_plain(*tensors):
+            return self._checked(op, tensors, sizes)
+        # Each op begins with it, and layers repeat their sizes: a check takes three times as long as this look-up.
+        form = *[None if x is None else (x.dtype, x.device, x.shape) for x in tensors], *sizes.items()
+        if form not in self._accepted:
+            self._checked(op, tensors, sizes)
+            if len(self._accepted) >= MOST_ACCEPTED:
+                self._accepted.clear()
+            self._accepted.add(form)
+        return tensors
+
+    def _checked(self, op: str, tensors: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Any, ...]:
+        known = {**self._numbers, **sizes}
         for spec, x in zip(self._specs, tensors, strict=True):
             if not spec.fits(x, known):
                 raise self._error(op, spec, tensors, {**self._numbers, **sizes})
-            plain = plain and type(x) in PLAIN_OR_NONE
-        return tensors if plain or self._dtensors == "kept" else self._with_dtensors(op, tensors)
+        return tensors if is_plain(*tensors) or self._dtensors == "kept" else self._with_dtensors(op, tensors)
 
     def _error(self, op: str, spec: _Spec, tensors: tuple[Any, ...], known: dict[str, Any]) -> InputError:
         """The error of `check_tensor` for the tensor of `spec`, with numbers for the letters of the tensors before."""
