@@ -20,10 +20,10 @@ LARGEST = 1e38
 """Bound of numbers that are stored in fp32."""
 
 QuantizedFormat = Literal["float8", "int4", "nf4", "mxfp4"]
+"""Formats of quantised weights: see `ops.quantize_weight`."""
 ExpertFormat = Literal["target_parameters", "per_expert", "shared_outer"]
 """How files name the LoRA of experts; see `ligermodels.adapt.expert_files`."""
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
-"""Formats of quantised weights: see `ops.quantize_weight`."""
 
 MOST_HEADS = 1000
 """Largest number of draft heads, of steps of a head, and of its layers: file formats use three digits for them."""

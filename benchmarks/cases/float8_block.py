@@ -2,9 +2,9 @@
 
 4 sequences of 4096 tokens. Each variant is one CUDA graph, with the casts of weights and gradients. The graphs take
 turns after a warm-up of seconds, so that all run on a GPU at its power limit. Timed as well: the matrix products alone,
-in float8 on operands that are already cast, which is the lower bound; and each cast and producer of float8 alone, with
-its rate beside the rate of a copy. Gradients are compared with the gradients of the block in bf16. Every float8 tensor
-of the block is checked: its two layouts must hold the same bytes.
+in float8 on operands that are already cast, which is the lower bound; and each cast alone, norms and activations that
+write float8 for frozen weights too, with its rate beside the rate of a copy. Gradients are compared with the gradients
+of the block in bf16. The two layouts of a cast must hold the same bytes.
 """
 
 from __future__ import annotations
@@ -43,28 +43,9 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Way:
-    """A variant of the block: in bf16 without a recipe; with `fused`, norms and activations write float8."""
+    """A variant of the block: in bf16 without a recipe."""
 
     recipe: ops.Float8Recipe | None = None
-    fused: bool = True
-
-    def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum.
-
-        Args:
-            x: Hidden states (..., hidden size).
-            residual: Added to x, if not None.
-            weight: Weight of the norm.
-        """
-        if self.recipe is None or not self.fused:
-            return ops.add_rms_norm(x, residual, weight, EPS)
-        return ops.float8_add_rms_norm(x, residual, weight, EPS, self.recipe.dtype)
-
-    def activation(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU."""
-        if self.recipe is None or not self.fused:
-            return ops.swiglu(gate_up)
-        return ops.float8_swiglu(gate_up, self.recipe.dtype, self.recipe.gradient_dtype)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """A projection."""
@@ -76,7 +57,6 @@ WAYS = {
     "float8": Way(ops.Float8Recipe()),
     "float8, E4M3 gradients": Way(ops.Float8Recipe(gradient_dtype=E4M3)),
     "float8, backward in float32 sums": Way(ops.Float8Recipe(backward_fast=False)),
-    "float8, casts apart": Way(ops.Float8Recipe(), fused=False),
 }
 
 
@@ -95,7 +75,7 @@ class Block:
 
     def passes(self, way: Way, attention: bool = True) -> tuple[Tensor, ...]:
         """The output, and the gradients of all leaves."""
-        y, x = way.norm(self.x, None, self.norms[0])
+        y, x = ops.add_rms_norm(self.x, None, self.norms[0], EPS)
         qkv = way.linear(y, self.weights["qkv"])
         if attention:
             q, k, v = ops.rope_qkv(qkv, *self.tables, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
@@ -103,8 +83,8 @@ class Block:
         else:
             mixed = qkv[..., : HEADS * HEAD_DIM]
         branch = way.linear(mixed, self.weights["o"])
-        y, x = way.norm(x, branch, self.norms[1])
-        out = x + way.linear(way.activation(way.linear(y, self.weights["gate_up"])), self.weights["down"])
+        y, x = ops.add_rms_norm(x, branch, self.norms[1], EPS)
+        out = x + way.linear(ops.swiglu(way.linear(y, self.weights["gate_up"])), self.weights["down"])
         return out.detach(), *torch.autograd.grad(out, list(self.leaves.values()), self.seed)
 
 
@@ -137,23 +117,16 @@ def agreement(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 
 def check_layouts() -> None:
-    """RuntimeError unless casts, norm and activation write the bytes that they should, in both layouts."""
-    x, w = random(1000, HIDDEN), random(HIDDEN)
+    """RuntimeError unless casts write the bytes that they should, in both layouts."""
+    x = random(1000, HIDDEN)
     for dtype in (E4M3, E5M2):
         cast = ops.float8_cast(x, dtype, columns=True)
-        assert cast.rows is not None
-        wanted = (x.float() / cast.scale).to(dtype)
-        if not torch.equal(cast.rows.view(torch.uint8), wanted.view(torch.uint8)):
+        assert cast.rows is not None and cast.columns is not None
+        rows, columns = cast.rows.view(torch.uint8), cast.columns.view(torch.uint8)
+        if not torch.equal(rows, (x.float() / cast.scale).to(dtype).view(torch.uint8)):
             raise RuntimeError(f"float8_cast to {dtype}: rows differ from torch's cast")
-        y, _ = ops.float8_add_rms_norm(x, x, w.requires_grad_(), EPS, dtype)
-        gate_up = random(1000, 2 * HIDDEN).requires_grad_()
-        activation = ops.float8_swiglu(gate_up, dtype, dtype)
-        (gradient,) = torch.autograd.grad(activation, gate_up, x)
-        for name, each in {"cast": cast, "norm": y, "activation": activation, "gradient": gradient}.items():
-            assert isinstance(each, ops.Float8Tensor) and each.rows is not None and each.columns is not None
-            rows, columns = each.rows.view(torch.uint8), each.columns.view(torch.uint8)
-            if not torch.equal(columns[:, :1000], rows.t()) or columns[:, 1000:].any():
-                raise RuntimeError(f"{name} in {dtype}: the transposed layout differs from the row-major one")
+        if not torch.equal(columns[:, :1000], rows.t()) or columns[:, 1000:].any():
+            raise RuntimeError(f"float8_cast to {dtype}: the transposed layout differs from the row-major one")
 
 
 def kernels(step: Call) -> dict[str, float]:
@@ -174,12 +147,14 @@ def parts() -> list[dict[str, Any]]:
     norm, dtype = 1 + 0.1 * random(HIDDEN), E4M3
     rows, wide, weight = TOKENS * HIDDEN, TOKENS * INTERMEDIATE, 2 * INTERMEDIATE * HIDDEN
 
-    def gradient(gate_up: Tensor, dy: Tensor, way: Way) -> Any:
-        return torch.autograd.grad(way.activation(gate_up), gate_up, dy)
+    def float8(gate_up: Tensor) -> Tensor:
+        return ops.float8_gated_activation(gate_up, ops.GLUOptions("silu"), E4M3, E5M2)
+
+    def gradient(gate_up: Tensor, dy: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+        return torch.autograd.grad(activation(gate_up), gate_up, dy)
 
     narrow = partial(random, TOKENS, HIDDEN)
     pairs, out = partial(random, TOKENS, 2 * INTERMEDIATE), partial(random, TOKENS, INTERMEDIATE)
-    bf16, float8 = WAYS["bf16"], WAYS["float8"]
     cases: dict[str, tuple[Callable[..., Any], tuple[Callable[[], Tensor], ...], int]] = {
         "cast of hidden states, both layouts": (
             partial(ops.float8_cast, dtype=dtype, columns=True), (narrow,), 6 * rows),
@@ -187,12 +162,13 @@ def parts() -> list[dict[str, Any]]:
         "cast of a weight, both layouts": (
             partial(ops.float8_cast, dtype=dtype, columns=True), (partial(random, 2 * INTERMEDIATE, HIDDEN),),
             6 * weight),
-        "add + norm, bf16": (lambda x, r: bf16.norm(x, r, norm), (narrow, narrow), 8 * rows),
-        "add + norm, float8": (lambda x, r: float8.norm(x, r, norm), (narrow, narrow), 10 * rows),
-        "SwiGLU, bf16": (bf16.activation, (pairs,), 6 * wide),
-        "SwiGLU, float8": (float8.activation, (pairs,), 10 * wide),
-        "SwiGLU forward and backward, bf16": (partial(gradient, way=bf16), (pairs, out), 16 * wide),
-        "SwiGLU forward and backward, float8": (partial(gradient, way=float8), (pairs, out), 26 * wide),
+        "add + norm, bf16": (lambda x, r: ops.add_rms_norm(x, r, norm, EPS), (narrow, narrow), 8 * rows),
+        "add + norm, float8 by row": (
+            lambda x, r: ops.float8_add_rms_norm(x, r, norm, EPS, dtype), (narrow, narrow), 7 * rows),
+        "SwiGLU, bf16": (ops.swiglu, (pairs,), 6 * wide),
+        "SwiGLU, float8 by row": (float8, (pairs,), 5 * wide),
+        "SwiGLU forward and backward, bf16": (partial(gradient, activation=ops.swiglu), (pairs, out), 16 * wide),
+        "SwiGLU forward and backward, float8 by row": (partial(gradient, activation=float8), (pairs, out), 13 * wide),
     }  # fmt: skip
     copy, found = measure.copy_rate(), []
     for name, (call, inputs, count) in cases.items():
@@ -219,7 +195,7 @@ def main() -> None:
         records.append({"case": case, **record, **facts})
         print(json.dumps(record), flush=True)
 
-    limits = {name: measure.graphed(products(way.recipe)) for name, way in list(WAYS.items())[:4]}
+    limits = {name: measure.graphed(products(way.recipe)) for name, way in WAYS.items()}
     of_products = in_turns(limits, arguments.seconds)
     for name, ms in of_products.items():
         flops = 6 * TOKENS * sum(N * K for N, K in PROJECTIONS.values())

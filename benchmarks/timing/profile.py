@@ -22,7 +22,7 @@ CLASSES = {
     "optimizer": ("adam",),
     "float8 casts": ("_cast_kernel", "_transpose_kernel"),
     "rope": ("rope",),
-    "norm": ("rms_norm", "layer_norm", "layernorm", "rmsnorm", "_sum_rows", "_rms_kernel", "_normalize_kernel"),
+    "norm": ("rms_norm", "layer_norm", "layernorm", "rmsnorm", "_sum_rows"),
     "activation": ("glu", "silu", "gelu"),
     "gemm": ("gemm", "nvjet", "xmma", "cutlass", "splitk"),
 }

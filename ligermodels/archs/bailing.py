@@ -82,7 +82,7 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     heads = fields.size("linear_num_heads", fields.size("num_attention_heads"))
     width = fields.size("linear_head_dim", fields.size("head_dim", HEAD_DIM))
     conv_width = fields.size("linear_conv_kernel_dim", fields.size("short_conv_kernel_size"))
-    mixers, feed_forward = _mixers(fields), feed_forwards(fields, first_dense=2, written_both=True)
+    mixers, feed_forward = _mixers(fields), feed_forwards(fields, first_dense=2, types_decide=True)
     delta = KimiDeltaAttentionConfig(
         num_key_heads=heads,
         num_value_heads=heads,
@@ -155,8 +155,8 @@ PUBLISHED = {
 }
 SAVED = {**PUBLISHED, "delta.out": "attention.dense"}
 """As transformers saves it."""
-GATE = ("delta.a", "delta.A_log", "delta.dt_bias")
-MODULES = {**NAMES, **{part: MIXERS[part].replace(".", ".forget_gate.") for part in GATE}}
+DECAY = ("delta.a", "delta.A_log", "delta.dt_bias")
+MODULES = {**NAMES, **{part: MIXERS[part].replace(".", ".forget_gate.") for part in DECAY}}
 """Names of transformers' modules."""
 FAMILIES = (
     Family(

@@ -95,14 +95,15 @@ def shared_and_routed(
     return mlp
 
 
-def feed_forwards(fields: Fields, first_dense: int, *, written_both: bool = False) -> list[str]:
+def feed_forwards(fields: Fields, first_dense: int, *, types_decide: bool = False) -> list[str]:
     """The kind of each layer's feed-forward layer, DENSE or SPARSE.
 
     Args:
         fields: the config; `mlp_layer_types` names the kinds, or `first_k_dense_replace` the number of first, dense
             layers.
         first_dense: default of `first_k_dense_replace`.
-        written_both: whether transformers writes both fields, and `mlp_layer_types` decides.
+        types_decide: whether `mlp_layer_types` decides where the fields differ, as in families of which transformers
+            writes both fields and reads this one. Default: False, that is an error.
 
     Raises:
         ConfigError: the two fields contradict each other.
@@ -110,7 +111,7 @@ def feed_forwards(fields: Fields, first_dense: int, *, written_both: bool = Fals
     first = fields.size("first_k_dense_replace", first_dense, zero=True)
     listed = [DENSE if layer < first else SPARSE for layer in range(fields.size("num_hidden_layers"))]
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), listed.__getitem__)
-    if fields.config.get("first_k_dense_replace") is not None and kinds != listed and not written_both:
+    if fields.config.get("first_k_dense_replace") is not None and kinds != listed and not types_decide:
         raise ConfigError(f"{fields.where}: first_k_dense_replace = {first} contradicts mlp_layer_types; remove one")
     return kinds
 

@@ -134,21 +134,22 @@ def _mixers(fields: Fields, nested: Mapping[str, Any]) -> list[str]:
     return listed
 
 
-RATES = "delta.A_log_of_4d"
+LOG_DECAYS_4D = "delta.A_log_of_4d"
+"""`A_log` in files that have it as (1, 1, heads, 1): see `KimiDeltaAttentionConfig.weight_mappings`."""
 PUBLISHED = {
     **EXPERTS,
     "experts.selection_bias": "block_sparse_moe.gate.e_score_correction_bias",
     "experts.shared": "block_sparse_moe.shared_experts.{part}_proj",
     "delta.conv_parts": "self_attn.{part}_conv1d",
-    RATES: KimiDeltaAttentionConfig.NAMES["delta.A_log"],
+    LOG_DECAYS_4D: KimiDeltaAttentionConfig.NAMES["delta.A_log"],
 }
 SAVED = {**PUBLISHED, **{f"mlp.{part}": f"block_sparse_moe.{part}_proj" for part in ("gate", "up", "down")}}
 """As transformers 5 saves it: with the name of a mixture in dense layers too."""
-GATE = {part: KimiDeltaAttentionConfig.NAMES[part] for part in ("delta.decay_a", "delta.decay_b", "delta.dt_bias")}
-GATE[RATES] = PUBLISHED[RATES]
+DECAY = {part: KimiDeltaAttentionConfig.NAMES[part] for part in ("delta.decay_a", "delta.decay_b", "delta.dt_bias")}
+DECAY[LOG_DECAYS_4D] = PUBLISHED[LOG_DECAYS_4D]
 MODULES = {
     "experts.shared": "mlp.shared_experts.{part}_proj",
-    **{part: name.replace(".", ".forget_gate.") for part, name in GATE.items()},
+    **{part: name.replace(".", ".forget_gate.") for part, name in DECAY.items()},
 }
 """Names of transformers' modules."""
 FAMILIES = (

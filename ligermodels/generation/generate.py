@@ -25,7 +25,6 @@ from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.routing import GenerateOutput, RoutingBuffer, check_given
 from ligermodels.generation.sampling import check_sampling, check_values, greedy, penalise_repetition, sample
 from ligermodels.generation.step import DecodingModel, Process, Step, new_tokens
-from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import chosen_together, end_of_decoding, is_sharded, require_same_on_ranks
 from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.ops.runtime.dispatch import batch_invariant_if
@@ -218,15 +217,12 @@ class Decoding:
         check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
-        elif num_return_sequences > 1:
-            raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
         self.given_routing = None
         if routing is not None:
             batch, length = self.prompts.ids.shape
             given = check_given(routing, batch, length, self.max_new_tokens)
-            self.given_routing = given.repeat_interleave(num_return_sequences, 0)
-        with memory_for(f"num_return_sequences = {num_return_sequences}", self.prompts.ids.device):
-            self.prompts = self.prompts.repeated(num_return_sequences)
+            self.given_routing = given.repeat_interleave(num_return_sequences if do_sample else 1, 0)
+        self.prompts = self.prompts.for_samples(num_return_sequences, do_sample)
         self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
         self.generator, self.batch_invariant = generator, batch_invariant
         self.choose: Callable[[Tensor], Tensor] = greedy

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels.arguments import is_sequence, is_whole
 from ligermodels.errors import InputError, short
+from ligermodels.layers.memory import memory_for
 from ligermodels.ops.runtime.checks import check_plain
 
 TokenIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -22,9 +23,15 @@ class Prompts(NamedTuple):
     ids: Tensor
     mask: Tensor
 
-    def repeated(self, count: int) -> "Prompts":
-        """Each prompt `count` times, in adjacent rows."""
-        return self if count == 1 else Prompts(*(tensor.repeat_interleave(count, dim=0) for tensor in self))
+    def for_samples(self, count: int, do_sample: bool) -> "Prompts":
+        """Each prompt `count` times, in adjacent rows. Raises InputError for several of them without `do_sample`, or
+        for more than fit into memory."""
+        if count == 1:
+            return self
+        if not do_sample:
+            raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {count}")
+        with memory_for(f"num_return_sequences = {count}", self.ids.device):
+            return Prompts(*(tensor.repeat_interleave(count, dim=0) for tensor in self))
 
     def to(self, device: torch.device) -> "Prompts":
         """Prompts on the device of a model. Raises InputError for the meta device."""

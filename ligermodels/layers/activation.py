@@ -30,26 +30,26 @@ ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
 UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {"relu2": squared_relu}
 """Activation of layers without a gate -> function of (..., I)."""
 
-_FLOAT8: Mapping[str, Callable[..., Tensor]] = {
-    "silu": ops.float8_swiglu,
-    "gelu_tanh": ops.float8_geglu,
-    "gelu": partial(ops.float8_geglu, approximate="none"),
-}
 
-
-def head_gates(logits: Tensor, activation: str) -> Tensor:
-    """The factors of heads' outputs, from a projection of a layer's input.
+def gate_heads(heads: Tensor, x: Tensor, gate: Callable[[Tensor], Tensor] | None, activation: str | None) -> Tensor:
+    """Multiply the output of each attention head by one number per token, an activation of a projection of `x`.
 
     Args:
-        logits: the projection, (B, T, heads).
-        activation: "sigmoid" or "softplus", which is computed in at least float32.
+        heads: outputs of the heads, (B, T, heads, D).
+        x: input of the attention layer, (B, T, H).
+        gate: the projection (B, T, H) -> (B, T, heads); None for no gate.
+        activation: "sigmoid" or "softplus", which is computed in at least float32; None for no gate.
 
     Returns:
-        (B, T, heads), of the dtype of `logits`.
+        (B, T, heads, D).
     """
+    if gate is None or activation is None:
+        return heads
+    logits = gate(x)
     if activation == "sigmoid":
-        return elementwise(torch.sigmoid, logits)
-    return elementwise(F.softplus, logits.to(torch.promote_types(logits.dtype, torch.float32))).to(logits.dtype)
+        return heads * elementwise(torch.sigmoid, logits)[..., None]
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return heads * elementwise(F.softplus, exact).to(logits.dtype)[..., None]
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,4 @@ class GatedActivation:
         """gate_up (..., 2 I) -> (..., I) of the same dtype; with a `form` a `Float8Tensor` in that form."""
         if form is None:
             return ops.gated_activation(gate_up, self.options)
-        options = self.options._asdict()
-        return _FLOAT8[options.pop("activation")](gate_up, *form[:2], **form.layouts, **options)
+        return ops.float8_gated_activation(gate_up, self.options, form.dtype, form.gradient_dtype, tail=form.tail)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.errors import InputError
-from ligermodels.layers.activation import head_gates
+from ligermodels.layers.activation import gate_heads
 from ligermodels.layers.context import ForwardContext, KeysValues
 from ligermodels.layers.context_parallel import shard_attention
 from ligermodels.layers.external_attention import AttentionLayer
@@ -145,8 +145,7 @@ class Attention(AttentionLayer):
         times the gates of heads and the output `gate`: (B, T, num_heads, value_dim)."""
         if self.config.values is not None:
             out = out[..., : self.config.value_dim]
-        if self.gate is not None and self.config.head_gate is not None:
-            out = out * head_gates(self.gate(x), self.config.head_gate)[..., None]
+        out = gate_heads(out, x, self.gate, self.config.head_gate)
         return out if gate is None else out * elementwise(torch.sigmoid, gate).unflatten(-1, out.shape[2:])
 
     def project(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.convert.mappings import WeightMapping, rename, rotated_first
 from ligermodels.errors import ConfigError
-from ligermodels.layers.activation import head_gates
+from ligermodels.layers.activation import gate_heads
 from ligermodels.layers.config import LayerConfig
 from ligermodels.layers.config_checks import check_choice, check_sizes
 from ligermodels.layers.context import ForwardContext
@@ -175,8 +175,8 @@ class LatentAttention(AttentionLayer):
 
     The rows of `kv_a` are the rotated channels of keys, then the latent. For each head, `q` (or `q_b`) has the rotated
     rows first, and `kv_b` has the rows of keys, then the rows of values. `head_gate` is a linear layer with an output
-    for each head, or None. The number of heads is taken from the
-    projections' outputs, because these may be tensor-parallel shards.
+    for each head, or None. The number of heads is taken from the projections' outputs, because these may be
+    tensor-parallel shards.
 
     Decoding caches only the latents. With K and V the rows of `kv_b` for a head, and a latent c, q K c = (K^T q) c.
     So latents act as keys and values of a single head that all queries share, and V multiplies its output. The prefill
@@ -257,9 +257,7 @@ class LatentAttention(AttentionLayer):
 
     def _output(self, out: Tensor, x: Tensor) -> Tensor:
         """Heads' outputs (B, T, heads, value_dim) and the layer's input x (B, T, H) -> (B, T, H)."""
-        if self.head_gate is not None and self.config.head_gate is not None:
-            out = out * head_gates(self.head_gate(x), self.config.head_gate)[..., None]
-        return cast(Tensor, self.o(out.flatten(2)))
+        return cast(Tensor, self.o(gate_heads(out, x, self.head_gate, self.config.head_gate).flatten(2)))
 
     def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x (B, T, H) -> rotated and scaled queries (B, T, heads, key_dim). InputError if scaling lacks positions."""

@@ -127,8 +127,7 @@ class AddRMSNorm(RMSNorm):
         """
         branch, weight = None if branch is None else as_dtype(branch, x.dtype), local(self, self.weight)
         if form is not None:
-            options = {**self.config.options, **form.layouts}
-            return ops.float8_add_rms_norm(x, branch, weight, dtype=form.dtype, **options)
+            return ops.float8_add_rms_norm(x, branch, weight, dtype=form.dtype, tail=form.tail, **self.config.options)
         return ops.add_rms_norm(x, branch, weight, **self.config.options)
 
 

@@ -153,9 +153,9 @@ class Targets:
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead = tuple(ahead)
         self.layout = TokenLayout((labels.shape[0], labels.shape[1]), Tokens()) if layout is None else layout
-        bounds = self.layout.cu_seqlens
-        self._left = None if bounds is None else tokens_left(bounds, self.layout.packing.take(labels))
-        self.values = torch.stack([self._shifted(labels, each, IGNORE_INDEX) for each in ahead])
+        rows, bounds = self.layout.packing.take(labels, IGNORE_INDEX), self.layout.cu_seqlens
+        self._left = None if bounds is None else tokens_left(bounds, rows)
+        self.values = torch.stack([self._shifted(rows, each, IGNORE_INDEX) for each in ahead])
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         counted = not (torch.compiler.is_compiling() or is_recording() or labels.is_meta)
         self._counts = AsyncHostCopy((self.values != IGNORE_INDEX).sum((1, 2))) if counted else None
@@ -171,7 +171,7 @@ class Targets:
 
     def shifted(self, token_weights: Tensor, index: int) -> Tensor:
         """A weight (B, T) for each label's term -> of the targets of loss number `index`, in the layout."""
-        return self._shifted(token_weights, self.ahead[index], 0)
+        return self._taken(token_weights, index, 0)
 
     def share(self, num_items_in_batch: Tensor | int | None, reduction: str | None = None) -> Tensor | float:
         """The factor of losses that are means over this batch, such as a router's, beside the first loss.
@@ -249,7 +249,7 @@ class Targets:
         """
         if isinstance(temperature := options.get("temperature"), Tensor):
             self._check_temperature(index, temperature)
-            options["temperature"] = self.take(self._shifted(temperature, self.ahead[index], 1))
+            options["temperature"] = self.take(self._taken(temperature, index, 1))
         options["num_targets"] = self.wait_for_count(index)
         result = head(hidden, self.take(self.values[index]), log_probs=True, **options)
         return self._of_batch(result)
@@ -260,7 +260,7 @@ class Targets:
         if torch.compiler.is_compiling() or is_fake(temperature) or not checked_on_host(temperature):
             return
         places = torch.arange(temperature.numel(), device=temperature.device).view_as(temperature)
-        places = self._shifted(places, self.ahead[index], 0)
+        places = self._taken(places, index, 0)
         labelled = torch.zeros(temperature.numel(), dtype=torch.bool, device=temperature.device)
         labelled[places[self.values[index] != IGNORE_INDEX]] = True
         usable = is_temperature(temperature) | ~labelled.view_as(temperature)
@@ -282,9 +282,13 @@ class Targets:
         total = self.layout.sum(weights.sum())
         return torch.where(total == 0, torch.inf, total)
 
-    def _shifted(self, x: Tensor, ahead: int, fill: int) -> Tensor:
-        """x (B, T) of labels -> of the tokens that predict them, in the layout."""
-        shifted = _shifted(self.layout.packing.take(x, fill), ahead, self._left, fill)
+    def _taken(self, x: Tensor, index: int, fill: int) -> Tensor:
+        """x (B, T) of the labels of loss number `index` -> of the tokens that predict them, in the layout."""
+        return self._shifted(self.layout.packing.take(x, fill), self.ahead[index], fill)
+
+    def _shifted(self, rows: Tensor, ahead: int, fill: int) -> Tensor:
+        """Values of labels in the layout, of all ranks -> of this rank's tokens, which predict them."""
+        shifted = _shifted(rows, ahead, self._left, fill)
         return shifted if self.layout.shard is None else self.layout.shard.take(shifted, fill)
 
     def _of_batch(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:

@@ -12,7 +12,7 @@ from ligermodels.ops.decoding.decode_attention import decode_attention, decode_a
 from ligermodels.ops.decoding.topk_indices import topk_indices, topk_indices_reference
 from ligermodels.ops.decoding.tree_inputs import tree_inputs, tree_inputs_reference
 from ligermodels.ops.float8.cast import float8_cast, float8_transpose
-from ligermodels.ops.float8.glu import float8_geglu, float8_swiglu
+from ligermodels.ops.float8.glu import float8_gated_activation
 from ligermodels.ops.float8.linear import Float8Form, Float8Recipe, check_float8_sizes, float8_linear
 from ligermodels.ops.float8.lora import float8_lora_linear
 from ligermodels.ops.float8.mm import float8_mm
@@ -114,11 +114,10 @@ __all__ = [
     "empty_quantized",
     "float8_add_rms_norm",
     "float8_cast",
-    "float8_geglu",
+    "float8_gated_activation",
     "float8_linear",
     "float8_lora_linear",
     "float8_mm",
-    "float8_swiglu",
     "float8_transpose",
     "float8_unsupported",
     "gated_activation",

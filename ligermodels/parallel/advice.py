@@ -207,7 +207,10 @@ def _largest_that_fit(
             if not remaining:
                 break
             step = _trace(model, micro, seq_len, remaining[0])
-            needed = {d: step.memory(shard=d.shard, expert=d.expert, **states._asdict()) for d in remaining}
+            needed = {
+                d: step.memory(replicate=d.replicate, shard=d.shard, expert=d.expert, **states._asdict())
+                for d in remaining
+            }
             remaining = [degrees for degrees in remaining if needed[degrees].total <= usable]
             fitting.update({degrees: (micro, needed[degrees]) for degrees in remaining})
     return fitting
@@ -237,12 +240,11 @@ def memory_of(
     """
     if expert_load is None:
         expert_load = EXPERT_LOAD if plan.degrees.expert > 1 else 1.0
-    spread = {name: size for name, size in plan.degrees._asdict().items() if name != "replicate"}
     return step_memory(
         model,
         plan.micro_batch,
         seq_len,
-        **spread,
+        **plan.degrees._asdict(),
         expert_load=expert_load,
         reshard_after_forward=reshard_after_forward,
         optimizer=optimizer,
@@ -264,7 +266,7 @@ def _refusal(
     for context, tensor in groups:
         (*_, most) = _divisions(model, gpus // (context * tensor), context, tensor)
         step = _trace(model, 1, seq_len, most)
-        memories.append((context * tensor, step.memory(shard=most.shard, **states._asdict())))
+        memories.append((context * tensor, step.memory(replicate=most.replicate, shard=most.shard, **states._asdict())))
     width, least = min(memories, key=lambda item: item[1].total)
     held = least.weights + least.optimizer_states
     advice = [f"more GPUs (weights and optimizer states take {_gib(held * gpus)} in all)"]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
+import torch
 from torch import nn
 
 from ligermodels.arguments import OptimizerName
@@ -17,6 +18,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.ops.optimizer.blockwise import num_blocks
+from ligermodels.parallel.plan import DtypeName
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 
@@ -57,11 +59,13 @@ def step_memory(
     batch_size: int,
     seq_len: int,
     *,
+    replicate: int = 1,
     shard: int = 1,
     context: int = 1,
     tensor: int = 1,
     expert: int = 1,
     expert_load: float = 1.0,
+    param_dtype: DtypeName | None = None,
     reshard_after_forward: bool = True,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
@@ -76,6 +80,7 @@ def step_memory(
         model: the model, on the meta device.
         batch_size: sequences per forward pass of a group of `context` x `tensor` ranks.
         seq_len: tokens per sequence.
+        replicate: groups of ranks that each hold the whole model.
         shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`), as FSDP2 shards
             the rows of each block. A parameter of 128 experts is divided over at most 128 ranks.
         context: ranks that each sequence is divided over.
@@ -83,6 +88,7 @@ def step_memory(
         expert: ranks that experts are divided over, out of shard x context.
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert` (all tokens
             of all ranks go to this rank's experts).
+        param_dtype: dtype of gathered parameters and of the computation, as in `ParallelPlan`.
         reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
@@ -91,9 +97,22 @@ def step_memory(
         InputError: the model is not on the meta device, or a number is out of range.
         ConfigError: the model cannot be divided in this way; the message names the degree.
     """
-    step = StepTrace(model, batch_size, seq_len, context=context, tensor=tensor, expert=expert, expert_load=expert_load)
+    step = StepTrace(
+        model,
+        batch_size,
+        seq_len,
+        context=context,
+        tensor=tensor,
+        expert=expert,
+        expert_load=expert_load,
+        param_dtype=param_dtype,
+    )
     return step.memory(
-        shard=shard, reshard_after_forward=reshard_after_forward, optimizer=optimizer, optimizer_in_bwd=optimizer_in_bwd
+        replicate=replicate,
+        shard=shard,
+        reshard_after_forward=reshard_after_forward,
+        optimizer=optimizer,
+        optimizer_in_bwd=optimizer_in_bwd,
     )
 
 
@@ -108,6 +127,7 @@ class StepTrace:
         tensor: ranks that projections, and tokens between projections, are divided over.
         expert: ranks that experts are divided over.
         expert_load: tokens that a rank's experts receive, relative to perfect balance; from 1 to `expert`.
+        param_dtype: dtype of gathered parameters and of the computation, as in `ParallelPlan`.
         reference: a second model that the step runs, whose parameters are no allocations of the step.
 
     Raises:
@@ -125,6 +145,7 @@ class StepTrace:
         tensor: int = 1,
         expert: int = 1,
         expert_load: float = 1.0,
+        param_dtype: DtypeName | None = None,
         reference: nn.Module | None = None,
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
@@ -136,7 +157,8 @@ class StepTrace:
         if not 1 <= expert_load <= expert:
             raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
         self.model, self.context = model, context
-        self.shares = Shares(model, tensor=tensor, expert=expert)
+        dtype = None if param_dtype is None else getattr(torch, param_dtype)
+        self.shares = Shares(model, tensor=tensor, expert=expert, param_dtype=dtype)
         self._in_float8 = any(not compute.holds_weight for compute in modules_of(model, Compute))
         self._trace = functools.cache(
             partial(
@@ -157,6 +179,7 @@ class StepTrace:
     def memory(
         self,
         *,
+        replicate: int = 1,
         shard: int = 1,
         expert: int | None = None,
         reshard_after_forward: bool = True,
@@ -166,6 +189,7 @@ class StepTrace:
         """Memory of the step on each GPU.
 
         Args:
+            replicate: groups of ranks that each hold the whole model.
             shard: ranks that parameters, gradients and optimizer states are sharded over (times `context`).
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
@@ -185,19 +209,24 @@ class StepTrace:
         if expert is not None and expert != shares.expert:
             if 1 in (expert, shares.expert):
                 raise InputError(f"expert: the step was traced with {shares.expert}; trace it again with {expert}")
-            shares = Shares(self.model, expert=expert)
+            shares = Shares(self.model, expert=expert, param_dtype=shares.param_dtype)
         if divided % shares.expert:
             raise ConfigError(f"expert: {shares.expert} does not divide the {divided} ranks (shard x context)")
 
-        def shard_bytes(share: Share) -> int:
-            return share.sharded(divided // shares.expert if share.of_experts else divided)
+        def ranks(share: Share) -> int:
+            return divided // shares.expert if share.of_experts else divided
 
-        sharded = [shard_bytes(share) for share in shares]
+        def gathered(unit: nn.Module) -> list[Share]:
+            cast = shares.param_dtype is not None
+            return [share for share in shares.of(unit) if cast or replicate * ranks(share) > 1]
+
+        units: list[nn.Module] = [*self.model.decoder.blocks, self.model.decoder.embed, self.model.head]
+        sharded = [share.sharded(ranks(share)) for share in shares]
         kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
         activations, peak = self._traced(divided).replay(np.array([share.nbytes for share in shares]), kept)
         states = (
             state_bytes(
-                s.parameter, s.shape[-1] if s.shape else 1, shard_bytes(s), optimizer,
+                s.parameter, s.shape[-1] if s.shape else 1, s.sharded(ranks(s)), optimizer,
                 orthogonalized=optimizer.startswith("muon") and id(s.parameter) in self._hidden,
             )
             for s in shares
@@ -206,21 +235,20 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered(self.model, shares, reshard_after_forward) if divided > 1 else 0,
+            gathered=_gathered([gathered(unit) for unit in units], reshard_after_forward),
             activations=activations,
             backward=peak - activations,
         )
 
 
-def _gathered(model: CausalLM, shares: Shares, reshard_after_forward: bool) -> int:
+def _gathered(units: list[list[Share]], reshard_after_forward: bool) -> int:
     """Bytes of the whole parameters of GATHERED_UNITS units, or of all blocks and another unit, and of the whole
-    gradients of one unit."""
-    units: list[nn.Module] = [*model.decoder.blocks, model.decoder.embed, model.head]
-    sizes = [sum(share.nbytes for share in shares.of(unit)) for unit in units]
+    gradients of one unit. `units`: the parameters of blocks, embedding and head that FSDP2 gathers."""
+    sizes = [sum(share.nbytes for share in unit) for unit in units]
     whole = GATHERED_UNITS * max(sizes)
     if not reshard_after_forward:
         whole = max(whole, sum(sizes[:-2]) + max(sizes[-2:]))
-    trained = max(sum(s.nbytes for s in shares.of(unit) if s.parameter.requires_grad) for unit in units)
+    trained = max(sum(share.nbytes for share in unit if share.parameter.requires_grad) for unit in units)
     return whole + trained
 
 

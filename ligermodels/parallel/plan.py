@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ligermodels.errors import ConfigError, validation_message
 
+DtypeName = Literal["bfloat16", "float32"]
+
 
 class ParallelPlan(BaseModel):
     """How to spread a model over ranks: degrees of parallelism, mixed precision, checkpointing and compilation.
@@ -55,11 +57,11 @@ class ParallelPlan(BaseModel):
     tensor: int = Field(1, ge=1, description="Ranks that each matrix product is divided over.")
     context: int = Field(1, ge=1, description="Ranks that each sequence is divided over.")
     expert: int = Field(1, ge=1, description="Ranks that the experts of a mixture are divided over.")
-    param_dtype: Literal["bfloat16", "float32"] | None = Field(
+    param_dtype: DtypeName | None = Field(
         None,
         description="Mixed precision: dtype of gathered parameters and computation.  [default: the parameters' dtype]",
     )
-    reduce_dtype: Literal["bfloat16", "float32"] | None = Field(
+    reduce_dtype: DtypeName | None = Field(
         None, description="Dtype of sums of gradients over ranks.  [default: dtype of the computation]"
     )
     reshard_after_forward: bool = Field(

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers import KeepsDtype
+from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.expert import check_expert_parallel, mixtures, of_experts
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_placements
@@ -22,17 +25,19 @@ class Share:
     Args:
         parameter: the whole parameter.
         shape: shape of the shard while FSDP2 keeps it gathered.
+        dtype: its dtype then, and of its whole gradient.
         of_experts: whether it has a row per expert, and experts are spread.
     """
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
+    dtype: torch.dtype
     of_experts: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes of the shard while FSDP2 keeps it gathered."""
-        return math.prod(self.shape) * self.parameter.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def sharded(self, ranks: int) -> int:
         """Bytes on rank 0 if FSDP2 shards its rows over this number of `ranks`; the first ranks may have a row more."""
@@ -49,17 +54,20 @@ class Shares:
         model: the model, on any device.
         tensor: ranks that projections are divided over.
         expert: ranks that experts are divided over.
+        param_dtype: `ParallelPlan.param_dtype`, dtype of gathered parameters but those of `KeepsDtype` modules.
 
     Raises:
         ConfigError: the model cannot be divided in this way; the message names the degree.
     """
 
-    def __init__(self, model: CausalLM, *, tensor: int = 1, expert: int = 1) -> None:
+    def __init__(
+        self, model: CausalLM, *, tensor: int = 1, expert: int = 1, param_dtype: torch.dtype | None = None
+    ) -> None:
         if tensor > 1 and expert > 1:
             raise ConfigError(
                 "expert: the memory of a plan with both expert and tensor is not estimated; leave one of them out"
             )
-        self.tensor, self.expert = tensor, expert
+        self.tensor, self.expert, self.param_dtype = tensor, expert, param_dtype
         self.mixtures: list[Any] = []
         dims: dict[int, int] = {}
         spread: set[int] = set()
@@ -71,7 +79,11 @@ class Shares:
         if tensor > 1:
             check_tensor_parallel(model.config, tensor)
             dims = tensor_placements(model, tensor)
-        self._all = [Share(p, self._shape(p, dims.get(id(p))), id(p) in spread) for p in model.parameters()]
+        kept = {id(p) for module in modules_of(model, KeepsDtype) for p in module.parameters()}
+        self._all = []
+        for p in model.parameters():
+            dtype = p.dtype if param_dtype is None or id(p) in kept else param_dtype
+            self._all.append(Share(p, self._shape(p, dims.get(id(p))), dtype, id(p) in spread))
         self._by_id = {id(share.parameter): share for share in self._all}
 
     def _shape(self, parameter: nn.Parameter, dim: int | None) -> tuple[int, ...]:

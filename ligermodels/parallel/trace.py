@@ -87,14 +87,14 @@ def trace(
         reference: a second model that the step runs, whose parameters are not counted.
     """
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device="meta")
-    exchanged = 0
+    exchanged, itemsize = 0, (shares.param_dtype or model.dtype).itemsize
     if shares.tensor > 1:
         model = tensor_part(model, FirstRank(shares.tensor))
         linears = modules_of(model.decoder.blocks, Linear)
         fused = any(linear.compute is None and linear.update is None for linear in linears)  # the others are traced
         if fused and model.decoder._sequence_mesh is not None:
-            exchanged = 2 * ids.numel() // context * model.config.hidden_size * model.dtype.itemsize
-        shares = Shares(model)
+            exchanged = 2 * ids.numel() // context * model.config.hidden_size * itemsize
+        shares = Shares(model, param_dtype=shares.param_dtype)
     computes: list[Compute] = modules_of(model, Compute)
     for compute in computes:
         compute.keeps_frozen = not several
@@ -111,7 +111,7 @@ def trace(
     storages, changes = np.array(allocations.events, dtype=np.int64).T
     parameter_of = np.full(storages.max() + 1, -1)
     parameter_of[list(allocations.gradients)] = [number for number, _ in allocations.gradients.values()]
-    logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * model.dtype.itemsize
+    logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * itemsize
     complete = dict(allocations.gradients.values())
     return Trace(changes, parameter_of[storages], complete, forward, min(workspace, logits), exchanged)
 
@@ -127,7 +127,7 @@ def _on_first_rank(model: CausalLM, shares: Shares, context: int, load: float) -
     parts: dict[int, nn.Parameter] = {}  # by the id of the whole parameter
     for share in shares:
         old = share.parameter
-        parts[id(old)] = nn.Parameter(torch.empty(share.shape, dtype=old.dtype, device="meta"), old.requires_grad)
+        parts[id(old)] = nn.Parameter(torch.empty(share.shape, dtype=share.dtype, device="meta"), old.requires_grad)
     try:
         for module, own in before:
             for name, parameter in own.items():

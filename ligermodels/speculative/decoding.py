@@ -20,7 +20,6 @@ from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
-from ligermodels.layers.memory import memory_for
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
 from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose, TopDrafts
 from ligermodels.speculative.layout import Layout
@@ -140,10 +139,7 @@ def speculative_generate(
     check_values(epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
     shaping = shaping_of(do_sample, generator, temperature, top_k, top_p, min_p)
     check_values(num_return_sequences=num_return_sequences)
-    if num_return_sequences > 1 and not do_sample:
-        raise InputError(f"num_return_sequences above 1 needs do_sample=True: got {num_return_sequences}")
-    with memory_for(f"num_return_sequences = {num_return_sequences}", prompts.ids.device):
-        prompts = prompts.repeated(num_return_sequences)
+    prompts = prompts.for_samples(num_return_sequences, do_sample)
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):

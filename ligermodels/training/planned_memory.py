@@ -29,17 +29,24 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
     """
     recipe = plan.recipe
     degrees = {**recipe.parallel.degrees(gpus), "expert": recipe.parallel.expert}
-    del degrees["replicate"]
     if recipe.trains_heads and gpus > 1:
         return "not counted for heads on several GPUs"
     has_own_loss = job.trainable is model
     if not has_own_loss and degrees["tensor"] * degrees["context"] > 1:
         return "with tensor or context parallelism counted for the model's own loss only"
     traced: Any = model if has_own_loss else _Trainable(job.trainable, model, recipe.data_form.row_sequences)
-    shard, sequences = degrees.pop("shard"), plan.micro_batches[0]
+    replicate, shard = degrees.pop("replicate"), degrees.pop("shard")
     try:
-        step = StepTrace(traced, sequences, recipe.row_tokens, **degrees, reference=job.reference)
+        step = StepTrace(
+            traced,
+            plan.micro_batches[0],
+            recipe.row_tokens,
+            **degrees,
+            param_dtype=recipe.parallel.param_dtype,
+            reference=job.reference,
+        )
         memory = step.memory(
+            replicate=replicate,
             shard=shard,
             reshard_after_forward=recipe.parallel.reshard_after_forward,
             optimizer=recipe.optimizer,

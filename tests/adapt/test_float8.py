@@ -30,7 +30,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import GatedActivation
 from ligermodels.layers.float8 import float8_slots
 from ligermodels.ops import Float8Tensor
-from ligermodels.ops.float8 import cast, glu, lora, mm, tail
+from ligermodels.ops.float8 import cast, lora, mm, tail
 from ligermodels.training import train_heads
 
 
@@ -130,7 +130,7 @@ def test_products_of_lora_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product with "selective", where all but the last of a block widen, and no maximum; with "full" all but that
-    one, and the maxima of the activation, the input of o, and the weights."""
+    one, and the maxima of inputs and weights."""
     calls: Counter[str] = Counter()
 
     def count(name: str, module: Any, function: str) -> None:
@@ -143,13 +143,12 @@ def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, function, counted)
 
     count("products", mm, "float8_mm_reference")
-    count("maxima", cast, "amax_reference")
-    count("maxima", glu, "amax_reference")
+    count("maxima", cast, "_amax_reference")
     model = lm.float8(build())
     blocks = len(model.decoder.blocks)
-    maxima = (4 + 2 + 4) * blocks  # of weights, of the inputs of o and down, of gradients
+    maxima = (4 + 4 + 4) * blocks  # of weights, inputs and gradients
     once = {"products": 12 * blocks, "maxima": maxima}
-    full = {"products": 15 * blocks, "maxima": maxima + (4 + 2) * blocks}
+    full = {"products": 15 * blocks, "maxima": maxima + (4 + 4) * blocks}
     assert counts_by_mode(model, calls) == {"none": once, "selective": once, "full": full}
 
 
@@ -184,9 +183,11 @@ def test_on_the_gpu(name: str, lora: bool) -> None:
         assert all(torch.equal(found[key], first[key]) for key in first), mode
 
 
-def test_norms_and_activations_write_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_norms_and_activations_write_float8_for_frozen_weights(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What enters qkv, gate_up and down has been cast by what computed it; so has the gradient that leaves gate_up."""
     model = lm.float8(build())
+    model.decoder.blocks.requires_grad_(not frozen)
     seen: dict[str, bool] = {}
 
     def see(name: str) -> Any:
@@ -198,8 +199,9 @@ def test_norms_and_activations_write_float8(monkeypatch: pytest.MonkeyPatch) -> 
     gradients_of_gate_up(arrived, monkeypatch)
     gradients(model)
     assert len(seen) == 4 * len(model.decoder.blocks)
-    assert all(cast == (not name.endswith(".o")) for name, cast in seen.items())
-    assert len(arrived) == len(model.decoder.blocks) and all(isinstance(each, Float8Tensor) for each in arrived)
+    assert all(cast == (frozen and not name.endswith(".o")) for name, cast in seen.items())
+    # For trained weights the linear layer computes the activation.
+    assert [isinstance(each, Float8Tensor) for each in arrived] == [True] * len(model.decoder.blocks) * frozen
 
 
 def gradients_of_gate_up(arrived: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +303,11 @@ def test_exclusion() -> None:
     assert in_place_of(model) == [
         whole.format(i, n) for i in range(blocks) for n in ("mixer.qkv", "mlp.down") if (i, n) != (1, "mixer.qkv")
     ]
+    assert not any(layer.input_form() for b in model.decoder.blocks for layer in (b.mixer, b.mlp))  # of trained weights
+    model.decoder.blocks.requires_grad_(False)
     inputs = [[layer.input_form() is not None for layer in (b.mixer, b.mlp)] for b in model.decoder.blocks]
     assert inputs == [[i != 1, False] for i in range(blocks)]
-    assert all(torch.isfinite(gradient).all() for gradient in gradients(model).values())
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(model.requires_grad_()).values())
 
 
 def test_frozen_weights_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,7 @@ def test_classes_of_a_users_own() -> None:
             return super().__call__(gate_up)
 
     model = lm.float8(build())
+    model.decoder.blocks.requires_grad_(False)
     wanted, seen = gradients(model), []
     block = model.decoder.blocks[0]
     block.mlp_norm.__class__, block.mlp.activation = Norm, Activation("silu")
@@ -316,7 +317,6 @@ def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     }.items():
         plain, model = (lm.float8(family(name) if name in FAMILIES else build(CONFIGS[name])) for _ in range(2))
         model = near_one_process(model, plain, lm.ParallelPlan(tensor=2), modes)
-        assert model.decoder.blocks[0].mixer.input_form() is not None
         with torch.no_grad():
             both = [each.eval()(tokens(), labels=tokens()).loss for each in (plain, model)]
         torch.testing.assert_close(*both)

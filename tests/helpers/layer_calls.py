@@ -1,6 +1,5 @@
 """More of `op_calls`: ops of linear attention, linear layers in all formats, and the optimizer."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -221,24 +220,19 @@ def float8_cast_by_row(dtype: torch.dtype, to: torch.dtype, width: int, tail: in
 
 
 @calls(
-    "float8_swiglu, float8_geglu", dtype=FLOATS, activation=("silu", "tanh", "none"), width=(64, 4096),
-    by_row=BOTH, limit=(None, 7.0),
+    "float8_gated_activation", dtype=FLOATS, activation=("silu", "gelu_tanh", "gelu"), width=(64, 4096),
+    limit=(None, 7.0),
 )  # fmt: skip
-def float8_glu(dtype: torch.dtype, activation: str, width: int, by_row: bool, limit: float | None) -> None:
-    options: dict[str, Any] = {"by_row": by_row, "columns": not by_row, "limit": limit}
-    op = ops.float8_swiglu if activation == "silu" else partial(ops.float8_geglu, approximate=activation)
-    backward(op(leaf(300, 2 * width, dtype=dtype), E4M3, E5M2, **options).dequantize())
+def float8_gated_activation(dtype: torch.dtype, activation: str, width: int, limit: float | None) -> None:
+    options = ops.GLUOptions(activation, limit=limit)
+    backward(ops.float8_gated_activation(leaf(300, 2 * width, dtype=dtype), options, E4M3, E5M2).dequantize())
 
 
-@calls(
-    "float8_add_rms_norm", dtype=FLOATS, width=(64, 5120, 32768), add=BOTH, casting=("llama", "gemma"),
-    by_row=BOTH,
-)  # fmt: skip
-def float8_add_rms_norm(dtype: torch.dtype, width: int, add: bool, casting: Any, by_row: bool) -> None:
+@calls("float8_add_rms_norm", dtype=FLOATS, width=(64, 5120, 32768), add=BOTH, casting=("llama", "gemma"))
+def float8_add_rms_norm(dtype: torch.dtype, width: int, add: bool, casting: Any) -> None:
     x, weight = leaf(300, width, dtype=dtype), leaf(width, dtype=dtype)
     residual = leaf(300, width, dtype=dtype) if add else None
-    options: dict[str, Any] = {"casting_mode": casting, "by_row": by_row, "columns": not by_row}
-    y, total = ops.float8_add_rms_norm(x, residual, weight, 1e-6, E4M3, **options)
+    y, total = ops.float8_add_rms_norm(x, residual, weight, 1e-6, E4M3, casting_mode=casting)
     backward(y.dequantize(), total)
 
 

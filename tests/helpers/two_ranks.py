@@ -1,4 +1,4 @@
-"""Tests on two or more processes with gloo."""
+"""Tests on two or more processes with gloo, or each with a GPU."""
 
 import os
 import tempfile
@@ -24,15 +24,15 @@ def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> No
     in_ranks(WORLD, work, folder, *arguments)
 
 
-def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    """The same in `world` processes."""
+def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: Any, device: str = "cpu") -> None:
+    """The same in `world` processes, with `device` "cuda" on a GPU each, and with NCCL beside gloo."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "rendezvous", *folder.glob("error-*")):  # of an earlier call
         left.unlink(missing_ok=True)
     deadline = time.monotonic() + 240
     with tempfile.TemporaryDirectory() as done:
         workers = [
-            forks().Process(target=_enter, args=(work, rank, world, folder, Path(done), arguments), daemon=True)
+            forks().Process(target=_enter, args=(work, rank, world, device, folder, Path(done), arguments), daemon=True)
             for rank in range(world)
         ]
         try:
@@ -53,15 +53,18 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
 
 
 def _enter(
-    work: Callable[..., None], rank: int, world: int, folder: Path, done: Path, arguments: tuple[Any, ...]
+    work: Callable[..., None], rank: int, world: int, device: str, folder: Path, done: Path, arguments: tuple[Any, ...]
 ) -> None:
     try:
         torch.set_num_threads(1)
         rendezvous = f"file://{folder}/rendezvous"
-        dist.init_process_group(
-            "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
-        work(rank, folder, init_device_mesh("cpu", (world,)), *arguments)
+        backend, gpu = "gloo", None
+        if device == "cuda":
+            backend, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+            torch.cuda.set_device(gpu)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=60), "device_id": gpu}
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, **options)
+        work(rank, folder, init_device_mesh(device, (world,)), *arguments)
         # Not gloo's barrier: the rank that leaves it first may end while the other still reads from it.
         (done / str(rank)).touch()
         deadline = time.monotonic() + 60

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +16,18 @@ from ligermodels.errors import InputError
 from ligermodels.ops import (
     Float8Recipe,
     Float8Tensor,
+    GLUOptions,
     float8_add_rms_norm,
     float8_cast,
-    float8_geglu,
+    float8_gated_activation,
     float8_linear,
     float8_mm,
-    float8_swiglu,
     float8_transpose,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 16), (48,), (37, 112), (2, 3, 128), (130, 64), (16, 48), (300, 208)]
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 SIGNIFICANT = {E4M3: 4, E5M2: 3}  # bits
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 MOST = {E4M3: 448.0, E5M2: 57344.0}
@@ -47,17 +49,12 @@ def check_layouts(x: Tensor) -> None:
     assert not x.columns.view(torch.uint8)[:, M:].any()
 
 
-def assert_rounded(found: Tensor, truth: Tensor, where: Where, bound: Tensor | None = None) -> None:
-    """found is truth rounded to its format once, with a power of two for a scale that just fits the bound; with a scale
-    for each row, each of them the maximum of its row."""
-    assert isinstance(found, Float8Tensor) and found.rows is not None
-    dtype, scale = found.rows.dtype, found.scale.double()
-    if scale.dim():
-        assert found.columns is None and scale.shape == (len(truth),)
-        scale, most = scale.unsqueeze(1), truth.abs().amax(1, keepdim=True)
-    else:
-        check_layouts(found)
-        most = truth.abs().max() if bound is None else bound
+def assert_rounded(found: Tensor, truth: Tensor, where: Where) -> None:
+    """found is truth rounded to its format once, with a power of two for each row's scale that just fits its
+    maximum."""
+    assert isinstance(found, Float8Tensor) and found.rows is not None and found.columns is None
+    assert found.scale.shape == (len(truth),)
+    dtype, scale, most = found.rows.dtype, found.scale.double().unsqueeze(1), truth.abs().amax(1, keepdim=True)
     assert (scale.frexp().mantissa == 0.5).all(), "no power of two"
     assert ((MOST[dtype] / 2 * 0.99 < most / scale) & (most / scale < MOST[dtype] * 1.01)).all()
     ulp = 2.0 ** (truth.abs().log2().floor() - SIGNIFICANT[dtype] + 1)
@@ -162,25 +159,23 @@ def test_extremes(where: Where) -> None:
     assert torch.equal(float8_cast(tiny, E5M2).dequantize(), tiny)
 
 
-@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", [(1, 16), (2, 37, 112), (70, 160)], ids=str)
-def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting_mode: Any, by_row: bool) -> None:
-    """The values, with a scale of the known bound, or of each row; gradients are those of the norm itself."""
+def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting_mode: Any) -> None:
+    """The values, with a scale of each row; gradients are those of the norm itself."""
     x, residual = (torch.randn(shape, device=where.device).to(where.dtype).requires_grad_() for _ in range(2))
     weight = (1 + 0.3 * torch.randn(shape[-1], device=where.device)).to(where.dtype).requires_grad_()
     y, total = float8_add_rms_norm(
-        x, residual if with_residual else None, weight, 1e-6, E4M3, offset=0.5, casting_mode=casting_mode, by_row=by_row
+        x, residual if with_residual else None, weight, 1e-6, E4M3, offset=0.5, casting_mode=casting_mode
     )
     added = (x + residual).detach() if with_residual else x.detach()
     assert torch.equal(total, added)
     wide = added.reshape(-1, shape[-1]).double()
     truth = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     truth = (truth.float().to(where.dtype) if casting_mode == "llama" else truth).double() * (weight.double() + 0.5)
-    bound = (weight.double() + 0.5).abs().max() * math.sqrt(shape[-1])
     if casting_mode == "gemma" or where.dtype == torch.float32:
-        assert_rounded(y, truth.detach(), where, bound.detach())
+        assert_rounded(y, truth.detach(), where)
     dy, dtotal = (torch.randn(shape, device=where.device).to(where.dtype) for _ in range(2))
     leaves = [x, *[residual] * with_residual, weight]
     found = torch.autograd.grad((y, total), leaves, (dy, dtotal))
@@ -196,13 +191,12 @@ def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting
 @pytest.mark.parametrize(
     "options", [{}, {"gate_multiplier": 0.7, "down_multiplier": 1.5, "limit": 1.0, "up_offset": 1.0}]
 )
-@pytest.mark.parametrize("op", [float8_swiglu, float8_geglu])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_glu(where: Where, by_row: bool, op: Callable[..., Float8Tensor], options: dict[str, float]) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activation(where: Where, activation: str, options: dict[str, float]) -> None:
     """The activation and, as float8 too, the gradient of its pairs."""
-    for shape in ((3, 16), (2, 37, 48), (70, 80), *([(2, 4112)] if by_row else [])):  # rows of one block and of several
+    for shape in ((3, 16), (2, 37, 48), (70, 80), (2, 4112)):  # rows of one block and of several
         gate_up = torch.randn(*shape[:-1], 2 * shape[-1], device=where.device).to(where.dtype).requires_grad_()
-        y = op(gate_up, E4M3, E5M2, by_row=by_row, **options)
+        y = float8_gated_activation(gate_up, GLUOptions(activation, **options), E4M3, E5M2)
         assert y.shape == shape and y.dtype == where.dtype
         dy = torch.randn(shape, device=where.device).to(where.dtype)
         (found,) = torch.autograd.grad(y, gate_up, dy)
@@ -211,7 +205,7 @@ def test_glu(where: Where, by_row: bool, op: Callable[..., Float8Tensor], option
         if options:
             gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
         g = gate * options.get("gate_multiplier", 1)
-        part = F.silu(g) if op is float8_swiglu else F.gelu(g, approximate="tanh")
+        part = ACTIVATIONS[activation](g)
         truth = part * (up + options.get("up_offset", 0)) * options.get("down_multiplier", 1)
         (gradient,) = torch.autograd.grad(truth, wide, dy.double().view_as(truth))
         assert_rounded(y, truth.detach(), where)
@@ -269,32 +263,12 @@ def test_linear(where: Where, gradient_dtype: torch.dtype, bias: bool) -> None:
                 torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit * float(c.abs().max()))
 
 
-def test_layouts_that_are_wanted(where: Where) -> None:
-    """Of norms and activations each alone, byte for byte that of both; without gradients there are rows alone."""
-    x = torch.randn(37, 96, device=where.device).to(where.dtype)
-    weight = torch.rand(96, device=where.device).to(where.dtype)
-    producers: list[Callable[..., Float8Tensor]] = [
-        lambda x, **layouts: float8_add_rms_norm(x, None, weight, 1e-5, E4M3, **layouts)[0],
-        lambda x, **layouts: float8_swiglu(x, E4M3, E5M2, **layouts),
-        lambda x, **layouts: float8_geglu(x, E4M3, E5M2, **layouts),
-    ]
-    for write in producers:
-        recorded = x.clone().requires_grad_()
-        both, rows, columns = write(recorded), write(recorded, columns=False), write(recorded, rows=False)
-        with torch.no_grad():
-            plain = write(x, rows=False)
-        assert rows.columns is columns.rows is plain.columns is None
-        for found, wanted in ((rows.rows, both.rows), (plain.rows, both.rows), (columns.columns, both.columns)):
-            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-        assert torch.equal(columns.dequantize(), both.dequantize())
-
-
 def test_rows_with_scales_of_their_own_before_a_trained_weight(where: Where) -> None:
     """They are cast anew, and the gradient goes on to the op that computed them."""
     x = torch.randn(37, 96, device=where.device).to(where.dtype).requires_grad_()
     norm = torch.rand(96, device=where.device).to(where.dtype).requires_grad_()
     w = torch.randn(112, 96, device=where.device).to(where.dtype).requires_grad_()
-    y = float8_add_rms_norm(x, None, norm, 1e-5, E4M3, by_row=True)[0]
+    y = float8_add_rms_norm(x, None, norm, 1e-5, E4M3)[0]
     wanted = float8_linear(y.dequantize(), w.detach(), recipe=Float8Recipe())
     found = float8_linear(y, w, recipe=Float8Recipe())
     assert (found - wanted).norm() <= 0.05 * wanted.norm()
@@ -325,7 +299,7 @@ def test_refusals() -> None:
     with pytest.raises(InputError, match="multiples of 16"):
         float8_mm(a.rows[:, :24].contiguous(), b.rows[:, :24].contiguous(), a.scale, b.scale, torch.float32)
     with pytest.raises(InputError, match="gate_up must be floating, its last dimension a multiple of 32"):
-        float8_swiglu(torch.randn(4, 16), E4M3, E5M2)
+        float8_gated_activation(torch.randn(4, 16), GLUOptions("silu"), E4M3, E5M2)
     with pytest.raises(InputError, match="x must be floating, its last dimension a multiple of 16"):
         float8_cast(torch.randn(4, 24), E4M3)
     with pytest.raises(InputError, match="by_row: columns have one scale"):

@@ -11,10 +11,10 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops import (
     Float8Tensor,
+    GLUOptions,
     float8_add_rms_norm,
     float8_cast,
-    float8_geglu,
-    float8_swiglu,
+    float8_gated_activation,
     float8_transpose,
     tail_of,
 )
@@ -144,11 +144,11 @@ def test_nothing_added(where: Where) -> None:
 def all_casts(x: Tensor, w: Tensor, dy: Tensor, dtype: torch.dtype, tail: int) -> list[Float8Tensor]:
     """Of whatever casts by row, and of a cast with one scale."""
     pairs = x.clone().requires_grad_()
-    results = [f(pairs, dtype, E5M2, by_row=True, tail=tail) for f in (float8_swiglu, float8_geglu)]
+    results = [float8_gated_activation(pairs, GLUOptions(f), dtype, E5M2, tail=tail) for f in ("silu", "gelu")]
     gradients: list[Any] = []
     pairs.register_hook(gradients.append)
     results[0].backward(dy)
-    norms = [float8_add_rms_norm(x, each, w, 1e-5, dtype, by_row=True, tail=tail)[0] for each in (None, x)]
+    norms = [float8_add_rms_norm(x, each, w, 1e-5, dtype, tail=tail)[0] for each in (None, x)]
     casts = [float8_cast(x, dtype, by_row=by_row, tail=tail) for by_row in (True, False)]
     return [*casts, *norms, *results, *gradients]
 
@@ -177,9 +177,7 @@ def test_bad_tails() -> None:
             float8_cast(x, E4M3, tail=tail)
         with pytest.raises(InputError, match="float8_transpose: tail must be"):
             float8_transpose(float8_cast(x, E4M3).rows, tail)
-    for call in (
-        lambda: float8_swiglu(x, E4M3, E5M2, tail=16),
-        lambda: float8_add_rms_norm(x, None, w, 1e-5, E4M3, tail=16),
-    ):
-        with pytest.raises(InputError, match="tail: 16 goes with by_row=True only"):
-            call()
+        with pytest.raises(InputError, match="float8_gated_activation: tail must be"):
+            float8_gated_activation(x, GLUOptions("silu"), E4M3, E5M2, tail=tail)
+        with pytest.raises(InputError, match="float8_add_rms_norm: tail must be"):
+            float8_add_rms_norm(x, None, w, 1e-5, E4M3, tail=tail)

@@ -1,6 +1,5 @@
 """Context parallelism: each sequence divided over ranks, beside one process with all of it."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,31 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
-FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "gpt_oss", "phi3", "qwen3_moe", "deepseek_v3", "lfm2-biases")
-"""Untied; tied; windows and softcap; norms of queries and keys; sinks; frequencies that go by the row's length; a
-mixture with a load-balancing loss; latent attention; short convolutions."""
-RECURRENT: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {},
-    "qwen3_next": {},
-    "kimi_linear": {},
-    "bailing_hybrid": {},
-    "bamba-other-sizes": {},
-    "nemotron_h": {"n_groups": 4},
-    "falcon_h1": {"mamba_n_groups": 2},
+FAMILIES = {
+    "llama-3": "none",
+    "llama-3.2": "selective",
+    "gemma2": "full",
+    "qwen3": "none",
+    "gpt_oss": "selective",
+    "phi3": "full",
+    "qwen3_moe": "none",
+    "deepseek_v3": "selective",
+    "lfm2-biases": "full",
 }
-"""Gated DeltaNet, alone and with a mixture; Kimi Delta Attention; Mamba2, of one group for all ranks, of several, and
-beside attention."""
-SHARED = ("gemma4_text-few-layers", "gemma4_text-per-layer-inputs")
+"""Names of configs -> activation checkpointing. Untied; tied; windows and softcap; norms of queries and keys; sinks;
+frequencies that go by the row's length; a mixture with a load-balancing loss; latent attention; short convolutions."""
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("none", {}),
+    "qwen3_next": ("full", {}),
+    "kimi_linear": ("selective", {}),
+    "bailing_hybrid": ("none", {}),
+    "bamba-other-sizes": ("full", {}),
+    "nemotron_h": ("selective", {"n_groups": 4}),
+    "falcon_h1": ("none", {"mamba_n_groups": 2}),
+}
+"""Names of configs -> activation checkpointing, other sizes. Gated DeltaNet, alone and with a mixture; Kimi Delta
+Attention; Mamba2, of one group for all ranks, of several, and beside attention."""
+SHARED = {"gemma4_text-few-layers": "none", "gemma4_text-per-layer-inputs": "full"}
 """Layers that use the keys and values of other layers, with per-layer inputs."""
 KIMI_LAYERS = ["linear_attention", "full_attention"] * 2
 PLAN = lm.ParallelPlan(context=2)
@@ -75,8 +84,7 @@ def check_pass(model: lm.CausalLM, plain: lm.CausalLM, inputs: dict[str, Any], *
 
 
 def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for i, name in enumerate(FAMILIES):
-        mode = ("none", "selective", "full")[i % 3]
+    for i, (name, mode) in enumerate(FAMILIES.items()):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
         for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
@@ -86,7 +94,7 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for name, mode in zip(SHARED, ("none", "full"), strict=True):
+    for name, mode in SHARED.items():
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
         assert any(getattr(block.mixer, "kv_from", None) is not None for block in model.config.blocks)
@@ -95,7 +103,7 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for (name, sizes), mode in zip(RECURRENT.items(), itertools.cycle(("none", "full", "selective"))):
+    for name, (mode, sizes) in RECURRENT.items():
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name, **sizes), lm.parallelize(build(name, **sizes), plan)
         for inputs in inputs_of_all_kinds().values():

@@ -3,7 +3,7 @@
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from zoo import BASE, CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 from benchmarks.cases.models import CONFIGS as MODELS
+from benchmarks.cases.parallel import Case, planned_gib
 from ligermodels.arguments import OptimizerName
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
@@ -29,7 +30,7 @@ from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
 
 GIB = 2**30
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/training-h200.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def on_meta(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> lm.CausalLM:
@@ -38,7 +39,7 @@ def on_meta(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> lm.C
 
 def measured() -> list[Any]:
     """The newest record of each case of ours, all labels in use."""
-    records = map(json.loads, RESULTS.read_text().splitlines())
+    records = map(json.loads, (RESULTS / "training-h200.jsonl").read_text().splitlines())
     found = {
         each["case"]: each
         for each in records
@@ -59,6 +60,33 @@ def test_memory_is_that_measured_on_an_h200(record: dict[str, Any]) -> None:
     found = step_memory(model, record["batch"], record["length"]).total
     peak = (record["peak_gib"] - record.get("held_before_gib", 0.0)) * GIB
     assert abs(found / peak - 1) < 0.05, (found / GIB, record["peak_gib"])
+
+
+def measured_on_ranks() -> list[Any]:
+    """The newest record of each case on several GPUs."""
+    lines = [line for gpu in ("h100", "h200") for line in (RESULTS / f"parallel-{gpu}.jsonl").read_text().splitlines()]
+    found = {(each["case"], each["gpus"]): each for each in map(json.loads, lines) if "planned_gib" in each}
+    return [pytest.param(each, id=f"{case} on {gpus}") for (case, gpus), each in found.items() if gpus > 1]
+
+
+@pytest.mark.parametrize("record", measured_on_ranks())
+def test_memory_of_ranks_is_that_measured(record: dict[str, Any]) -> None:
+    """Within 3.5 %: with experts that each rank keeps gathered, or without the gathered blocks, it is not."""
+    found = planned_gib(Case(*(record[each.name] for each in fields(Case))), record["gpus"])
+    assert abs(found / record["peak_gib"] - 1) < 0.035, (found, record["peak_gib"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss", "llama-3.2"])
+def test_a_plan_that_casts_holds_its_parameters_and_computes_in_its_own_dtype(name: str) -> None:
+    """Modules that stay float32 do so in both."""
+    config = CONFIGS[name] | {"intermediate_size": 96}
+    single, half = (on_meta(config, dtype) for dtype in (torch.float32, torch.bfloat16))
+    for degrees in ({"shard": 2}, {"tensor": 2}):  # of the second it gathers copies
+        cast, narrow = (step_memory(model, 2, 40, param_dtype="bfloat16", **degrees) for model in (single, half))
+        wide = step_memory(single, 2, 40, **degrees)
+        assert (cast.weights, cast.optimizer_states) == (wide.weights, wide.optimizer_states)
+        assert (cast.gathered, cast.activations) == (narrow.gathered, narrow.activations) and cast.gathered
+        assert bool(wide.gathered) == ("shard" in degrees) and cast.activations < wide.activations
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
@@ -99,6 +127,7 @@ def test_float8_forms_of_frozen_weights_are_kept_by_one_process_alone() -> None:
 
 def test_a_planned_tensor_parallel_shard_writes_float8_as_the_model_does() -> None:
     model = lm.float8(on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": 2}), exclude_first=1)
+    model.decoder.blocks.requires_grad_(False)
     shard = tensor_part(model, FirstRank(2))
     of_model, of_shard = ([(b.in_float8, b.mlp.in_float8) for b in m.decoder.blocks] for m in (model, shard))
     assert of_model == of_shard
@@ -189,6 +218,16 @@ def test_experts_and_projections_are_divided() -> None:
     choices = [3 * n * 512 * 8 * (4 + 4) for n in (2, 4, 8)]
     for each, kept in zip(experts, choices, strict=True):
         assert abs(each.activations - whole.activations) < kept + rows / 100
+    # A rank keeps its own experts as they are, unless it casts them or sums their gradients over replicas.
+    few = on_meta(MODELS["qwen3-30b-a3b"] | {"num_hidden_layers": 3, "vocab_size": 64})
+    kept, *copies = (
+        step_memory(few, 1, 512, shard=8, expert=8, **each)  # type: ignore[arg-type]
+        for each in ({}, {"replicate": 2}, {"param_dtype": "bfloat16"})
+    )
+    block = list(few.decoder.blocks[0].parameters())
+    others, stacked = (sum(p.nbytes for p in block if (p.ndim == 3) == of_experts) for of_experts in (False, True))
+    assert kept.gathered == 3 * others
+    assert [each.gathered for each in copies] == [3 * (others + stacked // 8)] * 2
     loads = [step_memory(model, 1, 512, shard=8, expert=8, expert_load=load) for load in (1, 1.5, 8)]
     more, most = (each.activations - loads[0].activations for each in loads[1:])
     assert most == pytest.approx(14 * more, rel=1e-3) and more > 3 * rows
@@ -302,9 +341,8 @@ def test_the_plans_that_fit() -> None:
     assert all(each.degrees.shard % each.degrees.expert == 0 for each in spread)
     for each in (spread[0], spread[-1]):  # one step is followed for several plans
         mixture.activation_checkpointing = each.activation_checkpointing
-        degrees = {name: size for name, size in each.degrees._asdict().items() if name != "replicate"}
         load = 1.25 if each.degrees.expert > 1 else 1.0
-        needed = step_memory(mixture, each.micro_batch, 2048, **degrees, expert_load=load)
+        needed = step_memory(mixture, each.micro_batch, 2048, **each.degrees._asdict(), expert_load=load)
         assert each.memory.total == pytest.approx(needed.total, rel=1e-5)
     for heads, divides in ((16, True), (3, False)):  # of Gated DeltaNet: each rank takes whole ones
         sizes = {"num_hidden_layers": 4, "linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}

@@ -21,7 +21,7 @@ from ligermodels.parallel.memory import step_memory
 from ligermodels.training import FusedAdamW
 
 MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
-PLANS: list[tuple[dict[str, Any], dict[str, int], int]] = [
+PLANS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (CONFIGS["llama-3.2"], {"shard": 4}, 0),
     (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}, 0),
     (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}, 0),
@@ -29,13 +29,14 @@ PLANS: list[tuple[dict[str, Any], dict[str, int], int]] = [
     (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 0),
     (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 3),
     (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}, 0),
+    (CONFIGS["qwen3_5_text"], {"shard": 4, "param_dtype": "bfloat16"}, 0),
     (MIXTURE, {"shard": 4}, 0),
     (MIXTURE, {"shard": 4, "expert": 2}, 0),
     (MIXTURE, {"shard": 2, "replicate": 2, "expert": 2}, 0),
     (CONFIGS["gpt_oss"] | {"num_local_experts": 8}, {"shard": 2, "context": 2, "expert": 4}, 0),
 ]
 """With the rank of LoRA: rows that ranks do not divide, tied and untied; modules that stay float32; two dimensions;
-experts with biases."""
+computation in bfloat16; experts with biases."""
 
 
 def held(tensors: Any) -> int:
@@ -47,11 +48,6 @@ def build(config: dict[str, Any], lora: int, device: str) -> Any:
     return lm.add_lora(model, lora) if lora else model
 
 
-def planned(config: dict[str, Any], degrees: dict[str, int], lora: int) -> Any:
-    model = build(config, lora, "meta")
-    return step_memory(model, 1, 8, **{name: size for name, size in degrees.items() if name != "replicate"})
-
-
 def hold(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for config, degrees, lora in PLANS:
         torch.manual_seed(0)
@@ -59,7 +55,7 @@ def hold(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         optimizer = FusedAdamW(model.parameters(), lr=1e-3)
         model(**batch(0)).loss.backward()
         optimizer.step()
-        wanted = planned(config, degrees, lora)
+        wanted = step_memory(build(config, lora, "meta"), 1, 8, **degrees)
         trained = wanted.optimizer_states // 2  # of two moments
         kept = (x for state in optimizer.state.values() for x in state.values())
         moments = [x for x in kept if isinstance(x, torch.Tensor) and x.ndim]

@@ -67,14 +67,8 @@ def float8_cast(
     x = x.detach()
     if by_row:
         return float8_rows(x, dtype, tail)
-    return as_float8(_float8_cast(x, _float8_amax(x), dtype, rows, columns, tail), x.shape, x.dtype)
-
-
-def as_float8(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:
-    """A Float8Tensor of this shape and dtype, from the results of an op: `parts` are rows, columns and scale; a layout
-    that is not needed has no elements."""
-    rows, columns, scale = parts
-    return Float8Tensor(rows if rows.dim() == 2 else None, columns if columns.dim() == 2 else None, scale, shape, dtype)
+    row_major, transposed, scale = _float8_cast(x, _float8_amax(x), dtype, rows, columns, tail)
+    return Float8Tensor(row_major if rows else None, transposed if columns else None, scale, x.shape, x.dtype)
 
 
 def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
@@ -121,7 +115,7 @@ def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
     return _float8_transpose(x.view(torch.uint8), tail).view(x.dtype)
 
 
-def amax_reference(x: Tensor) -> Tensor:
+def _amax_reference(x: Tensor) -> Tensor:
     """The bits of max |x|, int32 ()."""
     most = x.detach().abs().max() if x.numel() else x.new_zeros(())
     return most.float().view(torch.int32) & 0x7FFFFFFF  # without the sign of NaN
@@ -132,43 +126,16 @@ def scale_of_bits(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return scale_reference(amax.view(torch.float32), dtype)
 
 
-def quantized_reference(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, N) float32 as float8 of `dtype` with the given scale: rows with a tail, columns (both empty if not needed),
-    and the scale."""
-    most = torch.finfo(dtype).max
-    q = (x / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
-    nothing = x.new_empty(0, dtype=dtype)
-    return with_tail(q, tail) if rows else nothing, _transposed(q) if columns else nothing, scale
-
-
 def _transposed(q: Tensor, tail: int = 0) -> Tensor:
     transposed = q.new_zeros(q.shape[1], aligned(q.shape[0]) + tail, dtype=torch.uint8)
     transposed[:, : q.shape[0]] = q.view(torch.uint8).t()
     return transposed.view(q.dtype)
 
 
-def empty_layouts(
-    like: Tensor, M: int, N: int, dtype: torch.dtype, rows: bool, columns: bool, tail: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Memory for the layouts of a float8 (M, N) of `dtype` on the device of `like`: rows with a tail, and columns; a
-    layout that is not needed has no elements."""
-    return (
-        like.new_empty((M, N + tail) if rows else 0, dtype=dtype),
-        like.new_empty((N, aligned(M)) if columns else 0, dtype=dtype),
-    )
-
-
-def tiles(M: int, N: int) -> tuple[int, int]:
+def _tiles(M: int, N: int) -> tuple[int, int]:
     """Number of programs for a tensor (M, N), and programs per block of rows; rows include the padding of columns."""
     across = -(-N // COLUMNS)
     return -(-aligned(M) // TILE_ROWS) * across, across
-
-
-def outputs(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Both layouts as words, for `store_float8`."""
-    return rows.view(torch.int32), columns.view(torch.int32)
 
 
 @kernel
@@ -241,20 +208,26 @@ def update_amax(x: Tensor, amax: Tensor) -> None:
     if use_float8_kernels(x):
         _launch(x, amax, amax, amax, amax, 0, E4M3, AMAX=True, ROWS=False, WORDS=False)
     else:
-        amax.copy_(torch.maximum(amax, amax_reference(x)))  # bits order like numbers
+        amax.copy_(torch.maximum(amax, _amax_reference(x)))  # bits order like numbers
 
 
 @custom_op()
 def _float8_cast(
     x: Tensor, amax: Tensor, dtype: torch.dtype, need_rows: bool, need_columns: bool, tail: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows with a tail, columns and scale; a layout that is not needed has no elements."""
     if not use_float8_kernels(x):
-        wide = as_rows(x).float()
-        return quantized_reference(wide, scale_of_bits(amax, dtype), dtype, need_rows, need_columns, tail)
-    rows, columns = empty_layouts(x, x.shape[:-1].numel(), x.shape[-1], dtype, need_rows, need_columns, tail)
+        scale, most = scale_of_bits(amax, dtype), torch.finfo(dtype).max
+        q = (as_rows(x).float() / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
+        nothing = q.new_empty(0)
+        return with_tail(q, tail) if need_rows else nothing, _transposed(q) if need_columns else nothing, scale
+    M, N = x.shape[:-1].numel(), x.shape[-1]
+    rows = x.new_empty((M, N + tail) if need_rows else 0, dtype=dtype)
+    columns = x.new_empty((N, aligned(M)) if need_columns else 0, dtype=dtype)
     scale = x.new_empty((), dtype=torch.float32)
     if not is_fake(scale):
-        _launch(x, amax, *outputs(rows, columns), scale, tail, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
+        words = rows.view(torch.int32), columns.view(torch.int32)
+        _launch(x, amax, *words, scale, tail, dtype, AMAX=False, ROWS=need_rows, WORDS=need_columns)
     return rows, columns, scale
 
 
@@ -262,7 +235,7 @@ def _launch(
     x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, tail: int, dtype: torch.dtype, **options: bool
 ) -> None:
     M, N = x.shape[:-1].numel(), x.shape[-1]
-    programs, across = tiles(M, N)
+    programs, across = _tiles(M, N)
     _cast_kernel[(max(programs, 1),)](
         *rows_and_stride(x), amax, rows, (N + tail) // 4, words, scale, M, N, aligned(M) // 4, max(across, 1),
         AMAX=options["AMAX"], MAX_EXPONENT=MAX_EXPONENT[dtype], ROWS=options["ROWS"], WORDS=options["WORDS"], **TILE,
@@ -278,7 +251,7 @@ def _float8_transpose(x: Tensor, tail: int) -> Tensor:
     out = x.new_empty(N, aligned(M) + tail)
     if is_fake(out) or not out.numel():
         return out
-    programs, across = tiles(M, N)
+    programs, across = _tiles(M, N)
     _transpose_kernel[(programs,)](
         *rows_and_stride(as_rows(x).view(torch.int32)), out.view(torch.int32), out.shape[1] // 4, M, N // 4,
         aligned(M) // 4, across, **TILE,

@@ -19,12 +19,10 @@ from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
 BLOCK = 2048  # elements of a row at a time
 
 
-def check_tail(op: str, tail: int, by_row: bool = True) -> None:
-    """Raises InputError, naming `op`, unless `tail` is a multiple of 16 columns and, if not 0, comes with `by_row`."""
+def check_tail(op: str, tail: int) -> None:
+    """Raises InputError, naming `op`, unless `tail` is a multiple of 16 columns."""
     if tail % ALIGNMENT or tail < 0:
         raise InputError(f"{op}: tail must be a multiple of {ALIGNMENT}, got {tail}")
-    if tail and not by_row:
-        raise InputError(f"{op}: tail: {tail} goes with by_row=True only")
 
 
 def of_rows(parts: tuple[Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Float8Tensor:

@@ -5,7 +5,7 @@ the weight is frozen, there is no dW; then x and dy have a scale for each row, a
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,36 +22,27 @@ from ligermodels.ops.runtime.tensors import autocast_dtype
 
 
 class Float8Form(NamedTuple):
-    """The form of the `Float8Tensor` that a linear layer takes as its input from the previous op.
+    """The form of the `Float8Tensor` that a linear layer with a frozen weight takes as its input from the previous op:
+    in the row-major layout, with a scale for each row.
 
     Args:
         dtype: float8 format of the input.
         gradient_dtype: float8 format of gradients of outputs.
-        by_row: each row has its own scale, and there is no transposed layout. This is for frozen weights, where no
-            product sums over rows. Default: False.
         tail: columns of memory after each row, for the input and for gradients of outputs: see `ops.float8.tail`.
             Default: 0.
-        columns: whether the transposed layout is needed if gradients are recorded. Default: True.
     """
 
     dtype: torch.dtype
     gradient_dtype: torch.dtype
-    by_row: bool = False
     tail: int = 0
-    columns: bool = True
-
-    @property
-    def layouts(self) -> dict[str, Any]:
-        """Arguments of the ops that write float8."""
-        return {"by_row": self.by_row, "tail": self.tail, "columns": self.columns}
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
     """How linear layers compute in float8. Inputs and weights are E4M3.
 
-    With a trained weight, inputs and gradients have one scale per tensor, from the tensor's maximum or a bound of it.
-    With a frozen weight they have one scale per row.
+    With a trained weight, inputs and gradients have one scale per tensor. With a frozen weight they have one scale per
+    row.
 
     Args:
         gradient_dtype: format of gradients of outputs, E5M2 or E4M3. Default: E5M2.
@@ -78,11 +69,9 @@ class Float8Recipe:
                 f"got {self.gradient_dtype}"
             )
 
-    def form(self, weight: Tensor, *, tail: int = 0) -> Float8Form:
-        """The form of operands of this weight: by row and with a tail if it is frozen; otherwise in both layouts."""
-        if not weight.requires_grad:
-            return Float8Form(self.dtype, self.gradient_dtype, by_row=True, tail=tail, columns=False)
-        return Float8Form(self.dtype, self.gradient_dtype)
+    def form(self, weight: Tensor, *, tail: int = 0) -> Float8Form | None:
+        """The form of operands of this weight, with a tail; None if it is trained: then the layer casts its input."""
+        return None if weight.requires_grad else Float8Form(self.dtype, self.gradient_dtype, tail)
 
 
 @torch.compiler.disable  # compiled, an x that is a Float8Tensor would get no gradient
@@ -110,7 +99,7 @@ def float8_linear(
     """
     refuse_batch_invariant("float8_linear")
     dtype = _checked(x, weight, bias, frozen)
-    by_row = recipe.form(weight).by_row
+    by_row = not weight.requires_grad  # no product sums over rows
     recording = torch.is_grad_enabled()
     need_x, need_weight = recording and x.requires_grad, recording and weight.requires_grad
     x8 = _operand(x, recipe, need_weight, by_row)

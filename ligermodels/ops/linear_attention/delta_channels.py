@@ -2,7 +2,7 @@
 kernels.
 
 The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
-12 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
+20 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
 states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks, which are products of torch.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ligermodels.ops.linear_attention.delta_channels_kernels import (
     channel_pairs_backward_kernel,
     channel_pairs_kernel,
+    channel_paths_kernel,
     channel_states_backward_kernel,
     channel_states_kernel,
 )
@@ -27,12 +28,13 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
 TILES: dict[str, dict[str, int]] = {
-    "pairs": {"BLOCK": 16, "BLOCK_K": 64, "num_warps": 8},
-    "pairs_backward": {"BLOCK": 16, "BLOCK_K": 32, "num_warps": 8},
+    "paths": {"BLOCK_K": 64, "num_warps": 4},
+    "pairs": {"BLOCK_K": 64, "num_warps": 4},
+    "pairs_backward": {"BLOCK_K": 32, "num_warps": 4},
     "states": {"BLOCK_V": 32, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "num_warps": 4},
 }
-"""Tokens of a block, most channels of a tile of keys and of values, and warps."""
+"""Most channels of a tile of keys and of values, and warps."""
 
 
 def run(
@@ -55,16 +57,18 @@ class _Launch:
         self.key_dim, self.repeats = q.shape[3], self.heads // q.shape[2]
         self.chunks = -(-self.tokens // CHUNK)
         self.keys = *heads_and_strides(q), *heads_and_strides(k)
-        self.v, self.g, self.beta, self.first = heads_and_strides(v), g.contiguous(), beta.contiguous(), first
+        self.v, self.beta, self.first = heads_and_strides(v), beta.contiguous(), first
         self.half = halves_of(q.dtype)[1]
+        self.path = g.new_empty(self.batch * self.heads, self.chunks, CHUNK, self.key_dim, dtype=torch.float64)
         keys, square = (CHUNK, self.key_dim), (CHUNK, CHUNK)
         self.reads, self.known, self.late = (self.of_chunks(*keys) for _ in range(3))
         self.kept_last = self.of_chunks(self.key_dim)
         self.solved, self.attending = self.of_chunks(*square), self.of_chunks(*square)
+        self._pairs(g.contiguous())
 
     def of_chunks(self, *shape: int) -> Tensor:
         """A buffer of this shape for each chunk and value head."""
-        return self.g.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=torch.float32)
+        return self.path.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=torch.float32)
 
     def in_chunks(self, x: Tensor) -> Tensor:
         """x (B, T, R, ...) as a buffer, zero after the last token."""
@@ -84,14 +88,19 @@ class _Launch:
         constants["BLOCK_K"] = min(constants.get("BLOCK_K", keys), keys)
         if "BLOCK_V" in constants:
             return {**constants, "BLOCK_V": min(constants["BLOCK_V"], values)}
-        return {**constants, "PACKED": self.first is not None, "EPS": EPS}
+        return {**constants, "PACKED": self.first is not None, "EPS": EPS, "LEVELS": CHUNK.bit_length() - 1}
 
-    def pairs(self) -> None:
+    def _pairs(self, g: Tensor) -> None:
         """Fills the buffers."""
+        tiles = TILES["paths"]
+        blocks = -(-self.key_dim // tiles["BLOCK_K"])
+        channel_paths_kernel[(self.batch * self.heads * self.chunks, blocks)](
+            g, self.path, self.tokens, self.key_dim, self.heads, self.chunks, CHUNK=CHUNK, **tiles
+        )
         channel_pairs_kernel[(self.batch * self.heads * self.chunks,)](
-            *self.keys, self.g, self.beta, self.first, self.reads, self.known, self.late, self.kept_last, self.solved,
-            self.attending, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.key_dim**-0.5,
-            **self.tiles("pairs"),
+            *self.keys, self.path, self.beta, self.first, self.reads, self.known, self.late, self.kept_last,
+            self.solved, self.attending, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks,
+            self.key_dim**-0.5, **self.tiles("pairs"),
         )  # fmt: skip
 
     def states(
@@ -123,18 +132,9 @@ class _Launch:
     def pairs_backward(self, *gradients: Tensor) -> None:
         """gradients: of Q', K', K'', kept_last, A and M, read; of the normalised q and k, g and beta, written."""
         channel_pairs_backward_kernel[(self.batch * self.heads * self.chunks,)](
-            *self.keys, self.g, self.beta, self.first, *gradients, self.tokens, self.key_dim, self.heads, self.repeats,
-            self.chunks, self.key_dim**-0.5, **self.tiles("pairs_backward"),
+            *self.keys, self.path, self.beta, self.first, *gradients, self.tokens, self.key_dim, self.heads,
+            self.repeats, self.chunks, self.key_dim**-0.5, **self.tiles("pairs_backward"),
         )  # fmt: skip
-
-    def ancestors(self) -> Tensor:
-        """Float32 (CHUNK, CHUNK) or (chunks, CHUNK, CHUNK): 1 where token j is token i or before it in its document."""
-        causal = self.g.new_ones(CHUNK, CHUNK, dtype=torch.float32).tril()
-        if self.first is None:
-            return causal
-        token = torch.arange(self.chunks * CHUNK, device=self.g.device)
-        begin = self.first[token.clamp(max=self.tokens - 1)].view(self.chunks, CHUNK, 1)
-        return causal * (token.view(self.chunks, 1, CHUNK) >= begin)
 
     def gradient_of_heads(self, x: Tensor, d: Tensor, scale: float) -> Tensor:
         """The gradient of queries or keys x (B, T, G, K), of x's dtype, from a buffer with that of scale * x / |x|."""
@@ -157,7 +157,6 @@ def _channel_delta_forward(
     if is_fake(out) or not v.shape[0]:
         return out, final
     launch = _Launch(q, k, v, g, beta, first)
-    launch.pairs()
     launch.states(contiguous(initial), out, final if final_state else None)
     return out, final
 
@@ -175,18 +174,16 @@ def _channel_delta_backward(
         return dq, dk, dv, dg, dbeta, dinitial
     launch = _Launch(q, k, v, g, beta, first)
     keys, values, state = (CHUNK, q.shape[3]), (CHUNK, v.shape[3]), (q.shape[3], v.shape[3])
-    launch.pairs()
     states, updates = launch.of_chunks(*state), launch.of_chunks(*values)
     launch.states(contiguous(initial), None, None, states, updates)
     dstates, dx = launch.of_chunks(*state), launch.of_chunks(*values)
     launch.states_backward(dout, contiguous(dfinal), dv, dstates, dx, dinitial if need_initial else None)
-    do, ancestors, weight = launch.in_chunks(dout), launch.ancestors(), launch.in_chunks(beta)
-    da = (dx @ updates.mT).neg_().mul_(ancestors.tril(-1))
-    dm = (do @ updates.mT).mul_(ancestors)
+    do = launch.in_chunks(dout)
+    da, dm = (dx @ updates.mT).neg_(), do @ updates.mT
     dread, dknown, dlate = do @ states.mT, dx @ states.mT, updates @ dstates.mT
     dkept_last = (states * dstates).sum(-1)
     dweight = (dx * launch.in_chunks(v)).sum(-1) - (dknown * launch.known).sum(-1)
-    dknown *= -weight[..., None]
+    dknown *= -launch.in_chunks(beta)[..., None]
     dquery, dkey, of_pairs = launch.of_chunks(*keys), launch.of_chunks(*keys), launch.of_chunks(CHUNK)
     launch.pairs_backward(dread, dknown, dlate, dkept_last, da, dm, dquery, dkey, dg, of_pairs)
     dbeta = launch.in_tokens(dweight + of_pairs).to(beta.dtype).contiguous()

@@ -9,20 +9,16 @@ chunk reaches (else 0), all of (tokens, K),
     X = beta (V - K' S);  U = T X;  O = Q' S + M U                                         `channel_states_kernel`
     state after the chunk = kept_last S + K''^T U
 
-The sums of pairs are products of blocks of BLOCK tokens: with the sum of g up to the end of the block before token i,
-decay_ijc is a factor of token i times a factor of token j, none above 1. Within a block each pair has its own factors.
+The sums of pairs are matrix products, one for each of log2(C) levels. On level l the chunk is divided into blocks of a
+left and a right half, of 2^l tokens each: a pair is on the level on which token j is in the left and token i in the
+right half of one block. With G at the end of the left half, in between, decay_ijc is the product of a factor of token i
+and a factor of token j, none of them above 1.
 
 Precision: see `delta_chunks_forward`. All buffers are float32. The first operand of each product is computed, so it is
 in registers, and the second operands of a kernel have rows of one length: see `delta_chunks.MIN_WIDTH`.
 """
 
-from ligermodels.ops.linear_attention.delta_chunks_forward import (
-    ancestors_of_chunk,
-    descendants_of_chunk,
-    inverse,
-    product,
-    split,
-)
+from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, inverse, product, split
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -40,16 +36,14 @@ def inverse_lengths(x, x_token, n, there, K, EPS: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def path_at(path, n, token):
-    """Row `token` of path (C, columns)."""
-    return tl.sum(tl.where(n[:, None] == token, path, 0.0), axis=0)
+def decays_of_channels(path, out, i, first, start, n, T, K, PACKED: tl.constexpr):
+    """kept and decay_last, (C, BLOCK_K), and kept_last (BLOCK_K,) of the chunk that begins at `start`.
 
-
-@triton.jit
-def decays_of_channels(path, last, first, start, n, T, PACKED: tl.constexpr):
-    """kept, decay_last and kept_last of the chunk that begins at `start`, from path (C, columns), the sums of g, and
-    its `last` row. first: first token of each token's document, read with PACKED."""
-    kept, to_last = tl.exp(path.to(tl.float32)), tl.exp((last[None, :] - path).to(tl.float32))
+    path: the paths of the chunk in memory. out: place of each element of the chunk in it. i: channels. first: first
+    token of each token's document, read with PACKED."""
+    here = tl.load(path + out, mask=(i < K)[None, :], other=0.0)
+    last = tl.load(path + (n.shape[0] - 1) * K + i, mask=i < K, other=0.0)
+    kept, to_last = tl.exp(here.to(tl.float32)), tl.exp((last[None, :] - here).to(tl.float32))
     kept_last = tl.exp(last.to(tl.float32))
     if PACKED:
         begin = tl.load(first + tl.minimum(start + n, T - 1))
@@ -62,108 +56,81 @@ def decays_of_channels(path, last, first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def decays_of_block(path, n, b, BLOCK: tl.constexpr):
-    """Factors whose products are the decays from tokens before block b to those in the block: of the tokens in it, and
-    of those before it; 0 elsewhere."""
-    fall = (path - path_at(path, n, b * BLOCK - 1)[None, :]).to(tl.float32)
-    within = tl.where(n[:, None] // BLOCK == b, tl.exp(tl.minimum(fall, 0.0)), 0.0)
-    before = tl.where(n[:, None] < b * BLOCK, tl.exp(-tl.maximum(fall, 0.0)), 0.0)
-    return within, before
+def halves_of_level(path, out, i, n, level, K):
+    """Of the pairs of tokens of one level, see above: the decay between each token and the end of the left half of its
+    block, where the token is in the right half, and where it is in the left half, each (C, BLOCK_K), else 0; and
+    whether token j is in the left and token i in the right half of one block, at [i, j].
+
+    path: the paths of the chunk in memory. out: place of each element of the chunk in it."""
+    half = 1 << level
+    is_right = (n // half % 2 == 1)[:, None]
+    end_of_left = n // (2 * half) * (2 * half) + half - 1
+    middle = tl.load(path + end_of_left[:, None] * K + i[None, :], mask=(i < K)[None, :], other=0.0)
+    decay = tl.exp(-tl.abs((tl.load(path + out, mask=(i < K)[None, :], other=0.0) - middle).to(tl.float32)))
+    pairs = (n[:, None] // (2 * half) == n[None, :] // (2 * half)) & is_right & (n // half % 2 == 0)[None, :]
+    return tl.where(is_right, decay, 0.0), tl.where(is_right, 0.0, decay), pairs
 
 
-@triton.jit
-def in_blocks(x, BLOCK: tl.constexpr):
-    """x (C, columns) -> (C / BLOCK, BLOCK, columns)."""
-    COUNT: tl.constexpr = x.shape[0] // BLOCK
-    WIDTH: tl.constexpr = x.shape[1]
-    return tl.reshape(x, [COUNT, BLOCK, WIDTH])
-
-
-@triton.jit
-def row_of_blocks(x, place, j):
-    """Row j of each block of x (COUNT, BLOCK, columns): (COUNT, 1, columns)."""
-    return tl.sum(tl.where(place[None, :, None] == j, x, 0.0), axis=1)[:, None, :]
-
-
-@triton.jit
-def decay_within_blocks(high, low, place, j):
-    """The decay from token j of each block to the tokens of the block, (COUNT, BLOCK, columns); 0 for those before it.
-    high, low: two float32 numbers whose sum is the path; differences of paths are then exact to float32."""
-    fall = (high - row_of_blocks(high, place, j)) + (low - row_of_blocks(low, place, j))
-    return tl.where(place[None, :, None] >= j, tl.exp(tl.minimum(fall, 0.0)), 0.0)
-
-
-@triton.jit
-def on_diagonal(blocks):
-    """blocks (COUNT, BLOCK, BLOCK) -> (C, C), zero elsewhere."""
-    COUNT: tl.constexpr = blocks.shape[0]
-    BLOCK: tl.constexpr = blocks.shape[1]
-    block = tl.arange(0, COUNT)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    whole = tl.where(diagonal, blocks[:, :, None, :], tl.zeros([COUNT, BLOCK, COUNT, BLOCK], tl.float32))
-    return tl.reshape(whole, [COUNT * BLOCK, COUNT * BLOCK])
+@kernel
+def channel_paths_kernel(g, path, T, K, heads, chunks, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Each program takes BLOCK_K channels of a chunk of a head. path: the sums of g, float64."""
+    tile, row = tl.program_id(0).to(tl.int64), (tl.program_id(0) // chunks).to(tl.int64)
+    n, i = tl.arange(0, CHUNK), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    token = tile % chunks * CHUNK + n
+    mask = (token < T)[:, None] & (i < K)[None, :]
+    ours = (row // heads * T + token) * heads + row % heads
+    gate = tl.load(g + ours[:, None] * K + i[None, :], mask=mask, other=0.0).to(tl.float64)
+    tl.store(path + (tile * CHUNK + n[:, None]) * K + i[None, :], tl.cumsum(gate, axis=0), mask=(i < K)[None, :])
 
 
 @kernel
 def channel_pairs_kernel(
-    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, reads, known, late, kept_last, solved,
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, path, beta, first, reads, known, late, kept_last, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head. It writes Q' to `reads`, K' to `known`, K'' to `late`, the decay of the
     state over the chunk to `kept_last`, T to `solved` and M to `attending`."""
-    COUNT: tl.constexpr = CHUNK // BLOCK
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
-    start = tl.cast(chunk, tl.int64) * CHUNK
-    n, place = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
+    start, tile = tl.cast(chunk, tl.int64) * CHUNK, row * chunks + chunk
+    n = tl.arange(0, CHUNK)
     there = n < T - start
     q += batch * q_batch + head // repeats * q_head + start * q_token
     k += batch * k_batch + head // repeats * k_head + start * k_token
-    ours = (batch * T + start) * heads + head
+    of_chunk = tile * CHUNK * K
+    path, reads, known, late = path + of_chunk, reads + of_chunk, known + of_chunk, late + of_chunk
     query_factor = inverse_lengths(q, q_token, n, there, K, EPS, BLOCK_K) * scale
     key_factor = inverse_lengths(k, k_token, n, there, K, EPS, BLOCK_K)
-    alike, attends = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    alike_near = tl.zeros([COUNT, BLOCK, BLOCK], tl.float32)
-    attends_near = tl.zeros([COUNT, BLOCK, BLOCK], tl.float32)
+    none = tl.zeros([CHUNK, CHUNK], tl.float32)
+    alike, attends, own = none, none, tl.zeros([CHUNK], tl.float32)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
         of_keys, of_out = there[:, None] & (i < K)[None, :], (i < K)[None, :]
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         query, key = query * query_factor[:, None], key * key_factor[:, None]
-        gate = tl.load(g + (ours + n[:, None] * heads) * K + i[None, :], mask=of_keys, other=0.0).to(tl.float64)
-        path = tl.cumsum(gate, axis=0)
-        last = path_at(path, n, CHUNK - 1)
-        kept, to_last, over_chunk = decays_of_channels(path, last, first, start, n, T, PACKED)
-        out = ((row * chunks + chunk) * CHUNK + n[:, None]) * K + i[None, :]
+        out = n[:, None] * K + i[None, :]
+        kept, to_last, over_chunk = decays_of_channels(path, out, i, first, start, n, T, K, PACKED)
         tl.store(reads + out, query * kept, mask=of_out)
         tl.store(known + out, key * kept, mask=of_out)
         tl.store(late + out, key * to_last, mask=of_out)
-        tl.store(kept_last + (row * chunks + chunk) * K + i, over_chunk, mask=i < K)
-        for b in tl.range(1, COUNT, num_stages=1):
-            within, before = decays_of_block(path, n, b, BLOCK)
-            high_b, low_b = split(tl.trans(key * before), HALF)
-            high, low = split(key * within, HALF)
-            alike = product(high, low, high_b, low_b, alike, HALF)
-            high, low = split(query * within, HALF)
-            attends = product(high, low, high_b, low_b, attends, HALF)
-        high_path = path.to(tl.float32)
-        low_path = in_blocks((path - high_path.to(tl.float64)).to(tl.float32), BLOCK)
-        high_path, queries, keys = in_blocks(high_path, BLOCK), in_blocks(query, BLOCK), in_blocks(key, BLOCK)
-        for j in tl.range(0, BLOCK, num_stages=1):
-            decayed = decay_within_blocks(high_path, low_path, place, j) * row_of_blocks(keys, place, j)
-            column = place[None, None, :] == j
-            alike_near += tl.where(column, tl.sum(keys * decayed, axis=2)[:, :, None], 0.0)
-            attends_near += tl.where(column, tl.sum(queries * decayed, axis=2)[:, :, None], 0.0)
+        tl.store(kept_last + tile * K + i, over_chunk, mask=i < K)
+        own += tl.sum(query * key, axis=1)
+        for level in tl.range(0, LEVELS, num_stages=1):
+            right, left, pairs = halves_of_level(path, out, i, n, level, K)
+            high_b, low_b = split(tl.trans(key * left), HALF)
+            high, low = split(key * right, HALF)
+            alike += tl.where(pairs, product(high, low, high_b, low_b, none, HALF), 0.0)
+            high, low = split(query * right, HALF)
+            attends += tl.where(pairs, product(high, low, high_b, low_b, none, HALF), 0.0)
     above = ancestors_of_chunk(first, start, n, T, PACKED)
-    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-    alike = (alike + on_diagonal(alike_near)) * weight[:, None]
-    alike = tl.where(above & (n[:, None] > n[None, :]), alike, 0.0)
-    square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
-    tl.store(attending + square, tl.where(above, attends + on_diagonal(attends_near), 0.0))
-    tl.store(solved + square, inverse(alike, HALF))
+    weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
+    attends = tl.where(n[:, None] == n[None, :], own[:, None], attends)
+    square = tile * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
+    tl.store(attending + square, tl.where(above, attends, 0.0))
+    tl.store(solved + square, inverse(tl.where(above, alike * weight[:, None], 0.0), HALF))
 
 
 @kernel
@@ -279,37 +246,33 @@ def channel_states_backward_kernel(
 
 @kernel
 def channel_pairs_backward_kernel(
-    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, dreads, dknown, dlate, dkept_last, da, dm,
-    dq, dk, dg, dbeta, T, K, heads, repeats, chunks, scale,
-    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, path, beta, first, dreads, dknown, dlate, dkept_last, da,
+    dm, dq, dk, dg, dbeta, T, K, heads, repeats, chunks, scale,
+    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head: from the gradients of Q', K', K'', kept_last, A and M (those of A and M
-    zero where they are) it writes those of the normalised q and k, of g, and the part of dbeta that comes from A.
+    """Each program takes a chunk of a head: from the gradients of Q', K', K'', kept_last, A and M it writes those of
+    the normalised q and k, of g, and the part of dbeta that comes from A. It reads no gradients of the zeros of A and
+    M.
 
     The factors of a decay give the decay's gradient: for exp(G_i - G_j) the product of the pair, added to dG_i and
-    subtracted from dG_j."""
-    COUNT: tl.constexpr = CHUNK // BLOCK
+    subtracted from dG_j. The decay of a token to itself is 1 and has no part in them, not even by rounding."""
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
-    start = tl.cast(chunk, tl.int64) * CHUNK
-    n, place, block = tl.arange(0, CHUNK), tl.arange(0, BLOCK), tl.arange(0, COUNT)
+    start, tile = tl.cast(chunk, tl.int64) * CHUNK, row * chunks + chunk
+    n = tl.arange(0, CHUNK)
     there = n < T - start
     q += batch * q_batch + head // repeats * q_head + start * q_token
     k += batch * k_batch + head // repeats * k_head + start * k_token
-    ours, tile = (batch * T + start) * heads + head, row * chunks + chunk
+    ours, of_chunk = (batch * T + start) * heads + head, tile * CHUNK * K
+    path, dreads, dknown, dlate = path + of_chunk, dreads + of_chunk, dknown + of_chunk, dlate + of_chunk
     query_factor = inverse_lengths(q, q_token, n, there, K, EPS, BLOCK_K) * scale
     key_factor = inverse_lengths(k, k_token, n, there, K, EPS, BLOCK_K)
     weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-    after = descendants_of_chunk(first, start, n, T, PACKED).to(tl.float32)
+    above = ancestors_of_chunk(first, start, n, T, PACKED)
     plain, transposed = n[:, None] * CHUNK + n[None, :], n[:, None] + n[None, :] * CHUNK
-    near = (block[:, None, None] * BLOCK + place[None, :, None]) * CHUNK
-    near += block[:, None, None] * BLOCK + place[None, None, :]
     da += tile * CHUNK * CHUNK
     dm += tile * CHUNK * CHUNK
-    # The decay of a token to itself is 1: its products are no part of the gradients of decays, not even by rounding.
-    da_near = tl.load(da + near)
-    dm_near = tl.load(dm + near, mask=place[None, :, None] > place[None, None, :], other=0.0)
     own = tl.load(dm + n * CHUNK + n)[:, None]
     dweight = tl.zeros([CHUNK], tl.float32)
     none = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -319,52 +282,29 @@ def channel_pairs_backward_kernel(
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         query, key = query * query_factor[:, None], key * key_factor[:, None]
-        gate_of = (ours + n[:, None] * heads) * K + i[None, :]
-        path = tl.cumsum(tl.load(g + gate_of, mask=of_keys, other=0.0).to(tl.float64), axis=0)
-        last = path_at(path, n, CHUNK - 1)
-        # pairs of tokens: gradients of a query, of a key as the later one of two without beta, as the earlier one
+        out = n[:, None] * K + i[None, :]
+        # gradients of a query; of a key as the later token of a pair, without beta; of a key as the earlier one
         dquery, dlater, dearlier = none, none, none
-        for b in tl.range(1, COUNT, num_stages=1):
-            within, before = decays_of_block(path, n, b, BLOCK)
-            in_block, of_earlier = n // BLOCK == b, n < b * BLOCK
-            high_b, low_b = split(key * before, HALF)
-            mask = in_block[:, None] & of_earlier[None, :]
-            high, low = split(tl.load(dm + plain, mask=mask, other=0.0), HALF)
-            dquery += product(high, low, high_b, low_b, none, HALF) * within
-            high, low = split(tl.load(da + plain, mask=mask, other=0.0), HALF)
-            dlater += product(high, low, high_b, low_b, none, HALF) * within
-            mask = of_earlier[:, None] & in_block[None, :]
-            high_b, low_b = split(query * within, HALF)
-            high, low = split(tl.load(dm + transposed, mask=mask, other=0.0), HALF)
+        for level in tl.range(0, LEVELS, num_stages=1):
+            right, left, pairs = halves_of_level(path, out, i, n, level, K)
+            pairs &= above
+            high_b, low_b = split(key * left, HALF)
+            high, low = split(tl.load(dm + plain, mask=pairs, other=0.0), HALF)
+            dquery += product(high, low, high_b, low_b, none, HALF) * right
+            high, low = split(tl.load(da + plain, mask=pairs, other=0.0), HALF)
+            dlater += product(high, low, high_b, low_b, none, HALF) * right
+            pairs = tl.trans(pairs)
+            high_b, low_b = split(query * right, HALF)
+            high, low = split(tl.load(dm + transposed, mask=pairs, other=0.0), HALF)
             found = product(high, low, high_b, low_b, none, HALF)
-            high_b, low_b = split(key * weight[:, None] * within, HALF)
-            high, low = split(tl.load(da + transposed, mask=mask, other=0.0), HALF)
-            dearlier += product(high, low, high_b, low_b, found, HALF) * before
-        high_path = path.to(tl.float32)
-        low_path = in_blocks((path - high_path.to(tl.float64)).to(tl.float32), BLOCK)
-        high_path, queries, keys = in_blocks(high_path, BLOCK), in_blocks(query, BLOCK), in_blocks(key, BLOCK)
-        weighted = in_blocks(key * weight[:, None], BLOCK)
-        empty = tl.zeros([COUNT, BLOCK, BLOCK_K], tl.float32)
-        dqueries, dlaters, dearliers = empty, empty, empty
-        for j in tl.range(0, BLOCK, num_stages=1):
-            decay = decay_within_blocks(high_path, low_path, place, j)
-            column = place[None, None, :] == j
-            of_m = tl.sum(tl.where(column, dm_near, 0.0), axis=2)[:, :, None] * decay
-            of_a = tl.sum(tl.where(column, da_near, 0.0), axis=2)[:, :, None] * decay
-            other = row_of_blocks(keys, place, j)
-            dqueries += of_m * other
-            dlaters += of_a * other
-            of_row = tl.sum(of_m * queries + of_a * weighted, axis=1)[:, None, :]
-            dearliers += tl.where(place[None, :, None] == j, of_row, 0.0)
-        dquery += tl.reshape(dqueries, [CHUNK, BLOCK_K])
-        dlater += tl.reshape(dlaters, [CHUNK, BLOCK_K])
-        dearlier += tl.reshape(dearliers, [CHUNK, BLOCK_K])
+            high_b, low_b = split(key * weight[:, None] * right, HALF)
+            high, low = split(tl.load(da + transposed, mask=pairs, other=0.0), HALF)
+            dearlier += product(high, low, high_b, low_b, found, HALF) * left
         dweight += tl.sum(dlater * key, axis=1)
         dlater *= weight[:, None]
         dpath = query * dquery + key * (dlater - dearlier)
         # Q', K', K'' and kept_last
-        kept, to_last, over_chunk = decays_of_channels(path, last, first, start, n, T, PACKED)
-        out = (tile * CHUNK + n[:, None]) * K + i[None, :]
+        kept, to_last, over_chunk = decays_of_channels(path, out, i, first, start, n, T, K, PACKED)
         by_read = tl.load(dreads + out, mask=of_out, other=0.0) * kept
         by_known = tl.load(dknown + out, mask=of_out, other=0.0) * kept
         by_late = tl.load(dlate + out, mask=of_out, other=0.0) * to_last
@@ -372,10 +312,10 @@ def channel_pairs_backward_kernel(
         shrunk = tl.load(dkept_last + tile * K + i, mask=i < K, other=0.0) * over_chunk
         shrunk += tl.sum(key * by_late, axis=0)
         dpath += tl.where((n == CHUNK - 1)[:, None], shrunk[None, :], 0.0)
-        tl.store(dq + out, dquery + own * key + by_read, mask=of_out)
-        tl.store(dk + out, dlater + dearlier + own * query + by_known + by_late, mask=of_out)
+        tl.store(dq + of_chunk + out, dquery + own * key + by_read, mask=of_out)
+        tl.store(dk + of_chunk + out, dlater + dearlier + own * query + by_known + by_late, mask=of_out)
         high_b, low_b = split(dpath, HALF)
-        high, low = split(after, HALF)
+        high, low = split(tl.trans(above).to(tl.float32), HALF)
         dgate = product(high, low, high_b, low_b, none, HALF, True)
-        tl.store(dg + gate_of, dgate.to(dg.dtype.element_ty), mask=of_keys)
+        tl.store(dg + (ours + n[:, None] * heads) * K + i[None, :], dgate.to(dg.dtype.element_ty), mask=of_keys)
     tl.store(dbeta + tile * CHUNK + n, dweight)
