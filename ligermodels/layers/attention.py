@@ -84,18 +84,13 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
-        if self.config.chunk is not None:
-            self._check_length(self.config.chunk, k if state is None else state.keys)
-        if self.external is not None:
-            out = self.external(q, k, v)
-        elif state is None:
+        if state is None:
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
-        if self.config.values is not None:
-            out = out[..., : self.config.value_dim]
-        out = gate_heads(out, x, self.gate, self.config.head_gate).flatten(2)
-        out = self.o(out if gate is None else out * elementwise(torch.sigmoid, gate))
+        if gate is not None or self.gate is not None or self.config.values is not None:
+            out = self._narrowed_and_gated(out, x, gate)
+        out = self.o(out.flatten(2))
         if not self.config.shares_kv:
             return out
         return out, None if state is not None and context.cache_seqlens is not None else KeysValues(k, v)
@@ -108,7 +103,7 @@ class Attention(AttentionLayer):
         """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
         config. An external attention has its own limit."""
         length = keys.shape[1]
-        if length > chunk and self.external is None:
+        if length > chunk:
             raise InputError(
                 f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "
                 f"not implemented for longer rows; got room for {length}: give rows, or prompts with their new tokens, "
@@ -117,7 +112,11 @@ class Attention(AttentionLayer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
-        options = {**self.score_options, "backend": self.config.backend}
+        if self.external is not None:
+            return self.external(q, k, v)
+        if self.config.chunk is not None:
+            self._check_length(self.config.chunk, k)
+        options = {**self._score_options, "backend": self.config.backend}
         if context.shard is None:
             return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
         return shard_attention(q, k, v, context.cu_seqlens, context.shard, **options)
@@ -126,18 +125,28 @@ class Attention(AttentionLayer):
         self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, state: LayerKV, dtype: torch.dtype
     ) -> Tensor:
         """`_attend` in a prefill, which fills the `state`, or in a decoding pass, whose k and v are all its slots."""
+        if self.config.chunk is not None:
+            self._check_length(self.config.chunk, state.keys)
         if context.cache_seqlens is None:
             state.fill(k, v)
             return self._attend(q, k, v, context)
         mask = None if context.tree is None else context.tree.mask
-        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **self.score_options)
+        out = ops.decode_attention(q, k, v, context.cache_seqlens, tree_mask=mask, **self._score_options)
         return as_dtype(out, dtype)
 
     @property
-    def score_options(self) -> dict[str, Any]:
+    def _score_options(self) -> dict[str, Any]:
         """The options of attention ops that change scores."""
         scale, window, softcap = self.config.softmax_scale, self.config.window, self.config.softcap
         return {"softmax_scale": scale, "window": window, "softcap": softcap, "sinks": local(self, self.sinks)}
+
+    def _narrowed_and_gated(self, out: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
+        """The results (B, T, num_heads, D) for hidden states x, without the zeros behind values narrower than keys,
+        times the gates of heads and the output `gate`: (B, T, num_heads, value_dim)."""
+        if self.config.values is not None:
+            out = out[..., : self.config.value_dim]
+        out = gate_heads(out, x, self.gate, self.config.head_gate)
+        return out if gate is None else out * elementwise(torch.sigmoid, gate).unflatten(-1, out.shape[2:])
 
     def project(
         self, x: Tensor, context: ForwardContext, state: LayerKV | None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ligermodels.errors import InputError
 from ligermodels.layers.sequence_parallel import SequenceParts
 from ligermodels.ops import set_batch_invariant
-from ligermodels.ops.runtime.devices import is_recording
+from ligermodels.ops.runtime.dispatch import is_recording
 from ligermodels.ops.runtime.library import keeps_results
 
 ActivationCheckpointing = Literal["none", "selective", "full"]

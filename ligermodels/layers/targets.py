@@ -18,20 +18,12 @@ from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, token
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
-from ligermodels.ops.runtime.devices import is_recording
-from ligermodels.ops.runtime.dispatch import checked_on_host
+from ligermodels.ops.runtime.dispatch import checked_on_host, is_recording
 from ligermodels.ops.runtime.library import is_fake
 from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 
-def shift_labels(
-    labels: Tensor,
-    ahead: int,
-    cu_seqlens: Tensor | None = None,
-    *,
-    fill: int = IGNORE_INDEX,
-    left: Tensor | None = None,
-) -> Tensor:
+def shift_labels(labels: Tensor, ahead: int, cu_seqlens: Tensor | None = None, *, fill: int = IGNORE_INDEX) -> Tensor:
     """targets[b, t] = labels[b, t + ahead], and `fill` past the row's end and in another document.
 
     Args:
@@ -39,20 +31,21 @@ def shift_labels(
         ahead: 1 for the language-model head; 2 + i for Medusa head i.
         cu_seqlens: int32 (n + 1,), bounds of packed documents over the flattened B * T tokens.
         fill: the value of tokens without a target.
-        left: `tokens_left` of the documents, computed once for several distances, in place of `cu_seqlens`.
 
     Returns:
         (B, T), of the labels' dtype.
     """
+    return _shifted(labels, ahead, None if cu_seqlens is None else tokens_left(cu_seqlens, labels), fill)
+
+
+def _shifted(labels: Tensor, ahead: int, left: Tensor | None, fill: int) -> Tensor:
+    """`shift_labels`, with `tokens_left` of the documents, which several distances share, in place of their bounds."""
     targets = F.pad(labels[:, ahead:], (0, min(ahead, labels.shape[1])), value=fill)
-    left = tokens_left(cu_seqlens, labels) if left is None else left
     return targets if left is None else targets.masked_fill(left <= ahead, fill)
 
 
-def tokens_left(cu_seqlens: Tensor | None, labels: Tensor) -> Tensor | None:
-    """The number of tokens from each one on to the end of its document, (B, T) as `labels`; None without bounds."""
-    if cu_seqlens is None:
-        return None
+def tokens_left(cu_seqlens: Tensor, labels: Tensor) -> Tensor:
+    """The number of tokens from each one on to the end of its document, (B, T) as `labels`."""
     index = torch.arange(labels.numel(), device=labels.device)
     return (cu_seqlens[document_of(cu_seqlens, labels.numel()) + 1] - index).view_as(labels)
 
@@ -87,8 +80,8 @@ def count_targets(
     shape = (labels.shape[0], labels.shape[1])
     layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
     rows = layout.packing.take(labels, IGNORE_INDEX)
-    left = tokens_left(layout.cu_seqlens, rows)
-    return torch.stack([(shift_labels(rows, each, left=left) != IGNORE_INDEX).sum() for each in ahead])
+    left = None if layout.cu_seqlens is None else tokens_left(layout.cu_seqlens, rows)
+    return torch.stack([(_shifted(rows, each, left, IGNORE_INDEX) != IGNORE_INDEX).sum() for each in ahead])
 
 
 class TokensWithTarget(Tokens):
@@ -160,8 +153,8 @@ class Targets:
         assert_async(inside, f"labels: must lie in [0, {vocab_size}), or be {IGNORE_INDEX} to be ignored", labels)
         self.ahead = tuple(ahead)
         self.layout = TokenLayout((labels.shape[0], labels.shape[1]), Tokens()) if layout is None else layout
-        rows = self.layout.packing.take(labels, IGNORE_INDEX)
-        self._left = tokens_left(self.layout.cu_seqlens, rows)
+        rows, bounds = self.layout.packing.take(labels, IGNORE_INDEX), self.layout.cu_seqlens
+        self._left = None if bounds is None else tokens_left(bounds, rows)
         self.values = torch.stack([self._shifted(rows, each, IGNORE_INDEX) for each in ahead])
         # A graph, compiled or captured, is the same for any number of targets; meta tensors have none to count.
         counted = not (torch.compiler.is_compiling() or is_recording() or labels.is_meta)
@@ -295,17 +288,16 @@ class Targets:
 
     def _shifted(self, rows: Tensor, ahead: int, fill: int) -> Tensor:
         """Values of labels in the layout, of all ranks -> of this rank's tokens, which predict them."""
-        shifted = shift_labels(rows, ahead, fill=fill, left=self._left)
+        shifted = _shifted(rows, ahead, self._left, fill)
         return shifted if self.layout.shard is None else self.layout.shard.take(shifted, fill)
 
     def _of_batch(self, result: HeadLoss, divisor: Tensor | float | None = None) -> HeadLoss:
         """The results of a head: scalars are summed over the ranks that share the tokens, and divided by `divisor`;
         results of each token are (B, T), filled where there is no target."""
-        return HeadLoss(*[self._restored(name, x, divisor) for name, x in result._asdict().items()])
+        given = {name: x for name, x in result._asdict().items() if x is not None}
+        return HeadLoss(**{name: self._restored(name, x, divisor) for name, x in given.items()})
 
-    def _restored(self, name: str, x: Tensor | None, divisor: Tensor | float | None) -> Tensor | None:
-        if x is None:
-            return None
+    def _restored(self, name: str, x: Tensor, divisor: Tensor | float | None) -> Tensor:
         if not x.dim():
             return self.layout.sum(x) if divisor is None else per_item(self.layout.sum(x), divisor)
         fill = WITHOUT_TARGET[name]

@@ -25,7 +25,7 @@ from ligermodels.losses.sequences import (
     reference_sums,
     sequence_log_probs,
 )
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor
 
 
 class PreferenceLoss(NamedTuple):

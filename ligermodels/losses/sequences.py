@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligermodels.arguments import check_flag
 from ligermodels.errors import InputError, short
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False) -> Tensor:

@@ -1,31 +1,13 @@
-"""Models under `ops.set_batch_invariant`: the mode of a model, and the layers that have no batch-invariant form."""
+"""The layers of a model that have no form under `ops.set_batch_invariant`."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from ligermodels.layers.linear import Composed
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.rope import RotaryEmbedding
 from ligermodels.ops import refuse_batch_invariant
-from ligermodels.ops.runtime.dispatch import batch_invariant_if
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def in_mode_of_model(method: Method) -> Method:
-    """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True."""
-
-    @functools.wraps(method)
-    def in_mode(model: Any, *args: Any, **options: Any) -> Any:
-        if not model.batch_invariant:
-            return method(model, *args, **options)
-        with batch_invariant_if(True):
-            return method(model, *args, **options)
-
-    return cast(Method, in_mode)
 
 
 def check_batch_invariant(decoder: Any) -> None:

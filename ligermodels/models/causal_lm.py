@@ -19,14 +19,13 @@ from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_op
 from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
-from ligermodels.models.batch_invariant import in_mode_of_model
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
 from ligermodels.models.deprecated import DEPRECATED, DeprecatedNames, deprecated_call
 from ligermodels.models.export import ExportMixin
 from ligermodels.models.generation import GenerationMixin
 from ligermodels.models.inputs import requested_returns
 from ligermodels.models.output import CausalLMOutput
-from ligermodels.models.passes import ModelInputs, output_of, run_decoder
+from ligermodels.models.passes import ModelInputs, in_mode_of_model, output_of, run_decoder
 from ligermodels.models.routing import with_router_loss
 from ligermodels.models.transformers_tools import ADVICE
 
@@ -199,17 +198,14 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             position_ids=position_ids, cu_seqlens=cu_seqlens, state=state, tree=tree, token_indices=token_indices,
             return_hidden_states=return_hidden_states, routing=routing, return_routing=return_routing,
         )  # fmt: skip
-        if num_items_in_batch is not None:
+        if loss_options or num_items_in_batch is not None or return_z_loss or return_predicted:
             loss_options["num_items_in_batch"] = num_items_in_batch
-        if loss_options:
+            returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
             if not DEPRECATED.isdisjoint(loss_options):
-                returns = {"return_z_loss": return_z_loss, "return_predicted": return_predicted}
                 states = {"with_logits": bool(return_logits), "with_last_hidden_state": return_last_hidden_state}
                 if (answer := deprecated_call(self, inputs, returns, loss_options, **states)) is not None:
                     return answer
-            loss_options = check_loss_options(loss_options, labels)
-        if return_z_loss or return_predicted:
-            loss_options |= requested_returns(labels, return_z_loss=return_z_loss, return_predicted=return_predicted)
+            loss_options = check_loss_options(loss_options, labels) | requested_returns(labels, **returns)
 
         with_logits = labels is None and not return_last_hidden_state if return_logits is None else return_logits
         decoded = run_decoder(self, inputs, with_logits or return_last_hidden_state, loss_options.get("token_weights"))
@@ -350,12 +346,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             )
         return layout
 
-    def _targets(
-        self, labels: Tensor | None, ahead: Sequence[int], layout: TokenLayout, *, every_token: bool
-    ) -> Targets | None:
+    def _targets(self, labels: Tensor, ahead: Sequence[int], layout: TokenLayout, *, every_token: bool) -> Targets:
         """The `Targets` of labels (B, T), for losses from the states of all tokens, or of as few as will do."""
-        if labels is None:
-            return None
         narrow, vocab_size = self.decoder.narrows and not every_token, self.config.vocab_size
         return Targets(labels, ahead, vocab_size=vocab_size, layout=layout, narrow=narrow)
 

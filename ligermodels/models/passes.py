@@ -1,10 +1,11 @@
-"""A pass through a causal language model: from its inputs to hidden states, and from these to the output."""
+"""A pass through a causal language model: its mode, from its inputs to hidden states, and from these to the output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,26 @@ from ligermodels.models.inputs import check_boundaries, check_state, check_tree_
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.routing import RouterResults, check_routing, given_experts, router_results
 from ligermodels.ops.runtime.checks import check_id_range, check_plain, check_same_tokens, checked_ids
+from ligermodels.ops.runtime.dispatch import batch_invariant_if
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_mode_of_model(method: Method) -> Method:
+    """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True."""
+
+    @functools.wraps(method)
+    def in_mode(model: Any, *args: Any, **options: Any) -> Any:
+        if not model.batch_invariant:
+            return method(model, *args, **options)
+        with batch_invariant_if(True):
+            return method(model, *args, **options)
+
+    return cast(Method, in_mode)
 
 
 class InputModel(Protocol):
@@ -100,10 +118,10 @@ def run_decoder(
         InputError: the inputs do not fit.
     """
     shape = check_inputs(model, inputs, token_weights)
-    if inputs.state is not None or inputs.token_indices is not None:
+    if inputs.state is not None or inputs.tree is not None or inputs.token_indices is not None:
         return _run_without_layout(model, inputs, shape)
     layout = model.layout(shape, inputs.attention_mask, inputs.position_ids, inputs.cu_seqlens)
-    targets = model._targets(inputs.labels, (1,), layout, every_token=every_token)
+    targets = None if inputs.labels is None else model._targets(inputs.labels, (1,), layout, every_token=every_token)
     needed = None if targets is None else targets.tokens
     hidden, more = _call_decoder(model, inputs, layout, layout, layout=layout, token_indices=needed)
     return DecoderResult(hidden, layout, targets, **more)
@@ -151,18 +169,15 @@ def check_inputs(model: InputModel, inputs: ModelInputs, token_weights: Tensor |
     if tokens.is_meta and model.device.type != "meta":
         name = "inputs_embeds" if ids is None else "input_ids"
         raise InputError(f"{name}: is on the meta device, and the model on {model.device}")
-    shape = (tokens.shape[0], tokens.shape[1])
     if inputs.state is not None:
         check_state(model, tokens, inputs)
     else:
         check_same_tokens(tokens, labels=inputs.labels, attention_mask=mask, token_weights=token_weights)
         if ids is not None:
             check_id_range(ids, model.config.vocab_size, mask)
-    if inputs.tree is not None or inputs.token_indices is not None:
-        check_tree_and_indices(inputs, shape[0] * shape[1])
     if inputs.routing is not None or inputs.return_routing:
         check_routing(model.decoder, inputs.routing, inputs.return_routing, tokens)
-    return shape
+    return tokens.shape[0], tokens.shape[1]
 
 
 def _checked_embeds(model: InputModel, tokens: Any) -> Tensor:
@@ -184,6 +199,7 @@ def _checked_embeds(model: InputModel, tokens: Any) -> Tensor:
 def _run_without_layout(model: CausalLM, inputs: ModelInputs, shape: tuple[int, int]) -> DecoderResult:
     """`run_decoder` with a decoding state, or of the tokens of `token_indices`: the decoder is given no layout, and
     returns the states of tokens (B, T), where only a prefill's padding is to fill, or (1, n) of the `token_indices`."""
+    check_tree_and_indices(inputs, shape[0] * shape[1])
     state, mask = inputs.state, inputs.attention_mask
     needed = inputs.token_indices if inputs.targets is None else inputs.targets.tokens
     plain, seq_lens = TokenLayout(shape, Tokens()), None

@@ -72,7 +72,7 @@ def prepare_batch(
         cu_seqlens=cu_seqlens,
         sharded=False,  # the model divides the rows over ranks, and returns the states of all tokens
     )
-    targets = model._targets(labels, ahead, layout, every_token=every_token)
+    targets = None if labels is None else model._targets(labels, ahead, layout, every_token=every_token)
     by_token = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     inputs: dict[str, Any] = {key: None if x is None else layout.packing.take(x) for key, x in by_token.items()}
     needed = None if every_token else targets

@@ -23,7 +23,7 @@ from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.ops.runtime.devices import as_recorded
+from ligermodels.ops.runtime.dispatch import as_recorded
 from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics

@@ -25,7 +25,7 @@ from launches import Launch, fewest, machine_code_of, name_of, values_of
 
 from ligermodels import ops
 from ligermodels.errors import BackendError
-from ligermodels.ops.runtime import devices
+from ligermodels.ops.runtime import dispatch
 from ligermodels.ops.runtime.devices import GPU
 from ligermodels.ops.runtime.dispatch import OutOfResources
 from ligermodels.ops.runtime.launcher import MAX_THREADS, Kernel
@@ -137,7 +137,7 @@ class Recording:
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.runtime.jit_cache_hook = self._record
         triton.knobs.runtime.add_stages_inspection_hook = self._stages
-        devices.pretend(GPUS[gpu])
+        dispatch.pretend(GPUS[gpu])
         calls = importlib.import_module(calls_in).CALLS
         if part is not None:
             bounds = [0, *map(list(calls).index, PARTS_FROM), len(calls)]

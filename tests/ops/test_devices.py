@@ -8,8 +8,8 @@ import torch
 
 from ligermodels.errors import BackendError
 from ligermodels.ops import float8_cast, float8_unsupported
-from ligermodels.ops.runtime import devices
-from ligermodels.ops.runtime.dispatch import num_sms, shared_memory
+from ligermodels.ops.runtime import devices, dispatch
+from ligermodels.ops.runtime.devices import num_sms, shared_memory
 
 CASES: list[tuple[Any, ...]] = [  # capability, ROCm, bfloat16, PTX, float8, Hopper, chained products
     ((7, 5), None, False, False, False, False, False),
@@ -49,7 +49,7 @@ def test_what_a_gpu_has(
 
 
 def test_float8_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_pretended", devices.GPU("NVIDIA A100", (8, 0), 2**16, 108))
+    monkeypatch.setattr(dispatch, "pretended", devices.GPU("NVIDIA A100", (8, 0), 2**16, 108))
     with pytest.raises(BackendError, match=r"^float8_cast: NVIDIA A100 has compute capability"):
         float8_cast(torch.ones(16, 16), torch.float8_e4m3fn)
     assert devices.gpu_of(torch.device("cpu")) is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.signature import Signature
+from ligermodels.ops.runtime.checks import MOST_ACCEPTED, Signature
 
 NORM = Signature(x="... N+", residual="... N =x ?", weight="N ?")
 HEADS = Signature(q="B T Hq D", slots="B int32 int64", mask="T T bool ?")
@@ -48,3 +48,19 @@ def test_equal_letters_of_one_tensor() -> None:
     square.check("op", torch.ones(3, 3))
     with pytest.raises(InputError, match=r"op: x must be of shape \('N', 'N'\), equal letters for equal sizes"):
         square.check("op", torch.ones(3, 4))
+
+
+def test_accepted_tensors_make_no_others_accepted() -> None:
+    """A signature remembers which shapes, dtypes and devices it has accepted, a limited number of them."""
+    signature = Signature(x="B N", y="N ?")
+    x, y = torch.ones(2, 3), torch.ones(3)
+    for _ in range(2):
+        assert signature.check("op", x, y, B=2) == (x, y)
+        for tensors, sizes in (((x, y), {"B": 4}), ((x, y[:2]), {"B": 2}), ((x.long(), y), {"B": 2}), ((x,), {"B": 2})):
+            with pytest.raises((InputError, ValueError)):
+                signature.check("op", *tensors, **sizes)
+        with pytest.raises(InputError, match=r"y must be .* on cpu; got .* on meta"):
+            signature.check("op", x, y.to("meta"), B=2)
+    for size in range(1, 2 * MOST_ACCEPTED):
+        signature.check("op", torch.ones(2, size), None)
+        assert len(signature._accepted) <= MOST_ACCEPTED

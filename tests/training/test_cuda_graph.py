@@ -16,7 +16,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.documents import TokenDocuments
 from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import GraphWarning, InputError
-from ligermodels.ops.runtime.devices import is_recording
+from ligermodels.ops.runtime.dispatch import is_recording
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training import FusedAdamW, StepMetrics, cuda_graph, graph_step, train, warmup_cosine

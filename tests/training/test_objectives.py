@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
-from ligermodels.ops.runtime.devices import as_recorded
+from ligermodels.ops.runtime.dispatch import as_recorded
 from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, fine_tune, reference
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal

@@ -19,9 +19,8 @@ from ligermodels.ops.attention.reference import REFERENCE
 from ligermodels.ops.attention.sdpa import SDPA
 from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.attention.varlen import MISSING, VARLEN
-from ligermodels.ops.runtime.checks import check_rising, check_scores
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
-from ligermodels.ops.runtime.signature import Signature
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
@@ -75,12 +74,18 @@ def attention(
         >>> attention(q, k, v, window=3).shape
         torch.Size([2, 5, 8, 64])
     """
-    _check(q, k, v, mask, cu_seqlens, sinks)
+    _TENSORS.check("attention", q, k, v, mask, cu_seqlens, sinks)
     if softmax_scale is not None or window is not None or softcap is not None:
         check_scores("attention", softmax_scale, window, softcap)
-    num_keys, head_dim, value_dim = k.shape[1], q.shape[3], v.shape[3]
+    (batch, length, heads, head_dim), (_, num_keys, kv_heads, value_dim) = q.shape, v.shape
+    if not kv_heads or heads % kv_heads:
+        raise InputError(f"attention: q has {heads} heads, k {kv_heads}; the heads of k must divide those of q")
+    if num_keys < length:
+        raise InputError(f"attention: {length} queries but only {num_keys} keys; give at least as many keys")
+    if cu_seqlens is not None:
+        _check_bounds(cu_seqlens, batch, num_keys, mask)
     request = AttentionRequest(
-        device=q.device.type, dtype=q.dtype, head_dim=head_dim, query_length=q.shape[1], key_length=num_keys,
+        device=q.device.type, dtype=q.dtype, head_dim=head_dim, query_length=length, key_length=num_keys,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         window=None if window is None or window >= num_keys else window,  # backends are slower with a window
         softcap=softcap, masked=mask is not None, packed=cu_seqlens is not None, sinks=sinks is not None,
@@ -139,19 +144,10 @@ def backends() -> dict[str, bool]:
     return {name: installed.get(name, True) for name in BACKENDS}
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, sinks: Tensor | None
-) -> None:
-    _TENSORS.check("attention", q, k, v, mask, cu_seqlens, sinks)
-    (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
-    if not kv_heads or heads % kv_heads:
-        raise InputError(f"attention: q has {heads} heads, k {kv_heads}; the heads of k must divide those of q")
-    if num_keys < length:
-        raise InputError(f"attention: {length} queries but only {num_keys} keys; give at least as many keys")
-    if cu_seqlens is not None:
-        if batch != 1 or mask is not None:
-            raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
-        check_rising("attention", cu_seqlens, num_keys)
+def _check_bounds(cu_seqlens: Tensor, batch: int, num_keys: int, mask: Tensor | None) -> None:
+    if batch != 1 or mask is not None:
+        raise InputError(f"attention: cu_seqlens needs one row (B = 1) and no mask; got B = {batch}")
+    check_rising("attention", cu_seqlens, num_keys)
 
 
 def _aligned(x: Tensor, compiling: bool) -> Tensor:

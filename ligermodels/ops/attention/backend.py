@@ -85,8 +85,7 @@ class Backend:
 def needs_mask(request: AttentionRequest) -> bool:
     """Whether the causal rule of torch's scaled_dot_product_attention (`is_causal`) is not enough: packed sequences, a
     window, or several queries, but fewer than keys."""
-    is_rectangular = request.query_length > 1 and request.query_length != request.key_length
-    return request.packed or request.window is not None or is_rectangular
+    return request.packed or request.window is not None or 1 < request.query_length < request.key_length
 
 
 def visible(request: AttentionRequest, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -20,10 +20,9 @@ from ligermodels.ops.attention.block_context_kernels import (
     block_context_query_gradient_kernel,
 )
 from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
-from ligermodels.ops.runtime.checks import check_rising, check_scores
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import checked_on_host, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides
 
 OP = "block_context_attention"

@@ -31,10 +31,10 @@ from ligermodels.ops.attention.triton_attention import (
     triton_attention_backward,
     triton_attention_forward,
 )
+from ligermodels.ops.runtime.checks import Signature, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
+from ligermodels.ops.runtime.tensors import heads_and_strides
 
 OP = "private_key_attention"
 _TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q")

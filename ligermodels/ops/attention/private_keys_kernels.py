@@ -6,7 +6,8 @@ tokens once, and writes their gradients without atomics. Logarithms are to base 
 
 from functools import partial
 
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 ELEMENTS = 2048

@@ -24,13 +24,8 @@ from ligermodels.ops.attention.triton_attention_kernels import (
 from ligermodels.ops.attention.triton_attention_tiles import tile_options
 from ligermodels.ops.attention.varlen import VARLEN, compute_capability
 from ligermodels.ops.runtime import dispatch
-from ligermodels.ops.runtime.dispatch import (
-    OutOfResources,
-    num_sms,
-    power_of_2_above,
-    set_batch_invariant,
-    shared_memory,
-)
+from ligermodels.ops.runtime.devices import num_sms, power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import OutOfResources, set_batch_invariant
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, contiguous
+from ligermodels.ops.runtime.tensors import contiguous
 
 _NODES = Signature(
     tokens="B N int64", positions="B N int64", choices="B N int64", states="B N H", eos="E int64",

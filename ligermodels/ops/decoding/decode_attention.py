@@ -18,18 +18,11 @@ from ligermodels.ops.attention.backend import AttentionRequest
 from ligermodels.ops.attention.reference import attend_document
 from ligermodels.ops.attention.triton_attention import MAX_BYTES, launch_batch_invariant
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
-from ligermodels.ops.runtime.checks import check_scores
-from ligermodels.ops.runtime.dispatch import (
-    num_sms,
-    pipeline_stages,
-    power_of_2_above,
-    refuse_batch_invariant,
-    set_batch_invariant,
-    use_kernels,
-)
+from ligermodels.ops.runtime.checks import Signature, check_scores, check_strides, check_tensor
+from ligermodels.ops.runtime.devices import num_sms, pipeline_stages, power_of_2_above
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_strides, check_tensor, contiguous
+from ligermodels.ops.runtime.tensors import contiguous
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
 MIN_ROWS = 16  # of a tile of tensor cores

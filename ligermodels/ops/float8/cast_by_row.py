@@ -10,7 +10,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, scale_and_inverse, scale_reference, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride

@@ -14,7 +14,8 @@ from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, 
 from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GLUOptions, activation_part, bounded, glu_numbers, glu_reference
-from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import rows_and_stride

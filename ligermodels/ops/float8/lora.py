@@ -17,9 +17,10 @@ from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.scaling import check_float8_device
 from ligermodels.ops.float8.tail import low_rank_sum
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, check_tensor, empty_gradient, under_autocast
+from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, empty_gradient, under_autocast
 
 
 @torch.compiler.disable  # selective activation checkpointing cannot trace ops that overwrite operands

@@ -14,7 +14,8 @@ from torch import Tensor
 from ligermodels.ops.float8.cast import update_amax
 from ligermodels.ops.float8.scaling import bits_of_max
 from ligermodels.ops.norm.norm_rows import sum_rows
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import without_autocast
 

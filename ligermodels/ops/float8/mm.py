@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
+from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
+from ligermodels.ops.runtime.tensors import without_autocast
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of products."""

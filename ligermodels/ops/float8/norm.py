@@ -14,10 +14,10 @@ from ligermodels.ops.float8.scaling import MAX_EXPONENT, store_row, use_float8_k
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_backward, rms_norm_reference
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
 
 TENSORS = Signature(x="... N+", residual="... N =x ?", weight="N")

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton, use_kernels
+from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_dtype, elementwise, empty_gradient, rows_and_stride
 
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")

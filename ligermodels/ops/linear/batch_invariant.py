@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, refuse_batch_invariant, tl, use_kernels
+from ligermodels.ops.runtime.devices import num_sms, pipeline_stages
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, under_autocast

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.linear.linear import dense_linear
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
 
 _TENSORS = Signature(x="... K", weight="M K =x", a="r K =x", b="M r =x", bias="M =x ?", dropped="... K =x ?")

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_KERNEL_WIDTH, CausalConv, tree_conv
-from ligermodels.ops.runtime.checks import check_rising
+from ligermodels.ops.runtime.checks import check_rising, check_tensor
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor
 
 
 def causal_conv(

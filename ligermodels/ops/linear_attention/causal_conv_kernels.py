@@ -7,7 +7,8 @@ tenth of a training step in a model that is mostly Gated DeltaNet.
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, triton
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like

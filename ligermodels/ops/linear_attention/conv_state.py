@@ -7,11 +7,12 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources, is_silu
 from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, contiguous
+from ligermodels.ops.runtime.tensors import contiguous
 
 _STEP = Signature(x="B 1 C", weight="C W", bias="C ?")
 _COMMIT = Signature(x="B N C", node="B int64")

@@ -23,7 +23,7 @@ from ligermodels.ops.linear_attention.delta_channels_kernels import (
 )
 from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, halves_of
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
-from ligermodels.ops.runtime.dispatch import power_of_2_above
+from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 

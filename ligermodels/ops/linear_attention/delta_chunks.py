@@ -22,8 +22,8 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     within_chunks_kernel,
 )
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
-from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import INTERPRETED, power_of_2_above, shared_memory, tl
+from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import INTERPRETED, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import rows_and_stride
 
 BLOCK = 256

@@ -7,10 +7,12 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.gated_delta_rule import check_operands, gated_delta_rule_reference
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, refuse_batch_invariant, tl, use_kernels
+from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
+from ligermodels.ops.runtime.tensors import heads_and_strides
 
 MAX_KEY_DIM = 256  # a tile of the state, of all keys, is held in registers; the reference serves wider heads
 BLOCK_VALUES = 32  # columns of the state per program; fewer if there would be too few programs

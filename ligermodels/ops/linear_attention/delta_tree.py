@@ -14,12 +14,12 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
 from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_tree_reference
 from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
-from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, heads_and_strides
+from ligermodels.ops.runtime.tensors import heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
 

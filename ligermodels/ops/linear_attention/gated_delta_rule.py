@@ -28,12 +28,10 @@ from ligermodels.ops.linear_attention import delta_channels, delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
-from ligermodels.ops.runtime.checks import check_rising
-from ligermodels.ops.runtime.devices import is_recording
-from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
+from ligermodels.ops.runtime.dispatch import is_recording, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, without_autocast
+from ligermodels.ops.runtime.tensors import without_autocast
 
 BACKENDS = ("auto", "triton", "fla", "reference")
 

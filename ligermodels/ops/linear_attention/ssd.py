@@ -13,11 +13,9 @@ from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention import delta_chunks, ssd_chunks
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.scan import scan_sequence
-from ligermodels.ops.runtime.checks import check_rising
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor
 
 _TENSORS = Signature(x="B T R P", dt="B T R", A="R", B="B T G N =x", C="B T G N =x", D="R ?")
 

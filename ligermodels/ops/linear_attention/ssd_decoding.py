@@ -17,9 +17,11 @@ from ligermodels.ops.linear_attention.delta_tree import (
 )
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_tree
 from ligermodels.ops.linear_attention.ssd import check_ssd, scan_operands, ssd_reference, with_skip
-from ligermodels.ops.runtime.dispatch import power_of_2_above, refuse_batch_invariant, use_kernels
+from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import check_tensor, contiguous, heads_and_strides
+from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
 
 def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from ligermodels.ops.linear.batch_invariant import batch_invariant_into
 from ligermodels.ops.loss.row_statistics import bytes_per_logit
 from ligermodels.ops.loss.token_losses import LossOptions
-from ligermodels.ops.runtime.dispatch import num_sms, set_batch_invariant, tl, use_kernels
+from ligermodels.ops.runtime.devices import num_sms
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import empty_gradient
 

@@ -23,9 +23,9 @@ from ligermodels.ops.loss.token_losses import (
     with_extras,
 )
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_rows
 
 _TENSORS = Signature(logits="... V+", target="... int64", token_weights="... ?")

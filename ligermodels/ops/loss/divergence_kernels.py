@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ligermodels.ops.loss.divergences import DistillationOptions, DivergenceRows
 from ligermodels.ops.loss.logit_functions import effective, exp
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 TILES = 4

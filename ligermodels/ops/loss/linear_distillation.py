@@ -18,9 +18,9 @@ from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_p
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence, DivergenceRows
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import under_autocast
 
 OP = "linear_distillation"

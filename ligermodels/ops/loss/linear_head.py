@@ -30,8 +30,8 @@ from ligermodels.ops.loss.chunks import (
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
 if TYPE_CHECKING:
@@ -180,8 +180,7 @@ def check_memory_budget(op: str, memory_budget: int) -> None:
 def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Whether each input needs a gradient. Ask before `autograd.Function.apply`: inside of its forward pass gradient
     mode is off."""
-    graded = torch.is_grad_enabled()
-    return tuple(graded and x is not None and x.requires_grad for x in inputs)
+    return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
 
 
 @custom_op()

@@ -36,26 +36,20 @@ def rows_in_place(logits: Tensor, rows: LogitRows, options: LossOptions, class_w
     """
     if use_kernels(logits):
         launch_rows(logits, rows, options, class_weights)
-    elif set_batch_invariant.value:
+    elif set_batch_invariant.value and len(logits) > 1:
         # Torch sums a single long row by several threads, and several rows by one each.
         for row in range(len(logits)):
             only = slice(row, row + 1)
-            _in_torch(logits[only], rows.chunk(only), options, class_weights)
-    else:
-        _in_torch(logits, rows, options, class_weights)
-
-
-def _in_torch(logits: Tensor, rows: LogitRows, options: LossOptions, class_weights: Tensor | None) -> None:
-    """`rows_in_place` without the kernels."""
-    if options.are_plain and rows.have_losses_alone:
-        _plain_losses(logits, rows, options.ignore_index)
+            rows_in_place(logits[only], rows.chunk(only), options, class_weights)
+    elif options.are_plain and rows.have_losses_alone:
+        _plain_losses(logits, rows, options)
     else:
         _statistics(logits, rows, options, class_weights)
 
 
-def _plain_losses(logits: Tensor, rows: LogitRows, ignore_index: int) -> None:
+def _plain_losses(logits: Tensor, rows: LogitRows, options: LossOptions) -> None:
     """-log p_y, and its gradient p_j - [j = y] times the weight of the row."""
-    ignored = (rows.target == ignore_index).unsqueeze(1)
+    ignored = (rows.target == options.ignore_index).unsqueeze(1)
     y = rows.target.unsqueeze(1).masked_fill(ignored, 0)
     x = logits.to(rows.losses.dtype)
     x.sub_(x.amax(1, keepdim=True))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.token_losses import LogitRows
-from ligermodels.ops.runtime.checks import assert_async
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.checks import assert_async, check_tensor
 
 
 class SamplerOptions(NamedTuple):

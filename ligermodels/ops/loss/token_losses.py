@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.checks import assert_async
+from ligermodels.ops.runtime.checks import assert_async, check_tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, empty_like
+from ligermodels.ops.runtime.tensors import empty_like
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -121,8 +121,7 @@ class LogitRows(NamedTuple):
     @property
     def have_losses_alone(self) -> bool:
         """Whether losses, by the logits as they are, are the only statistics; they may have weights."""
-        others = (x for name, x in self._asdict().items() if name not in ("target", "losses", "weights"))
-        return all(x is None for x in others)
+        return all(x is None for name, x in self._asdict().items() if name not in ("target", "losses", "weights"))
 
     def pack(self) -> list[Tensor]:
         """The statistics that are not None, in order: the results of registered ops and autograd.Functions."""
@@ -198,15 +197,15 @@ def checked_loss_weights(
     Returns:
         A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
-    tokens, double = None if token_weights is None else token_weights.detach(), dtype == torch.float64
-    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, double))
+    tokens, dtype = None if token_weights is None else token_weights.detach(), torch.promote_types(dtype, torch.float32)
+    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, dtype))
 
 
 @custom_op()
 def _loss_weights(
-    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str, double: bool
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if double else torch.float32
+    target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if is_fake(target):
         return empty_like(target), target.new_empty(target.shape, dtype=dtype)
     check_targets(target, num_classes, ignore_index)

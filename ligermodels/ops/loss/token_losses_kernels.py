@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ligermodels.ops.loss.logit_functions import below, dropped, effective, exp, next_above, tempered
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, power_of_2_above, tl, triton
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 TILES = 4

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.linear.linear import dense_linear
-from ligermodels.ops.runtime.devices import gpu_of, is_recording
-from ligermodels.ops.runtime.dispatch import set_batch_invariant, use_kernels
+from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.devices import gpu_of
+from ligermodels.ops.runtime.dispatch import is_recording, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import under_autocast
 
 ALIGNMENT = 16  # bytes: rows of the operands of torch's grouped GEMM begin at multiples of this

@@ -16,8 +16,8 @@ from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import Setting, set_batch_invariant
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
 Activation = GLUOptions | Callable[[Tensor], Tensor]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient, empty_like
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")

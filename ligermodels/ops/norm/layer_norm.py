@@ -11,10 +11,10 @@ from ligermodels.ops.norm.norm_rows import (
     store_rows,
     sum_rows,
 )
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviation from the mean, in variances, beyond which rounding shows

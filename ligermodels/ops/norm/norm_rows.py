@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import num_sms, power_of_2_above, shared_memory, tl, triton
+from ligermodels.ops.runtime.devices import num_sms, power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
 MAX_KERNEL_WIDTH = 32768  # a row is held in registers; the reference serves wider ones

@@ -14,10 +14,10 @@ from ligermodels.ops.norm.norm_rows import (
     store_rows,
     sum_rows,
 )
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 CastingMode = Literal["llama", "gemma"]

@@ -21,10 +21,10 @@ from ligermodels.ops.optimizer.blockwise import (
     tile_words,
 )
 from ligermodels.ops.optimizer.rounding import BLOCK, Shard, elements, random_words, rounded, rounding_key
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
 
 _TENSORS = Signature(parameter="...", gradient="...", exp_avg="...", exp_avg_sq="...")
 _WITH_BLOCKWISE = Signature(parameter="...", gradient="...")

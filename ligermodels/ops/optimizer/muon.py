@@ -19,9 +19,9 @@ from ligermodels.ops.optimizer.blockwise import (
     tile_words,
 )
 from ligermodels.ops.optimizer.rounding import BLOCK, Shard, elements, random_words, rounded
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.signature import Signature
 
 _GRADIENT, _MOMENTUM = Signature(gradient="..."), Signature(gradient="...", momentum="...")
 _UPDATE = Signature(parameter="...", update="...")

@@ -14,8 +14,8 @@ from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
 from ligermodels.ops.quantized.few_rows import few_rows_product, few_rows_store
 from ligermodels.ops.quantized.unpack import native_operands
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
-from ligermodels.ops.runtime.devices import gpu_of
-from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl, use_kernels
+from ligermodels.ops.runtime.devices import gpu_of, num_sms, pipeline_stages, power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous

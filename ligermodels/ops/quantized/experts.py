@@ -19,10 +19,10 @@ from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tok
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
+from ligermodels.ops.runtime.checks import Signature, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+from ligermodels.ops.runtime.tensors import under_autocast
 
 PIECE = 2**26
 """Elements of the weights of all experts that are dequantised at a time."""

@@ -24,7 +24,8 @@ from ligermodels.ops.quantized.unpack import (
     nf4_values,
 )
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
-from ligermodels.ops.runtime.dispatch import pipeline_stages, tl, triton
+from ligermodels.ops.runtime.devices import pipeline_stages
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 

@@ -18,10 +18,11 @@ from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_w
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
 from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
+from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import check_tensor, under_autocast
+from ligermodels.ops.runtime.tensors import under_autocast
 
 PIECE = 2**24
 """Elements of a piece of W."""

@@ -19,7 +19,8 @@ from ligermodels.ops.quantized.unpack import (
     nf4_values,
 )
 from ligermodels.ops.quantized.weights import format_of
-from ligermodels.ops.runtime.dispatch import num_sms, pipeline_stages, power_of_2_above, tl
+from ligermodels.ops.runtime.devices import num_sms, pipeline_stages, power_of_2_above
+from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.tensors import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor
 
 GROUP = 128
 """Inputs of a group: in int4 they share a scale, in nf4 they are two blocks, in mxfp4 four."""

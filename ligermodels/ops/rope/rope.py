@@ -9,9 +9,10 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward, heads_of, launch, packed_heads
-from ligermodels.ops.runtime.dispatch import num_sms, use_kernels
+from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.devices import num_sms
+from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.signature import Signature
 from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
 
 _HEADS = Signature(dtensors="replicated", q="B T Hq D", k="B T Hk D", cos="rows T R", sin="rows T R")
@@ -121,8 +122,7 @@ def rope_qkv_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The specification of `rope_qkv`, in plain torch, with the same arguments: qkv, cos, sin, num_kv_heads,
     group_size, head_dim, q_norm, k_norm, and the options of the norms."""
-    shape = PackedShape(num_kv_heads, group_size, head_dim)
-    q, k, v = split_heads(qkv, cos, sin, shape, q_norm, k_norm, **norm)
+    q, k, v = split_heads(qkv, cos, sin, PackedShape(num_kv_heads, group_size, head_dim), q_norm, k_norm, **norm)
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
@@ -132,12 +132,11 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`rope_qkv_reference` (qkv, cos, sin, shape, q_norm, k_norm and the options of the norms), but its results may
     have any strides."""
-    num_kv_heads, group_size, head_dim = shape
-    heads = qkv.unflatten(-1, (num_kv_heads, group_size + 2, head_dim))
+    heads = qkv.unflatten(-1, (shape.num_kv_heads, shape.group_size + 2, shape.head_dim))
     q_and_k, v = heads[..., :-1, :], heads[..., -1, :]
     if q_norm is not None or k_norm is not None:
         norm = {"eps": 1e-6} | norm
-        q, k = q_and_k.split([group_size, 1], dim=-2)
+        q, k = q_and_k.split([shape.group_size, 1], dim=-2)
         q = q if q_norm is None else rms_norm_reference(q, q_norm, **norm)
         k = k if k_norm is None else rms_norm_reference(k, k_norm, **norm)
         q_and_k = torch.cat([q, k], dim=-2)

@@ -9,11 +9,12 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm, rms_norm_reference
 from ligermodels.ops.rope.rope import PackedShape, check_packed, rope_qkv, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
-from ligermodels.ops.runtime.dispatch import power_of_2_above, set_batch_invariant, tl, use_kernels
+from ligermodels.ops.runtime.checks import Signature, check_strides
+from ligermodels.ops.runtime.devices import power_of_2_above
+from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.signature import Signature
-from ligermodels.ops.runtime.tensors import check_strides, contiguous
+from ligermodels.ops.runtime.tensors import contiguous
 
 _CACHES = Signature(qkv="B T C", k_cache="B S Hkv D =qkv", v_cache="B S Hkv D =qkv", slots="B int32 int64")
 

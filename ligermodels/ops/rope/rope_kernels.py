@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ligermodels.ops.runtime.dispatch import power_of_2_above, shared_memory, tl, triton
+from ligermodels.ops.runtime.devices import power_of_2_above, shared_memory
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.tensors import contiguous
 

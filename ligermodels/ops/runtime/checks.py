@@ -1,9 +1,10 @@
-"""Checks of arguments: of token ids, of options, and of values in tensors, which are read where a check runs on the
-host."""
+"""Checks of arguments: of the tensors of an op, declared once by a `Signature`; of token ids and options; and of values
+in tensors, which are read where a check runs on the host."""
 
 import math
+from collections.abc import Collection
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,187 @@ from torch import Tensor
 from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.dispatch import checked_on_host
-from ligermodels.ops.runtime.library import is_fake
+from ligermodels.ops.runtime.library import is_fake, is_plain, reject_dtensors, replicated
+
+_DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+_FLOATING = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
+MOST_ACCEPTED = 256  # shapes that a signature remembers as accepted
+Shape = tuple[Any, ...]
+"""Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    x: Any,
+    shape: Shape,
+    device: torch.device | None = None,
+    *dtypes: torch.dtype,
+    optional: bool = False,
+) -> None:
+    """Raises InputError unless x is a tensor of this shape, device and dtype.
+
+    Args:
+        op, name: the op and its argument x, for the message.
+        x: the argument.
+        shape: its sizes, see `Shape`.
+        device: its device; None for any.
+        dtypes: its dtype is one of these; if there are none, any floating dtype.
+        optional: whether x may be None.
+    """
+    if x is None and optional:
+        return
+    if not isinstance(x, Tensor):
+        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    fits = x.shape == shape or _has_shape(x.shape, shape)
+    if not fits or x.device != (device or x.device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
+        dtype = " or ".join(map(str, dtypes)) or "floating"
+        sizes = ", ".join("..." if size is ... else str(size) for size in shape)
+        raise InputError(
+            f"{op}: {name} must be {dtype} of shape ({sizes})" + (f" on {device}" if device else "") + "; "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+
+
+def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
+    if shape and shape[0] is ...:
+        sizes, shape = sizes[max(len(sizes) - len(shape) + 1, 0) :], shape[1:]
+    return len(sizes) == len(shape) and all(
+        isinstance(expected, str) or size == expected for size, expected in zip(sizes, shape, strict=True)
+    )
+
+
+def check_strides(op: str, **caches: Tensor) -> None:
+    """Raises InputError, naming `op`, unless the last dimension of each of the `caches`, by their names, is
+    contiguous."""
+    for name, cache in caches.items():
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise InputError(f"{op}: the last dimension of {name} must be contiguous, has stride {cache.stride(-1)}")
+
+
+class _Spec(NamedTuple):
+    """One tensor of an op, as declared."""
+
+    name: str
+    shape: Shape
+    dtypes: Collection[torch.dtype]
+    dtype_name: str  # equal for tensors of equal dtypes
+    leading: bool  # whether the first of the `sizes` stands for any number of dimensions
+    sizes: tuple[str, ...]  # equal letters for equal sizes, or numbers; "..." for the leading dimensions
+    positive: frozenset[str]  # the letters of sizes that may not be 0
+    optional: bool
+
+    def fits(self, x: Any, known: dict[str, Any]) -> bool:
+        """Whether x is as declared. Adds the values of names that occur for the first time to `known`."""
+        if not isinstance(x, Tensor):
+            return x is None and self.optional
+        dtype, device = x.dtype, x.device
+        sizes: tuple[Any, ...] = x.shape
+        if self.leading:
+            first = len(sizes) + 1 - len(self.sizes)
+            sizes = sizes[:first], *sizes[first:]
+        if len(sizes) != len(self.sizes) or dtype not in self.dtypes:
+            return False
+        if known.setdefault(self.dtype_name, dtype) != dtype or known.setdefault("device", device) != device:
+            return False
+        for letter, size in zip(self.sizes, sizes, strict=True):
+            if known.setdefault(letter, size) != size or (letter in self.positive and size == 0):
+                return False
+        return True
+
+
+class Signature:
+    """The tensors of an op in their order, such as `Signature(x="... N+", residual="... N =x ?", weight="N ?")`.
+
+    Each string has the sizes of a tensor. Equal letters are equal sizes, in all tensors; "N+" is at least 1; a leading
+    `...` stands for any number of dimensions, the same in all tensors. After the sizes may follow the allowed dtypes
+    ("int32 int64"; without them any floating dtype), or "=x" for the dtype of x, and "?" if the tensor may be None. All
+    tensors are on one device.
+
+    Args:
+        dtensors: "refused" (default); "replicated" for ops that declare `rows`: if the first tensor is a DTensor, plain
+            others become replicated DTensors on its mesh; or "kept" as they are.
+        tensors: name -> string of sizes.
+    """
+
+    def __init__(self, *, dtensors: Literal["refused", "replicated", "kept"] = "refused", **tensors: str) -> None:
+        self._dtensors = dtensors
+        self._specs = [_parsed(name, text) for name, text in tensors.items()]
+        self._numbers = {size: int(size) for spec in self._specs for size in spec.sizes if size.isdigit()}
+        self._accepted: set[Any] = set()
+
+    def check(self, op: str, *tensors: Any, **sizes: Any) -> Any:
+        """Check the tensors of a call, and return them.
+
+        Args:
+            op: name of the op, for messages.
+            tensors: the tensors, in the order of the signature.
+            sizes: sizes that are known: letter -> number.
+
+        Raises:
+            InputError: a shape, dtype or device does not fit, or a tensor is a DTensor and the op takes none.
+        """
+        if torch.compiler.is_compiling() or not is_plain(*tensors):
+            return self._checked(op, tensors, sizes)
+        # Each op begins with it, and layers repeat their sizes: a check takes three times as long as this look-up.
+        form = *[None if x is None else (x.dtype, x.device, x.shape) for x in tensors], *sizes.items()
+        if form not in self._accepted:
+            self._checked(op, tensors, sizes)
+            if len(self._accepted) >= MOST_ACCEPTED:
+                self._accepted.clear()
+            self._accepted.add(form)
+        return tensors
+
+    def _checked(self, op: str, tensors: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Any, ...]:
+        known = {**self._numbers, **sizes}
+        for spec, x in zip(self._specs, tensors, strict=True):
+            if not spec.fits(x, known):
+                raise self._error(op, spec, tensors, {**self._numbers, **sizes})
+        return tensors if is_plain(*tensors) or self._dtensors == "kept" else self._with_dtensors(op, tensors)
+
+    def _error(self, op: str, spec: _Spec, tensors: tuple[Any, ...], known: dict[str, Any]) -> InputError:
+        """The error of `check_tensor` for the tensor of `spec`, with numbers for the letters of the tensors before."""
+        position = self._specs.index(spec)
+        for earlier, tensor in zip(self._specs[:position], tensors, strict=False):
+            earlier.fits(tensor, known)
+        parts = [[*known.get("...", [...])] if size is ... else [known.get(size, size)] for size in spec.shape]
+        wanted = tuple(size for part in parts for size in part)
+        declared = spec.dtypes if isinstance(spec.dtypes, tuple) else ()
+        dtypes = (known[spec.dtype_name],) if spec.dtype_name in known else declared
+        x = tensors[position]
+        check_tensor(op, spec.name, x, wanted, known.get("device"), *dtypes)
+        for letter, size in zip(reversed(spec.sizes), reversed(x.shape), strict=False):
+            if size == 0 and letter in spec.positive:
+                shapes = ", ".join(str(tuple(x.shape)) for x in tensors if x is not None)
+                return InputError(f"{op}: needs {letter} > 0; got tensors of shape {shapes}")
+        return InputError(
+            f"{op}: {spec.name} must be of shape {wanted}, equal letters for equal sizes; got {tuple(x.shape)}"
+        )
+
+    def _with_dtensors(self, op: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._dtensors == "refused":
+            reject_dtensors(op, *tensors)
+            return tensors
+        others = {spec.name: x for spec, x in zip(self._specs[1:], tensors[1:], strict=True)}
+        return tensors[0], *replicated(op, tensors[0], **others)
+
+
+def _parsed(name: str, text: str) -> _Spec:
+    """The tensor `name` from its sizes, dtypes, "=other" for the dtype of another tensor, and "?"."""
+    shape: list[Any] = []
+    dtypes, tied = [], name
+    positive = frozenset(word[:-1] for word in text.split() if word.endswith("+"))
+    for word in text.replace("?", "").replace("+", "").split():
+        if word.startswith("="):
+            tied = word[1:]
+        elif hasattr(torch, word):
+            dtypes.append(getattr(torch, word))
+        else:
+            shape.append(... if word == "..." else word)
+    leading, dtype_name = shape[:1] == [...], f"dtype of {tied}"
+    allowed: Collection[torch.dtype] = tuple(dtypes) or (_FLOATING if tied == name else _DTYPES)
+    sizes = ("..." if size is ... else size for size in shape)
+    return _Spec(name, tuple(shape), allowed, dtype_name, leading, tuple(sizes), positive, "?" in text)
 
 
 def assert_async(condition: Tensor, message: str, values: Tensor | None = None, name: str = "") -> None:

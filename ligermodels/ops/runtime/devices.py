@@ -1,15 +1,11 @@
-"""Properties of GPUs: ops choose kernels and launch sizes by them, never by the name of a GPU.
-
-`pretend` makes the ops take CPU tensors for tensors on a GPU that this machine lacks. So tests record every launch, and
-compile it for that GPU.
-"""
+"""Properties of GPUs, and launch sizes by them: ops choose kernels by properties, never by the name of a GPU."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+
+from ligermodels.ops.runtime import dispatch
 
 
 class GPU(NamedTuple):
@@ -55,52 +51,16 @@ class GPU(NamedTuple):
         return not self.hip and self.capability[0] in (8, 9, 12)
 
 
-_pretended: GPU | None = None
-_as_recorded = False
-
-
-def pretend(gpu: GPU | None) -> None:
-    """From now on, ops in this process run kernels on CPU tensors as if these were on `gpu`; None ends that.
-
-    It is for tests that record launches instead of running them.
-    """
-    global _pretended
-    _pretended = gpu
-
-
-def pretending() -> bool:
-    """Whether CPU tensors count as tensors on a GPU, see `pretend`."""
-    return _pretended is not None
-
-
 def is_hip() -> bool:
     """Whether the GPUs of this process are AMD's."""
-    return torch.version.hip is not None if _pretended is None else _pretended.hip
-
-
-@contextmanager
-def as_recorded() -> Iterator[None]:
-    """Context manager in which all threads compute as while a CUDA graph is recorded, to compile its kernels before."""
-    global _as_recorded
-    before, _as_recorded = _as_recorded, True
-    try:
-        yield
-    finally:
-        _as_recorded = before
-
-
-def is_recording() -> bool:
-    """Whether the current stream's work goes into a CUDA graph now, or computes as if it did (`as_recorded`)."""
-    if torch.compiler.is_compiling():  # it does not trace the next questions
-        return False
-    return _as_recorded or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return torch.version.hip is not None if dispatch.pretended is None else dispatch.pretended.hip
 
 
 @torch.compiler.assume_constant_result
 def gpu_of(device: torch.device) -> GPU | None:
     """The GPU that `device` is, or is pretended to be; None for other devices."""
-    if _pretended is not None:
-        return _pretended
+    if dispatch.pretended is not None:
+        return dispatch.pretended
     return _properties(device) if device.type == "cuda" else None
 
 
@@ -111,3 +71,32 @@ def _properties(device: torch.device) -> GPU:
     shared_memory = int(getattr(found, "shared_memory_per_block_optin", 0) or 3 * 2**14)
     capability = torch.cuda.get_device_capability(device)
     return GPU(found.name, capability, shared_memory, found.multi_processor_count, is_hip())
+
+
+def num_sms(device: torch.device) -> int:
+    """The number of multiprocessors of the device, or a small fixed number for the interpreter."""
+    gpu = gpu_of(device)
+    return 2 if gpu is None else gpu.num_sms
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use on the device, minus a reserve for the compiler."""
+    gpu = gpu_of(device)
+    return 2**16 if gpu is None else gpu.shared_memory - 2**13
+
+
+def pipeline_stages(device: torch.device, most: int, tile_bytes: int, held_bytes: int = 0) -> int:
+    """Pipeline stages of a loop on a device that the shared memory allows.
+
+    Args:
+        device: the device of the kernel.
+        most: stages where there is enough shared memory.
+        tile_bytes: bytes of shared memory that each stage after the first holds.
+        held_bytes: bytes of shared memory that the kernel holds beside the stages.
+    """
+    return 1 + min(max(shared_memory(device) - held_bytes, 0) // tile_bytes, most - 1)
+
+
+def power_of_2_above(n: int) -> int:
+    """The smallest power of two that is at least n and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()

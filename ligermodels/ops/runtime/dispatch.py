@@ -6,14 +6,18 @@ compute in float32. Meta tensors get the shapes and dtypes that the kernels woul
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError
-from ligermodels.ops.runtime.devices import gpu_of, pretending
+
+if TYPE_CHECKING:
+    from ligermodels.ops.runtime.devices import GPU
 
 try:
     import triton
@@ -133,6 +137,38 @@ def refuse_batch_invariant(name: str, advice: str = "turn the mode off for it") 
         raise BackendError(f"batch_invariant: {name} has no batch-invariant form; {advice}")
 
 
+pretended: "GPU | None" = None
+"""The GPU that CPU tensors count as being on, see `pretend`."""
+_as_recorded = False
+
+
+def pretend(gpu: "GPU | None") -> None:
+    """From now on, ops in this process run kernels on CPU tensors as if these were on `gpu`; None ends that.
+
+    It is for tests that record launches instead of running them, and compile them for a GPU that the machine lacks.
+    """
+    global pretended
+    pretended = gpu
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Context manager in which all threads compute as while a CUDA graph is recorded, to compile its kernels before."""
+    global _as_recorded
+    before, _as_recorded = _as_recorded, True
+    try:
+        yield
+    finally:
+        _as_recorded = before
+
+
+def is_recording() -> bool:
+    """Whether the current stream's work goes into a CUDA graph now, or computes as if it did (`as_recorded`)."""
+    if torch.compiler.is_compiling():  # it does not trace the next questions
+        return False
+    return _as_recorded or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def checked_on_host(x: Tensor) -> bool:
     """Whether a check of the values of x runs on the host and raises InputError."""
     if x.is_cuda:
@@ -155,7 +191,7 @@ def use_kernels(*tensors: Tensor | None) -> bool:
         return True  # nothing runs
     if set_backend.value == "reference":
         return False
-    if INTERPRETED or (HAS_TRITON and (cuda or pretending())):
+    if INTERPRETED or (HAS_TRITON and (cuda or pretended is not None)):
         return True
     if set_backend.value == "triton":
         raise BackendError(
@@ -163,32 +199,3 @@ def use_kernels(*tensors: Tensor | None) -> bool:
             "TRITON_INTERPRET=1 set before ligermodels is imported"
         )
     return False
-
-
-def num_sms(device: torch.device) -> int:
-    """The number of multiprocessors of the device, or a small fixed number for the interpreter."""
-    gpu = gpu_of(device)
-    return 2 if gpu is None else gpu.num_sms
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use on the device, minus a reserve for the compiler."""
-    gpu = gpu_of(device)
-    return 2**16 if gpu is None else gpu.shared_memory - 2**13
-
-
-def pipeline_stages(device: torch.device, most: int, tile_bytes: int, held_bytes: int = 0) -> int:
-    """Pipeline stages of a loop on a device that the shared memory allows.
-
-    Args:
-        device: the device of the kernel.
-        most: stages where there is enough shared memory.
-        tile_bytes: bytes of shared memory that each stage after the first holds.
-        held_bytes: bytes of shared memory that the kernel holds beside the stages.
-    """
-    return 1 + min(max(shared_memory(device) - held_bytes, 0) // tile_bytes, most - 1)
-
-
-def power_of_2_above(n: int) -> int:
-    """The smallest power of two that is at least n and at least 1."""
-    return 1 << max(n - 1, 0).bit_length()

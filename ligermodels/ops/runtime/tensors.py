@@ -1,5 +1,4 @@
-"""Helpers for the tensors of ops: checks, autocast, layouts for kernels, memory for gradients, and copies to the
-host."""
+"""Helpers for the tensors of ops: autocast, layouts for kernels, memory for gradients, and copies to the host."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,62 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
 
 _VECTOR = 64  # elements; a multiple of what torch computes at a time
 _ONE_THREAD = 2**14  # elements that torch leaves to one thread
-Shape = tuple[Any, ...]
-"""Sizes. A letter stands for any size, a leading `...` for any number of dimensions."""
-
-
-def check_tensor(
-    op: str,
-    name: str,
-    x: Any,
-    shape: Shape,
-    device: torch.device | None = None,
-    *dtypes: torch.dtype,
-    optional: bool = False,
-) -> None:
-    """Raises InputError unless x is a tensor of this shape, device and dtype.
-
-    Args:
-        op, name: the op and its argument x, for the message.
-        x: the argument.
-        shape: its sizes, see `Shape`.
-        device: its device; None for any.
-        dtypes: its dtype is one of these; if there are none, any floating dtype.
-        optional: whether x may be None.
-    """
-    if x is None and optional:
-        return
-    if not isinstance(x, Tensor):
-        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    fits = x.shape == shape or _has_shape(x.shape, shape)
-    if not fits or x.device != (device or x.device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
-        dtype = " or ".join(map(str, dtypes)) or "floating"
-        sizes = ", ".join("..." if size is ... else str(size) for size in shape)
-        raise InputError(
-            f"{op}: {name} must be {dtype} of shape ({sizes})" + (f" on {device}" if device else "") + "; "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
-        )
-
-
-def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
-    if shape and shape[0] is ...:
-        sizes, shape = sizes[max(len(sizes) - len(shape) + 1, 0) :], shape[1:]
-    return len(sizes) == len(shape) and all(
-        isinstance(expected, str) or size == expected for size, expected in zip(sizes, shape, strict=True)
-    )
-
-
-def check_strides(op: str, **caches: Tensor) -> None:
-    """Raises InputError, naming `op`, unless the last dimension of each of the `caches`, by their names, is
-    contiguous."""
-    for name, cache in caches.items():
-        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-            raise InputError(f"{op}: the last dimension of {name} must be contiguous, has stride {cache.stride(-1)}")
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,8 +97,9 @@ class AsyncHostCopy:
     the time.
     """
 
+    _event: torch.cuda.Event | None = None
+
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
