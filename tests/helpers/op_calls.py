@@ -43,14 +43,14 @@ def calls(name: str, **parameters: tuple[Any, ...]) -> Callable[[Callable[..., A
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
-    return torch.zeros(shape, dtype=dtype).requires_grad_(grad)  # takes no memory until it is written
+    return torch.empty(shape, dtype=dtype).requires_grad_(grad)  # of any values: no kernel runs
 
 
 def backward(*outputs: Any) -> None:
     """Gradients of all outputs."""
     found = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
     if found:
-        torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
 
 
 # -- norms, activations, rotary positions ------------------------------------------------------------------------------
