@@ -5,9 +5,11 @@ defined. It is slow, so only tests marked `kernels` meet it: for all others, and
 request is withdrawn and the ops are held to the reference. With a CUDA device nothing is forced.
 """
 
+import atexit
 import gc
 import os
 import random
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -20,7 +22,6 @@ from typing import Any
 # another on cores that other processes use take several times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("LIGERMODELS_CACHE", tempfile.mkdtemp(prefix="ligermodels-cache-"))
 
 import filelock
 import hypothesis
@@ -33,8 +34,15 @@ KEPT_BYTES = 2**30
 """Bytes of GPU memory that a process may keep after a test."""
 MOST_BYTES = {False: 4 * 2**30, True: 40 * 2**30}
 """Bytes of GPU memory that a test may take, and one marked `large`, before a warning names it."""
+MEMORY = Path("/dev/shm")
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+    # Files in memory, if it has room: a disk may take milliseconds for each file that is flushed or removed.
+    if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 8 * 2**30:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+if "LIGERMODELS_CACHE" not in os.environ:
+    os.environ["LIGERMODELS_CACHE"] = tempfile.mkdtemp(prefix="ligermodels-cache-")
+    atexit.register(shutil.rmtree, os.environ["LIGERMODELS_CACHE"], ignore_errors=True)
 
 gc.disable()  # until all tests are collected
 

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ import ligermodels as lm
 from ligermodels.archs import FAMILIES, family_of
 from ligermodels.convert.config_json import check_generation, nested_configs
 from ligermodels.errors import ConfigError, InputError, LigerModelsError
+from ligermodels.models.decoder import DecoderConfig
 
 Config = dict[str, Any]
 Outcome = tuple[torch.Tensor, torch.Tensor]
@@ -99,6 +101,7 @@ SETTINGS += ["partial_rotary_factor", "finetuned", "unheard_of"]
 
 sizes, floats, words = st.sampled_from(SIZES), st.sampled_from(FLOATS), st.sampled_from(WORDS)
 scalars = st.none() | st.booleans() | sizes | floats | words
+numbers = sizes | floats | st.booleans()
 LIKE = {int: sizes | floats, float: floats | sizes, str: words}
 
 
@@ -111,18 +114,25 @@ def ropes(draw: st.DrawFn, values: st.SearchStrategy[Any] = scalars) -> Config:
     return {**{name: value for name, value in {**ROPE, **changed}.items() if name not in lost}, **types}
 
 
-def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
-    """What a field may hold, mostly of its default's kind."""
+@cache
+def values_by_layers(layers: int) -> tuple[st.SearchStrategy[Any], dict[str, st.SearchStrategy[Any]]]:
+    """What any field may hold, and some fields by their names."""
     kinds = st.lists(st.sampled_from(LAYER_TYPES[:2]), min_size=layers, max_size=layers)
     kinds |= st.lists(st.sampled_from(["conv", "full_attention"]), min_size=layers, max_size=layers)
     kinds |= st.lists(st.sampled_from(LAYER_TYPES), max_size=layers)
     flags = st.lists(st.integers(0, 1), min_size=layers, max_size=layers)
     ropes_by_type = st.dictionaries(st.sampled_from(LAYER_TYPES[:3]), ropes() | st.none(), max_size=3)
     anything = scalars | flags | st.lists(st.integers(-1, layers), max_size=3) | kinds | ropes() | ropes_by_type
-    own = {"rope_parameters": ropes() | ropes_by_type, "rope_scaling": ropes(), "layer_types": kinds}
+    return anything, {"rope_parameters": ropes() | ropes_by_type, "rope_scaling": ropes(), "layer_types": kinds}
+
+
+def values_of(name: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
+    """What a field may hold, mostly of its default's kind."""
+    anything, own = values_by_layers(layers)
     if isinstance(default, bool):
-        own[name] = st.sampled_from([not default, default])
-    likely = own.get(name, LIKE.get(type(default), sizes | floats | st.booleans()))
+        likely = st.sampled_from([not default, default])
+    else:
+        likely = own.get(name, LIKE.get(type(default), numbers))
     return st.integers(0, 3).flatmap(lambda die: anything if die == 3 else likely)
 
 
@@ -132,11 +142,6 @@ TOWERS = {"audio_config", "vision_config", "talker_config", "code2wav_config", "
 
 def layers_of(config: Config) -> int:
     return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
-
-
-def dropout(config: Config) -> bool:
-    """Whether `config`, which we take, asks for dropout in training."""
-    return bool(family_of(config).decoder_config(config).dropout)
 
 
 def names_one(refusal: LigerModelsError, fields: Iterable[str]) -> bool:
@@ -198,17 +203,17 @@ def error(found: Outcome, wanted: Outcome) -> float:
     return float(torch.stack(each).max())
 
 
-def accepted(config: Config, changed: Config) -> bool:
-    """Whether we take `config` with fields `changed`; if not, it is refused by the name of one of them."""
+def composed(config: Config, changed: Config) -> DecoderConfig | None:
+    """What we make of `config` with fields `changed`; None where it is refused, by the name of one of them."""
     config = {**config, **changed}
     try:
-        family_of(config).decoder_config(config)
+        found = family_of(config).decoder_config(config)
         check_generation(config)  # Of the ids at its top level transformers writes a generation_config.json.
     except ConfigError as refusal:
         assert names_one(refusal, changed), f"{changed}: {refusal}"
-        return False
+        return None
     # Gemma says "gelu" and means its tanh form: test_families.py.
-    return (config["model_type"], config.get("hidden_act")) != ("gemma", "gelu")
+    return None if (config["model_type"], config.get("hidden_act")) == ("gemma", "gelu") else found
 
 
 def transformers_accepts(config: Config, changed: Config) -> bool:
@@ -229,8 +234,8 @@ def compare(config: Config, changed: Config) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps({**config, **changed}))
-        taken = accepted(config, changed)
-        oracle = oracle_in(folder, training=not dropout({**config, **changed})) if taken else None
+        taken = composed(config, changed)
+        oracle = oracle_in(folder, training=not taken.dropout) if taken else None
         if oracle is not None:
             agree(folder, *oracle, changed)
             return
@@ -297,10 +302,11 @@ def test_every_field(config: Config) -> None:
             first = False
             return
         alone = ((name, {name: values[name]}) for name in names)
-        taken = [name for name, one in alone if accepted(config, one) and transformers_accepts(config, one)]
+        made = {name: composed(config, one) for name, one in alone}
+        taken = [name for name, ours in made.items() if ours and transformers_accepts(config, {name: values[name]})]
         taken = [name for name in taken if name not in TOWERS or name not in config]
         # With dropout nothing is compared in training mode, so these fields are among themselves.
-        dropped = [name for name in taken if dropout({**config, name: values[name]})]
+        dropped = [name for name in taken if made[name].dropout]
         for group in ([name for name in taken if name not in dropped], dropped):
             for few in (group[start : start + 12] for start in range(0, len(group), 12)):
                 compare(config, {name: values[name] for name in few})

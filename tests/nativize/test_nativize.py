@@ -24,9 +24,9 @@ from ligermodels.integrations.decoder import HFDecoder
 TOKENS = 23
 
 
-def make(name: str, attention: str = "eager") -> PreTrainedModel:
+def make(name: str, attention: str = "eager", **changes: Any) -> PreTrainedModel:
     """A random model of the zoo, all parameters away from their initial values."""
-    fields = {k: v for k, v in copy.deepcopy(zoo.CONFIGS[name]).items() if v is not None or k in NULLS}
+    fields = {k: v for k, v in copy.deepcopy(zoo.CONFIGS[name]).items() if v is not None or k in NULLS} | changes
     config = AutoConfig.for_model(**fields)
     torch.manual_seed(1)
     hf = zoo.plain(AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32))
@@ -335,7 +335,8 @@ def test_a_pickled_model_is_one_of_its_own() -> None:
 
 
 def test_a_compiled_model_is_one_graph() -> None:
-    hf, ids = lm.nativize(make("gemma2")), batch()["input_ids"]
+    """With a layer that has a window, and one without."""
+    hf, ids = lm.nativize(make("gemma2", num_hidden_layers=2)), batch()["input_ids"]
     for training in (False, True):
         found = torch._dynamo.explain(hf.train(training))(ids, **({"labels": ids} if training else {}))
         assert found.graph_count == 1, found.break_reasons

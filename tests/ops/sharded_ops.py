@@ -9,6 +9,7 @@ from typing import Any
 import loss_cases
 import torch
 import torch.distributed as dist
+from interpreter import quicken
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -239,6 +240,7 @@ def check_refusals(mesh: Any) -> None:
 
 def main(rank: int, port: str) -> None:
     torch.set_num_threads(1)
+    quicken()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (WORLD,))

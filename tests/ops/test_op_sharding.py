@@ -16,7 +16,7 @@ def test_two_ranks() -> None:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     command = [sys.executable, str(Path(__file__).with_name("sharded_ops.py"))]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen([*command, str(rank), port], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -19,7 +19,8 @@ from zoo import BASE, GEMMA4, GPT_OSS, MIXTURES, SANDWICH
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel, tensor_placements
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel, tensor_part, tensor_placements
+from ligermodels.parallel.trace import FirstRank
 from ligermodels.speculative.joint import JointMedusa
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -406,3 +407,15 @@ def test_every_family_has_a_rule_for_each_layer() -> None:
             for layer in (block.mixer, block.mlp, block.after):
                 if layer is not None:
                     layer.tensor_shard(1)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_part_has_the_sizes_of_the_first_rank(config: dict[str, Any]) -> None:
+    """Of each parameter, so that what is planned with it is what a rank holds."""
+    model = lm.from_config(config, device="meta")
+    dims = tensor_placements(model, 2)
+    for (name, whole), shard in zip(
+        model.named_parameters(), tensor_part(model, FirstRank(2)).parameters(), strict=True
+    ):
+        dim = dims.get(id(whole))
+        assert shard.shape == (whole if dim is None else whole.chunk(2, dim)[0]).shape, name
