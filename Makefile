@@ -23,7 +23,8 @@ test-gpu: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 40 -m "gpu and not slow" --ignore tests/integrations
 
 # Every kernel, compiled at the launches of tests/helpers/op_calls.py for GPUs that need not be there: until its shared
-# memory is known, some to machine code. build/triton keeps what was compiled: later runs compile what changed. That every kernel is launched, and docs/gpus.md, `make test` checks.
+# memory is known, some to machine code. build/triton keeps what was compiled: later runs compile what changed.
+# `make test` checks that every kernel is launched, and docs/gpus.md.
 test-compile: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow tests/ops/test_compile_matrix.py
 

@@ -217,12 +217,12 @@ class Decoding:
         check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
+        batch, length = self.prompts.ids.shape
+        self.prompts = self.prompts.for_samples(num_return_sequences, do_sample)
         self.given_routing = None
         if routing is not None:
-            batch, length = self.prompts.ids.shape
             given = check_given(routing, batch, length, self.max_new_tokens)
-            self.given_routing = given.repeat_interleave(num_return_sequences if do_sample else 1, 0)
-        self.prompts = self.prompts.for_samples(num_return_sequences, do_sample)
+            self.given_routing = given.repeat_interleave(num_return_sequences, 0)
         self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
         self.generator, self.batch_invariant = generator, batch_invariant
         self.choose: Callable[[Tensor], Tensor] = greedy

@@ -84,7 +84,7 @@ class Attention(AttentionLayer):
             q = self.config.query_scaling.scale(q, context.positions)
         if context.shard is not None:  # once, also for the layers that share them
             k, v = context.shard.all_tokens(k), context.shard.all_tokens(v)
-        if state is None:
+        if state is None or self.external is not None:
             out = self._attend(q, k, v, context)
         else:
             out = self._attend_with_state(q, k, v, context, state, x.dtype)
@@ -101,7 +101,7 @@ class Attention(AttentionLayer):
 
     def _check_length(self, chunk: int, keys: Tensor) -> None:
         """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
-        config. An external attention has its own limit."""
+        config."""
         length = keys.shape[1]
         if length > chunk:
             raise InputError(
@@ -111,7 +111,8 @@ class Attention(AttentionLayer):
             )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D)."""
+        """q (B, T, num_heads, D), k and v (B, T, num_kv_heads, D), of all ranks -> (B, T, num_heads, D). An external
+        attention has its own limits."""
         if self.external is not None:
             return self.external(q, k, v)
         if self.config.chunk is not None:

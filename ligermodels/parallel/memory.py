@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ligermodels.arguments import OptimizerName
+from ligermodels.arguments import OptimizerName, check_count
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Compute
 from ligermodels.layers.modules import modules_of
@@ -203,8 +203,8 @@ class StepTrace:
         """
         if optimizer not in get_args(OptimizerName):
             raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
-        if shard < 1:
-            raise InputError(f"shard: must be at least 1, got {shard}")
+        for name, number in (("replicate", replicate), ("shard", shard)):
+            check_count(name, number)
         shares, divided = self.shares, shard * self.context
         if expert is not None and expert != shares.expert:
             if 1 in (expert, shares.expert):

@@ -324,7 +324,8 @@ def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         saved = lm.from_pretrained(folder / name[:5])
         assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), plain.parameters(), strict=True))
     plain, model = (lm.float8(with_lora(build())) for _ in range(2))
-    near_one_process(model, plain, lm.ParallelPlan(tensor=2), ("none", "selective"))
+    model = near_one_process(model, plain, lm.ParallelPlan(tensor=2), ("none", "selective"))
+    assert model.decoder.blocks[0].mixer.input_form() is not None
     for narrow in (build({**LLAMA, "intermediate_size": 80}), with_lora(build({**LLAMA, "intermediate_size": 80}))):
         with pytest.raises(ConfigError, match=r"mlp.down, of 2 ranks: .*in_features 40 .* multiples of 16"):
             lm.parallelize(lm.float8(narrow), lm.ParallelPlan(tensor=2))

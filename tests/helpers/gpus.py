@@ -52,17 +52,17 @@ NVIDIA_STAGES = 3
 """Triton's default of num_stages on NVIDIA GPUs; on AMD GPUs it is 2."""
 RUN = "sm_90"
 """The GPU on which the tests have been run, and launch sizes were tuned."""
-NOT_RUN = {"causal_conv", "causal_conv of trees, causal_conv_step, commit_conv_inputs"}
+NOT_RUN: set[str] = set()
 """Ops that have not been run on it yet, or whose kernels have changed since."""
 
 HEAD = f"""# GPUs
 
 Ops choose kernels and launch sizes by the properties of the GPU: compute capability,
 shared memory, number of multiprocessors. The tests run on one kind, {GPUS[RUN].name}
-({RUN}); launch sizes are tuned there. For the others, `make test-compile` compiles
-every kernel, at the launches of `tests/helpers/op_calls.py`, and checks the shared
-memory that each needs. A launch that takes little of it on an older GPU is compiled
-again only for a flag, dtype or tile size that no other launch has. It takes no GPU.
+({RUN}); launch sizes are tuned there. For the others, `make test-compile` compiles every
+kernel, without a GPU, and checks the shared memory that it needs, at the launches of
+`tests/helpers/op_calls.py`. Where an older GPU has shown that a launch needs little
+memory, a newer one compiles it only if no other launch has its flags, dtypes or tile sizes.
 
 - **run**: the kernels compile, and the tests of the op have been run on this GPU as
   they are now.

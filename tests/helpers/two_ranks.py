@@ -1,5 +1,6 @@
 """Tests on two or more processes with gloo, or each with a GPU."""
 
+import multiprocessing
 import os
 import tempfile
 import time
@@ -30,9 +31,10 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
     for left in (folder / "rendezvous", *folder.glob("error-*")):  # of an earlier call
         left.unlink(missing_ok=True)
     deadline = time.monotonic() + 240
+    start: Any = forks() if device == "cpu" else multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with tempfile.TemporaryDirectory() as done:
         workers = [
-            forks().Process(target=_enter, args=(work, rank, world, device, folder, Path(done), arguments), daemon=True)
+            start.Process(target=_enter, args=(work, rank, world, device, folder, Path(done), arguments), daemon=True)
             for rank in range(world)
         ]
         try:

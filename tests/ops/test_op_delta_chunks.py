@@ -6,7 +6,7 @@ What has more (states, gates) may be off by what sums of two halves leave out; s
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,7 +89,7 @@ CASES = {
     "a chunk": (Sizes(1, 64, 1, 1, 16, 16), None),
     "odd sizes, three heads a group": (Sizes(1, 67, 2, 6, 10, 7), None),
     "blocks of values": (Sizes(1, 66, 1, 2, 16, 70), None),
-    "blocks of keys": (Sizes(1, 70, 1, 1, 40, 16), None),
+    "blocks of keys, two rows": (Sizes(2, 70, 1, 1, 40, 16), None),
     "packed": (Sizes(1, 140, 1, 2, 16, 16), [13, 1, 50, 0, 64, 10, 2]),
     "ends at chunks": (Sizes(1, 128, 1, 1, 16, 16), [0, 64, 63, 1, 0]),
 }
@@ -108,19 +108,32 @@ def test_is_the_rule(where: Where, case: str, by_channel: bool) -> None:
     assert_right(given, bounds)
 
 
-@BY_CHANNEL
 @pytest.mark.kernels
-@pytest.mark.parametrize("decay", [0.0, -1e-4, -80.0])
-def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: float, by_channel: bool) -> None:
-    """A state that is kept, or gone at once; and triangular systems whose powers would overflow."""
+@pytest.mark.parametrize(
+    ("by_channel", "decay"), [*product((False, True), (0.0, -1e-4, -80.0)), (True, None)]
+)  # None: any decay for each channel
+def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: float | None, by_channel: bool) -> None:
+    """A state that is kept, or gone at once, or any of both; and triangular systems whose powers would overflow."""
     given = operands(Sizes(1, 140, 1, 2, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
-    given["g"] = torch.full_like(given["g"], decay)
+    levels = torch.tensor([0.0, -1e-3, -2.0, -80.0, -3e4] if decay is None else [decay], device=kernels_device)
+    given["g"] = levels[torch.randint(len(levels), given["g"].shape, device=kernels_device)]
     given["k"] = given["k"][:, :1].expand_as(given["k"])
     given["beta"] = torch.ones_like(given["beta"]) * 0.999
     found, truth = run(given, "triton"), run(given, "reference", torch.float64)
     for name, true in truth.items():
         size = max(true.norm().item(), 1e-3 * truth["o"].norm().item())
         assert (found[name].double() - true).norm().item() <= 2e-5 * size, name
+
+
+@BY_CHANNEL
+@pytest.mark.kernels
+def test_in_autocast(kernels_device: torch.device, by_channel: bool) -> None:
+    """Also of the backward pass: products of the rule are not narrowed."""
+    given = operands(Sizes(1, 9, 1, 2, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
+    wanted = run(given, "triton")
+    with torch.autocast(kernels_device.type, torch.bfloat16):
+        found = run(given, "triton")
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
 @BY_CHANNEL

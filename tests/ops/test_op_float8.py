@@ -300,6 +300,14 @@ def test_refusals() -> None:
         float8_mm(a.rows[:, :24].contiguous(), b.rows[:, :24].contiguous(), a.scale, b.scale, torch.float32)
     with pytest.raises(InputError, match="gate_up must be floating, its last dimension a multiple of 32"):
         float8_gated_activation(torch.randn(4, 16), GLUOptions("silu"), E4M3, E5M2)
+    pairs = torch.randn(4, 32)
+    for options, dtype, message in (
+        (GLUOptions("tanh"), E4M3, "activation must be one of silu, gelu, gelu_tanh, got 'tanh'"),
+        (GLUOptions("silu", limit=-1.0), E4M3, "limit must be above 0, got -1.0"),
+        (GLUOptions("silu"), torch.bfloat16, "dtype: must be a float8 dtype, got torch.bfloat16"),
+    ):
+        with pytest.raises(InputError, match=f"float8_gated_activation: {message}"):
+            float8_gated_activation(pairs, options, dtype, E5M2)
     with pytest.raises(InputError, match="x must be floating, its last dimension a multiple of 16"):
         float8_cast(torch.randn(4, 24), E4M3)
     with pytest.raises(InputError, match="by_row: columns have one scale"):

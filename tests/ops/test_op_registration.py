@@ -72,6 +72,11 @@ CASES = {
         ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2), (2, 5, 2)),
         ("gated_delta_chunks_forward", "gated_delta_chunks_backward"),
     ),
+    "gated_delta_rule by channel": Case(
+        lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
+        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2, 4), (2, 5, 2)),
+        ("channel_delta_forward", "channel_delta_backward"),
+    ),
     "ssd": Case(
         lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
         ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),

@@ -2,18 +2,18 @@
 formulas.
 
 Results and gradients have one scale per row. Like casts by row, a program goes through its row twice; the second time
-it reads from the caches. Beside trained weights, which need one scale per tensor, such an activation gained 1.3 % of a
-block together with the norms, and is gone.
+it reads from the caches. Layers with trained weights need one scale per tensor: they cast their inputs themselves.
 """
 
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast import check_last
 from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, rows_reference, scale_of_rows
 from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.glu.glu import GLUOptions, activation_part, bounded, glu_numbers, glu_reference
+from ligermodels.ops.glu.glu import GLUOptions, activation_part, bounded, check_options, glu_numbers, glu_reference
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -41,12 +41,16 @@ def float8_gated_activation(
         A Float8Tensor (..., I) in the row-major layout.
 
     Raises:
-        InputError: shapes do not fit, a wrong tail, or a DTensor.
+        InputError: shapes do not fit, a wrong tail, dtype, activation or limit, or a DTensor.
         BackendError: a GPU without float8.
     """
     check_tail("float8_gated_activation", tail)
     reject_dtensors("float8_gated_activation", gate_up)
     check_last("float8_gated_activation", "gate_up", gate_up, 2 * ALIGNMENT)
+    check_options("float8_gated_activation", options)
+    for name, given in (("dtype", dtype), ("gradient_dtype", gradient_dtype)):
+        if given not in MAX_EXPONENT:
+            raise InputError(f"float8_gated_activation: {name}: must be a float8 dtype, got {given}")
     y: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, tail, options)
     return y
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
@@ -31,6 +31,7 @@ from ligermodels.ops.runtime.tensors import as_dtype, elementwise, empty_gradien
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+NAMES = "silu", *GELU.values()
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -141,6 +142,14 @@ def check_pairs(op: str, channels: int) -> None:
         raise InputError(f"{op}: a gated activation needs pairs of channels, and the layer before it has {channels}")
 
 
+def check_options(op: str, options: GLUOptions) -> None:
+    """Raises InputError, naming `op`, for an unknown activation, or a limit that is not above 0."""
+    if options.activation not in NAMES:
+        raise InputError(f"{op}: activation must be one of {', '.join(NAMES)}, got {short(options.activation)}")
+    if options.limit is not None and not options.limit > 0:
+        raise InputError(f"{op}: limit must be above 0, got {options.limit}")
+
+
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
     """The specification of `swiglu`, in plain torch, with the same arguments gate, up and options."""
     return glu_reference(gate, up, GLUOptions("silu", **options))
@@ -157,8 +166,7 @@ def _glu(op: str, gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
     gate, up = _TENSORS.check(op, gate, up)
     if up is None:
         check_pairs(op, gate.shape[-1])
-    if options.limit is not None and not options.limit > 0:
-        raise InputError(f"{op}: limit must be above 0, got {options.limit}")
+    check_options(op, options)
     return _GLU.apply(gate, up, options) if use_kernels(gate, up) else glu_reference(gate, up, options)
 
 

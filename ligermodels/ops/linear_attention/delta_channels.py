@@ -3,7 +3,8 @@ kernels.
 
 The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
 20 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
-states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks, which are products of torch.
+states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks. These are
+products of torch in float32, or in TF32 where `torch.set_float32_matmul_precision` allows it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, halves
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
+from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides, without_autocast
 
 TILES: dict[str, dict[str, int]] = {
     "paths": {"BLOCK_K": 64, "num_warps": 4},
@@ -137,7 +138,9 @@ class _Launch:
         )  # fmt: skip
 
     def gradient_of_heads(self, x: Tensor, d: Tensor, scale: float) -> Tensor:
-        """The gradient of queries or keys x (B, T, G, K), of x's dtype, from a buffer with that of scale * x / |x|."""
+        """The gradient of queries or keys x (B, T, G, K), of x's dtype.
+
+        d: a buffer with the gradient of scale * x / |x|."""
         d = self.in_tokens(d).unflatten(2, (x.shape[2], -1)).sum(3)
         wide = x.float()
         factor = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)
@@ -179,8 +182,9 @@ def _channel_delta_backward(
     dstates, dx = launch.of_chunks(*state), launch.of_chunks(*values)
     launch.states_backward(dout, contiguous(dfinal), dv, dstates, dx, dinitial if need_initial else None)
     do = launch.in_chunks(dout)
-    da, dm = (dx @ updates.mT).neg_(), do @ updates.mT
-    dread, dknown, dlate = do @ states.mT, dx @ states.mT, updates @ dstates.mT
+    with without_autocast(v):
+        da, dm = (dx @ updates.mT).neg_(), do @ updates.mT
+        dread, dknown, dlate = do @ states.mT, dx @ states.mT, updates @ dstates.mT
     dkept_last = (states * dstates).sum(-1)
     dweight = (dx * launch.in_chunks(v)).sum(-1) - (dknown * launch.known).sum(-1)
     dknown *= -launch.in_chunks(beta)[..., None]

@@ -61,7 +61,8 @@ def halves_of_level(path, out, i, n, level, K):
     block, where the token is in the right half, and where it is in the left half, each (C, BLOCK_K), else 0; and
     whether token j is in the left and token i in the right half of one block, at [i, j].
 
-    path: the paths of the chunk in memory. out: place of each element of the chunk in it."""
+    path: the paths of the chunk in memory; they fall from token to token, because g is at most 0. out: place of each
+    element of the chunk in it."""
     half = 1 << level
     is_right = (n // half % 2 == 1)[:, None]
     end_of_left = n // (2 * half) * (2 * half) + half - 1

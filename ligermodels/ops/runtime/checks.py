@@ -132,7 +132,8 @@ class Signature:
         Raises:
             InputError: a shape, dtype or device does not fit, or a tensor is a DTensor and the op takes none.
         """
-        if torch.compiler.is_compiling() or not is_plain(*tensors):
+        numbers = all(type(size) is int for size in sizes.values())
+        if torch.compiler.is_compiling() or not numbers or not is_plain(*tensors):
             return self._checked(op, tensors, sizes)
         # Each op begins with it, and layers repeat their sizes: a check takes three times as long as this look-up.
         form = *[None if x is None else (x.dtype, x.device, x.shape) for x in tensors], *sizes.items()
