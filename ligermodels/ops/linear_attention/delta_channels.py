@@ -3,8 +3,8 @@ kernels.
 
 The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
 20 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
-states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks. These are
-products of torch in float32, or in TF32 where `torch.set_float32_matmul_precision` allows it.
+states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks: products of torch in float32,
+or in TF32 where `torch.set_float32_matmul_precision` allows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ligermodels.ops.linear_attention.delta_channels_kernels import (
 from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, halves_of
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
 from ligermodels.ops.runtime.devices import power_of_2_above
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides, without_autocast
 
 TILES: dict[str, dict[str, int]] = {
@@ -36,17 +36,6 @@ TILES: dict[str, dict[str, int]] = {
     "states_backward": {"BLOCK_V": 32, "num_warps": 4},
 }
 """Most channels of a tile of keys and of values, and warps."""
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, first: Tensor | None,
-    final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`gated_delta_rule` with the same q, k, v, beta, initial_state and final_state, and g (B, T, R, K); `first`, int32
-    (T,), is the first token of each token's packed document, or None."""
-    initial_state = None if initial_state is None else initial_state.float()
-    o, state = ChannelDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
-    return o, state
 
 
 class _Launch:
@@ -149,7 +138,7 @@ class _Launch:
 
 
 @custom_op()
-def _channel_delta_forward(
+def channel_delta_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -165,7 +154,7 @@ def _channel_delta_forward(
 
 
 @custom_op()
-def _channel_delta_backward(
+def channel_delta_backward(
     dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial: Tensor | None, first: Tensor | None, need_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -194,22 +183,3 @@ def _channel_delta_backward(
     dq = launch.gradient_of_heads(q, dquery, q.shape[3] ** -0.5)
     dk = launch.gradient_of_heads(k, dkey, 1.0)
     return dq, dk, dv, dg, dbeta, dinitial
-
-
-class ChannelDeltaChunks(torch.autograd.Function):
-    """`gated_delta_rule` with a decay for each key channel, by the kernels; see `run`."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial, first, final_state):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, initial, first)
-        ctx.final_state = final_state
-        return _channel_delta_forward(q, k, v, g, beta, initial, first, final_state)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dfinal):
-        q, k, v, g, beta, initial, first = ctx.saved_tensors
-        dout = torch.zeros_like(v) if dout is None else dout
-        dfinal = dfinal if ctx.final_state else None
-        return _channel_delta_backward(dout, dfinal, q, k, v, g, beta, initial, first, ctx.needs_input_grad[5])

@@ -24,7 +24,7 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
 from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above, shared_memory
 from ligermodels.ops.runtime.dispatch import INTERPRETED, tl
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
 EPS = 1e-6
@@ -73,17 +73,6 @@ def refuses(q: Tensor, *, in_parts: bool = False) -> str | None:
     if gpu is not None and q.dtype != torch.float32 and width % ALIGNED:
         return f"queries and keys of 16 bits and {width} channels: not a multiple of {ALIGNED}"
     return None
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, first: Tensor | None,
-    final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`gated_delta_rule` with the same q, k, v, g, beta, initial_state and final_state; `first`, int32 (T,), is the
-    first token of each token's packed document, or None."""
-    initial_state = None if initial_state is None else initial_state.float()
-    o, state = GatedDeltaChunks.apply(q, k, v, g, beta, initial_state, first, final_state)
-    return o, state
 
 
 def aligned_heads(x: Tensor) -> tuple[Any, ...]:
@@ -236,7 +225,7 @@ class Launch:
 
 
 @custom_op()
-def _gated_delta_chunks_forward(
+def gated_delta_chunks_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -253,7 +242,7 @@ def _gated_delta_chunks_forward(
 
 
 @custom_op()
-def _gated_delta_chunks_backward(
+def gated_delta_chunks_backward(
     dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial: Tensor | None, first: Tensor | None, need_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -276,22 +265,3 @@ def _gated_delta_chunks_backward(
     launch.with_states(of_out, states, dstates, updates, dx, dquery, dkey, dpath, dweight)
     launch.finish(dquery, dkey, dpath, dweight, dq, dk, dg, dbeta)
     return dq, dk, dv, dg, dbeta, dinitial
-
-
-class GatedDeltaChunks(torch.autograd.Function):
-    """`gated_delta_rule` by the kernels; see `run`."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial, first, final_state):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, initial, first)
-        ctx.final_state = final_state
-        return _gated_delta_chunks_forward(q, k, v, g, beta, initial, first, final_state)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dfinal):
-        q, k, v, g, beta, initial, first = ctx.saved_tensors
-        dout = torch.zeros_like(v) if dout is None else dout
-        dfinal = dfinal if ctx.final_state else None
-        return _gated_delta_chunks_backward(dout, dfinal, q, k, v, g, beta, initial, first, ctx.needs_input_grad[5])

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.linear_attention import delta_channels, delta_chunks, fla
+from ligermodels.ops.linear_attention import delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
-from ligermodels.ops.linear_attention.delta_chunks import EPS
+from ligermodels.ops.linear_attention.delta_channels import channel_delta_backward, channel_delta_forward
+from ligermodels.ops.linear_attention.delta_chunks import EPS, gated_delta_chunks_backward, gated_delta_chunks_forward
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
 from ligermodels.ops.runtime.dispatch import is_recording, refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import reject_dtensors
+from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import without_autocast
 
 BACKENDS = ("auto", "triton", "fla", "reference")
@@ -92,12 +93,35 @@ def gated_delta_rule(
     chosen = _choose(*operands, cu_seqlens, backend)
     if chosen == "triton":
         first = None if cu_seqlens is None else first_tokens(q, cu_seqlens)
-        kernels = delta_channels if g.dim() == 4 else delta_chunks
-        return kernels.run(*operands, first, final_state)
+        initial = None if initial_state is None else initial_state.float()
+        found: tuple[Tensor, Tensor] = _ByKernels.apply(q, k, v, g, beta, initial, first, final_state)
+        return found
     if chosen == "fla":
         return fla.run(*operands, cu_seqlens, final_state)
     o, state = gated_delta_rule_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, state if final_state else o.new_empty(0)
+
+
+class _ByKernels(torch.autograd.Function):
+    """`gated_delta_rule` by kernels for one decay of a head, or for a decay of each key channel. `first`, int32 (T,):
+    the first token of each token's packed document, or None. Only the operands are saved."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial, first, final_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, initial, first)
+        ctx.final_state = final_state
+        compute = gated_delta_chunks_forward if g.dim() == 3 else channel_delta_forward
+        return compute(q, k, v, g, beta, initial, first, final_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal):
+        q, k, v, g, beta, initial, first = ctx.saved_tensors
+        dout = torch.zeros_like(v) if dout is None else dout
+        dfinal = dfinal if ctx.final_state else None
+        compute = gated_delta_chunks_backward if g.dim() == 3 else channel_delta_backward
+        return compute(dout, dfinal, q, k, v, g, beta, initial, first, ctx.needs_input_grad[5])
 
 
 def _choose(
