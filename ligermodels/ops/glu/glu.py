@@ -40,8 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GLUOptions(NamedTuple):
-    """An activation ("silu", "gelu" or "gelu_tanh") and its numbers, in the order in which the registered ops take
-    them."""
+    """An activation ("silu", "gelu" or "gelu_tanh") and its numbers, in the order of the registered ops."""
 
     activation: str
     gate_multiplier: float = 1.0

@@ -142,7 +142,10 @@ def channel_delta_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o, and the state after the last token, empty without final_state."""
+    """o, and the state after the last token, empty without final_state.
+
+    q, k, v, g, beta: of `gated_delta_rule`. initial: the state before them, float32, or None. first: int32 (T,), the
+    first token of each token's packed document, or None."""
     out = v.new_empty(v.shape)
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
     final = v.new_empty(shape, dtype=torch.float32)
@@ -158,7 +161,8 @@ def channel_delta_backward(
     dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial: Tensor | None, first: Tensor | None, need_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, g, beta and, with need_initial, of the initial state."""
+    """The gradients of q, k, v, g, beta and, with need_initial, of the initial state, from those of o, `dout`, and of
+    the last state, `dfinal` or None. initial, first: as in the forward pass."""
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
     dinitial = v.new_empty(shape, dtype=torch.float32)
