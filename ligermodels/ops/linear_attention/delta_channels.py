@@ -163,11 +163,10 @@ def channel_delta_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, g, beta and, with need_initial, of the initial state, from those of o, `dout`, and of
     the last state, `dfinal` or None. initial, first: as in the forward pass."""
-    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
-    dinitial = v.new_empty(shape, dtype=torch.float32)
-    if is_fake(dq) or not v.shape[0]:
-        return dq, dk, dv, dg, dbeta, dinitial
+    dv, dg, dinitial = v.new_empty(v.shape), g.new_empty(g.shape), v.new_empty(shape, dtype=torch.float32)
+    if is_fake(dv) or not v.shape[0]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), dv, dg, beta.new_empty(beta.shape), dinitial
     launch = _Launch(q, k, v, g, beta, first)
     keys, values, state = (CHUNK, q.shape[3]), (CHUNK, v.shape[3]), (q.shape[3], v.shape[3])
     states, updates = launch.of_chunks(*state), launch.of_chunks(*values)
