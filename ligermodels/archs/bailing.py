@@ -3,6 +3,8 @@ of a group; mixtures of experts with shared experts except in the first few laye
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ligermodels.archs.compose import STACKED_EXPERTS, Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import fixed, latent_decoder, rotated_dim
 from ligermodels.archs.experts import TRANSPOSED_EXPERTS, feed_forwards, grouped_router
@@ -12,7 +14,7 @@ from ligermodels.archs.kimi_linear import without_published_names
 from ligermodels.archs.qwen3_5 import LINEAR
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import KimiDeltaAttentionConfig, LatentAttentionConfig
+from ligermodels.layers import KimiDeltaAttentionConfig, LatentAttentionConfig, LayerConfig, MLPConfig, MoEConfig
 from ligermodels.models.mtp_format import NUMBERED_LAYERS, MTPFormat
 
 BAILING_HYBRID = {
@@ -61,6 +63,9 @@ FIXED = {
 """Fields of published configs of which one value is implemented, as in transformers, which reads none of them."""
 
 LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+"""Fields with the limits of the routed and of the shared experts of each layer, 0 or null for no limit: the activation
+silu(gate) is at most the limit, and up within plus and minus the limit. transformers does not read them; the formula is
+`SwigluStepAndMul` in inclusionAI's vLLM and SGLang code of this model."""
 
 
 def bailing_hybrid(config: Config) -> DecoderConfig:
@@ -71,8 +76,6 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
     fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
-    for name in LIMITS:
-        _check_no_limits(fields, name)
     fields.ignore("use_qk_norm")  # queries and keys of the delta rule are normalised, and those of attention are not
     rotated = rotated_dim(fields)
     fixed(fields, "rotary_dim", rotated, "qk_rope_head_dim")
@@ -82,6 +85,7 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     heads = fields.size("linear_num_heads", fields.size("num_attention_heads"))
     width = fields.size("linear_head_dim", fields.size("head_dim", HEAD_DIM))
     conv_width = fields.size("linear_conv_kernel_dim", fields.size("short_conv_kernel_size"))
+    routed, shared = (_limits(fields, name) for name in LIMITS)
     mixers, feed_forward = _mixers(fields), feed_forwards(fields, first_dense=2, types_decide=True)
     delta = KimiDeltaAttentionConfig(
         num_key_heads=heads,
@@ -92,14 +96,19 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
         norm_eps=fields.number("rms_norm_eps", negative=False),
         decay_bound=_decay_bound(fields),
     )
-    return latent_decoder(
+    composed = latent_decoder(
         fields,
         rope=fields.rope(rotated, fields.size("max_position_embeddings"), THETA),
         router=grouped_router(fields, name_of(config, "num_experts", "num_local_experts")),
         is_dense=lambda layer: feed_forward[layer] == DENSE,
         head_gate="sigmoid",
         mixer=lambda layer, latent: latent if mixers[layer] == FULL else delta,
+        mlp=lambda layer, common: _limited(common, routed[layer], shared[layer]),
     )
+    if FULL not in mixers or not any((*routed, *shared)):
+        return composed
+    last = composed.blocks[max(layer for layer, kind in enumerate(mixers) if kind == FULL)]
+    return replace(composed, mtp_block=replace(last, mlp=_limited(last.mlp, None, None)))  # no limits in MTP layers
 
 
 def _with_whole_rope(fields: Fields) -> Fields:
@@ -112,15 +121,22 @@ def _with_whole_rope(fields: Fields) -> Fields:
     return fields.replaced(rope_parameters=settings, rope_scaling=None, partial_rotary_factor=None)
 
 
-def _check_no_limits(fields: Fields, name: str) -> None:
-    """ConfigError if the list `name` of limits of each layer's experts has a limit."""
-    fields.ignore(name)
-    limits = fields.config.get(name)
-    if any(limits if isinstance(limits, list) else [limits]):
-        raise ConfigError(
-            f"{fields.where}: {name} is not implemented: some programs clamp the activations of experts by it, others, "
-            "like transformers, do not read it; remove the field to compute without it"
-        )
+def _limits(fields: Fields, name: str) -> list[float | None]:
+    """The limit of each layer's experts in the list `name`, None for no limit. The list may go on for MTP layers,
+    without limits."""
+    limits, count = fields.config.get(name), fields.size("num_hidden_layers")
+    if isinstance(limits, list):
+        limits = [0.0 if limit is None else limit for limit in limits]
+        fields = fields.replaced(**{name: limits if any(limits[count:]) else limits[:count]})
+    return [limit or None for limit in fields.per_layer(name, lambda layer: 0.0)]
+
+
+def _limited(mlp: LayerConfig, routed: float | None, shared: float | None) -> LayerConfig:
+    """A mixture with the limits of its `routed` and `shared` experts, None for no limit; or a dense layer as it is."""
+    if not isinstance(mlp, MoEConfig) or not isinstance(mlp.shared, MLPConfig):
+        return mlp
+    of_shared, of_routed = ({"activation": "clamped_silu" if x else "silu", "limit": x} for x in (shared, routed))
+    return replace(mlp, shared=replace(mlp.shared, **of_shared), **of_routed)
 
 
 def _decay_bound(fields: Fields) -> float | None:

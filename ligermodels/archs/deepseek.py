@@ -12,7 +12,15 @@ from ligermodels.archs.fields import name_of
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LatentAttentionConfig, LayerConfig, RopeConfig, RouterConfig, yarn_mscale
+from ligermodels.layers import (
+    LatentAttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    MoEConfig,
+    RopeConfig,
+    RouterConfig,
+    yarn_mscale,
+)
 from ligermodels.layers.query_scaling import QueryScaling
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
@@ -130,6 +138,7 @@ def latent_decoder(
     mlp_bias: bool = False,
     head_gate: Literal["sigmoid", "softplus"] | None = None,
     mixer: Callable[[int, LatentAttentionConfig], LayerConfig] = lambda layer, latent: latent,
+    mlp: Callable[[int, MLPConfig | MoEConfig], LayerConfig] = lambda layer, common: common,
 ) -> DecoderConfig:
     """The decoder of DeepSeek-V3 and of families with the same layers.
 
@@ -142,6 +151,7 @@ def latent_decoder(
         mlp_bias: whether feed-forward projections have biases.
         head_gate: see `LatentAttentionConfig`.
         mixer: function (layer number, config of latent attention) -> config of the layer's token mixer.
+        mlp: function (layer number, config of its dense layer or mixture) -> config of the layer's feed-forward layer.
 
     Raises:
         ConfigError: a field is missing, bad or not implemented; the message names it.
@@ -166,12 +176,13 @@ def latent_decoder(
     if rope is not None:
         latent = replace(latent, softmax_scale=_softmax_scale(fields, latent.key_dim))
     mtp = name_of(fields.config, "num_nextn_predict_layers", ATTRIBUTE_MAP["num_nextn_predict_layers"])
+    common_mlp = shared_and_routed(fields, router, is_dense)
     return decoder(
         fields.replaced(head_dim=rotated),
         attention=lambda layer, common: {"rope": rope},
         mixer=lambda layer, common: mixer(layer, latent),
         mlp_bias=mlp_bias,
-        mlp=shared_and_routed(fields, router, is_dense),
+        mlp=lambda layer, gated: mlp(layer, common_mlp(layer, gated)),
         num_mtp_layers=fields.size(mtp, 0, zero=True),
     )
 

@@ -167,13 +167,20 @@ _MLPS: Mapping[type, Callable[[nn.Module, Any, Names], Names]] = {
 
 
 def check_supported(block: BlockConfig) -> None:
-    """ConfigError, naming the class of the config, for a block with a layer that has no counterpart here."""
+    """ConfigError, naming the class of the config, for a block with a layer that has no counterpart here; or for limits
+    of activations that transformers does not compute."""
     if block.mixer is None or block.mlp is None:
         raise ConfigError("nativize: blocks of one layer are not supported")
     if type(block.mixer) not in _MIXERS:
         raise ConfigError(f"nativize: a mixer of {type(block.mixer).__name__} is not supported")
     if type(block.mlp) not in _MLPS:
         raise ConfigError(f"nativize: a feed-forward layer of {type(block.mlp).__name__} is not supported")
+    feed_forwards = block.mlp, getattr(block.mlp, "shared", None)
+    if any(getattr(layer, "activation", None) == "clamped_silu" for layer in feed_forwards):
+        raise ConfigError(
+            "nativize: the config has limits of experts' activations, and transformers computes without them; use "
+            "ligermodels.from_pretrained"
+        )
     if type(block.after) not in (PerLayerInputConfig, type(None)):
         raise ConfigError(f"nativize: a layer of {type(block.after).__name__} is not supported")
 

@@ -22,6 +22,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": ops.swiglu,
+    "clamped_silu": partial(ops.swiglu, limit_activation=True),
     "gelu_tanh": ops.geglu,
     "gelu": partial(ops.geglu, approximate="none"),
 }

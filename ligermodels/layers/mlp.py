@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ligermodels.convert.mappings import WeightMapping, interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.config import LayerConfig
-from ligermodels.layers.config_checks import check_choice, check_sizes
+from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
 from ligermodels.layers.context import ForwardContext
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.layer import Layer
@@ -24,7 +24,8 @@ class MLPConfig(LayerConfig):
     """`size` intermediate channels, the gate's `activation` (a key of ACTIVATIONS), and whether there are biases.
 
     The gate is multiplied by `gate_multiplier` before its activation, and the output, bias included, by
-    `down_multiplier`: Falcon-H1's `mlp_multipliers`."""
+    `down_multiplier`: Falcon-H1's `mlp_multipliers`. With a `limit` the gate is at most the limit (with
+    "clamped_silu" the gate's activation), and up is within [-limit, limit]."""
 
     NAMES: ClassVar[Mapping[str, str]] = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 
@@ -33,9 +34,11 @@ class MLPConfig(LayerConfig):
     bias: bool = False
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
+    limit: float | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "size")
+        check_numbers(self, "limit", positive=True)
         check_choice(self, "activation", ACTIVATIONS)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -87,7 +90,7 @@ class GatedMLP(Layer):
     def __init__(self, hidden_size: int, config: MLPConfig) -> None:
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * config.size, bias=config.bias)
-        self.activation = GatedActivation(config.activation, gate_multiplier=config.gate_multiplier)
+        self.activation = GatedActivation(config.activation, config.gate_multiplier, limit=config.limit)
         self.down = Linear(config.size, hidden_size, bias=config.bias)
         self.down_multiplier = config.down_multiplier
 

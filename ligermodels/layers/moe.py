@@ -57,7 +57,8 @@ class MoEConfig(LayerConfig):
         activation: a key of ACTIVATIONS; or a key of UNGATED for experts without a gate (Nemotron-H).
         alpha: factor of the gate: up + up_offset is multiplied by activation(alpha * gate) / alpha (gpt-oss). Default:
             1.
-        limit: gate is clamped to at most `limit`, and up to [-limit, limit]. Default: None, no clamping.
+        limit: gate is clamped to at most `limit` (with the activation "clamped_silu" the activation, in place of gate),
+            and up to [-limit, limit]. Default: None, no clamping.
         up_offset: is added to up. Default: 0.
         bias: whether the experts' projections have biases.
         latent_size: channels of the experts' inputs and outputs, if they differ from the hidden size: a linear layer

@@ -33,6 +33,8 @@ class DecoderConfig:
         max_position_embeddings: longest context, in tokens, that the checkpoint was made for.
         num_mtp_layers: number of multi-token prediction layers that checkpoints hold after the layers of the blocks
             (DeepSeek-V3, GLM-4.5); they are no part of the model.
+        mtp_block: config of the block of each multi-token prediction layer. Default: None, the block that
+            `models.mtp_format.mtp_block` says.
         per_layer_inputs: config of inputs that each layer takes beside the hidden states (Gemma 4).
         dropout: fields of config.json that ask for dropout in training, such as "attention_dropout = 0.1". It is not
             implemented: such a model is in eval mode, and refuses training.
@@ -52,6 +54,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int | None = None
     num_mtp_layers: int = 0
+    mtp_block: BlockConfig | None = None
     per_layer_inputs: PerLayerInputsConfig | None = None
     dropout: tuple[str, ...] = ()
 

@@ -70,7 +70,7 @@ class MTPFormat:
         mappings: list[WeightMapping] = []
         copied = self.copied(config, layout, num_layers)
         ignored = [r"rotary_emb\.inv_freq$", *(f"^{re.escape(name)}$" for name in copied)]
-        block, names = mtp_block(config)[1], layout.get("names") or {}
+        block, names = mtp_block(config), layout.get("names") or {}
         kinds = ("weight", "bias") if config.norm.bias else ("weight",)
         prefixes = []
         for index in range(num_layers):
@@ -159,8 +159,8 @@ NUMBERED_LAYERS = MTPFormat(
 embedding and the head."""
 
 
-def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
-    """The model's block that an MTP layer copies: its layer number and its config.
+def mtp_block(config: DecoderConfig) -> BlockConfig:
+    """The config of the block of an MTP layer: `config.mtp_block`, or without one that of a block of the model.
 
     It is the last block with full attention or, without one, the last with sliding-window attention; of mixers side by
     side it has the attention alone.
@@ -169,6 +169,8 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
         ConfigError: the model has no attention, or no block with attention and a feed-forward layer, or its blocks
             take per-layer inputs beside hidden states.
     """
+    if config.mtp_block is not None:
+        return config.mtp_block
     if config.per_layer_inputs is not None:
         raise ConfigError(
             "per_layer_inputs: the blocks of this model take an embedding of each token for each layer; multi-token "
@@ -192,4 +194,4 @@ def mtp_block(config: DecoderConfig) -> tuple[int, BlockConfig]:
         )
     if mixer.has_extra_output:  # keys and values, for later layers
         mixer = replace(mixer, shares_kv=False)  # type: ignore[type-var]
-    return layer, replace(config.blocks[layer], mixer=mixer)
+    return replace(config.blocks[layer], mixer=mixer)

@@ -218,7 +218,7 @@ class MTPModel(MultiHeadModel):
         return drafter(self.embeddings, self.head, self._through_base, self._new_state, layers)
 
     def _new_state(self, batch_size: int, max_length: int) -> DecodingState:
-        mixer, size = mtp_block(self.base.config)[1].mixer, self.base.config.hidden_size
+        mixer, size = mtp_block(self.base.config).mixer, self.base.config.hidden_size
         dtype = next(self.head.parameters()).dtype
         options: dict[str, Any] = {"hidden_size": size, "dtype": dtype, "device": self.base.device}
         return DecodingState([mixer] * self.head.num_layers, batch_size, max_length, **options)

@@ -30,7 +30,7 @@ class MTPHead(nn.Module):
     blocks, which share the norms and fc, as in Qwen3.5.
 
     Args:
-        config: the model's config. The block has the config of the model's last block with full attention.
+        config: the model's config. The block has the config that `models.mtp_format.mtp_block` says.
         num_layers: number of layers.
         separate: whether each layer has its own norms and fc.
 
@@ -40,7 +40,7 @@ class MTPHead(nn.Module):
 
     def __init__(self, config: DecoderConfig, num_layers: int = 1, *, separate: bool = False) -> None:
         super().__init__()
-        _, block = mtp_block(config)
+        block = mtp_block(config)
         size = config.hidden_size
         self.embedding_norm, self.hidden_norm = config.norm.build(size), config.norm.build(size)
         self.fc = Linear(2 * size, size, bias=False)

@@ -220,7 +220,7 @@ def float8_cast_by_row(dtype: torch.dtype, to: torch.dtype, width: int, tail: in
 
 
 @calls(
-    "float8_gated_activation", dtype=FLOATS, activation=("silu", "gelu_tanh", "gelu"), width=(64, 4096),
+    "float8_gated_activation", dtype=FLOATS, activation=("silu", "clamped_silu", "gelu_tanh", "gelu"), width=(64, 4096),
     limit=(None, 7.0),
 )  # fmt: skip
 def float8_gated_activation(dtype: torch.dtype, activation: str, width: int, limit: float | None) -> None:

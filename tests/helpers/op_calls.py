@@ -96,7 +96,10 @@ def gated_rms_norm(dtype: torch.dtype, width: int, before: bool, gate: str, grad
 
 @calls(
     "swiglu, geglu", dtype=FLOATS, width=(96, 14336), packed=BOTH, grads=GRADS,
-    options=(GLUOptions("silu"), GLUOptions("gelu"), GLUOptions("gelu_tanh", 0.5, 2.0, 7.0, 1.0)),
+    options=(
+        GLUOptions("silu"), GLUOptions("gelu"), GLUOptions("gelu_tanh", 0.5, 2.0, 7.0, 1.0),
+        GLUOptions("clamped_silu", limit=4.0),
+    ),
 )  # fmt: skip
 def glu(dtype: torch.dtype, width: int, packed: bool, grads: tuple[bool, bool], options: GLUOptions) -> None:
     if packed:
@@ -105,7 +108,8 @@ def glu(dtype: torch.dtype, width: int, packed: bool, grads: tuple[bool, bool], 
     gate, up = (leaf(8, width, dtype=dtype, grad=grad) for grad in grads)
     name, *numbers = options
     names = "gate_multiplier", "down_multiplier", "limit", "up_offset"
-    op = ops.swiglu if name == "silu" else partial(ops.geglu, approximate="tanh" if "tanh" in name else "none")
+    silu = partial(ops.swiglu, limit_activation=name == "clamped_silu")
+    op = silu if "silu" in name else partial(ops.geglu, approximate="tanh" if "tanh" in name else "none")
     backward(op(gate, up, **dict(zip(names, numbers, strict=True))))
 
 

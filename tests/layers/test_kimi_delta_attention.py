@@ -151,7 +151,6 @@ def linear(**changes: Any) -> dict[str, Any]:
         ),
         (LING, {"no_kda_lora": False}, "no_kda_lora = False is not implemented"),
         (LING, {"gated_attention_proj_granularity_type": "element_wise"}, "granularity_type = 'element_wise' is not"),
-        (LING, {"expert_swiglu_limit_list": [0, 0, 4.0, 0]}, "expert_swiglu_limit_list is not implemented"),
         (LING, {"rotary_dim": 4}, "rotary_dim = 4 is not implemented"),
     ],
 )

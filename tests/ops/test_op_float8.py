@@ -191,7 +191,7 @@ def test_norm(where: Where, shape: tuple[int, ...], with_residual: bool, casting
 @pytest.mark.parametrize(
     "options", [{}, {"gate_multiplier": 0.7, "down_multiplier": 1.5, "limit": 1.0, "up_offset": 1.0}]
 )
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "clamped_silu", "gelu", "gelu_tanh"])
 def test_gated_activation(where: Where, activation: str, options: dict[str, float]) -> None:
     """The activation and, as float8 too, the gradient of its pairs."""
     for shape in ((3, 16), (2, 37, 48), (70, 80), (2, 4112)):  # rows of one block and of several
@@ -202,10 +202,12 @@ def test_gated_activation(where: Where, activation: str, options: dict[str, floa
         (found,) = torch.autograd.grad(y, gate_up, dy)
         wide = gate_up.detach().reshape(-1, 2 * shape[-1]).double().requires_grad_()
         gate, up = wide[:, ::2], wide[:, 1::2]
+        clamps_silu = activation == "clamped_silu"
         if options:
-            gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+            gate, up = gate if clamps_silu else gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
         g = gate * options.get("gate_multiplier", 1)
-        part = ACTIVATIONS[activation](g)
+        part = ACTIVATIONS[activation.removeprefix("clamped_")](g)
+        part = part.clamp(max=1.0) if options and clamps_silu else part
         truth = part * (up + options.get("up_offset", 0)) * options.get("down_multiplier", 1)
         (gradient,) = torch.autograd.grad(truth, wide, dy.double().view_as(truth))
         assert_rounded(y, truth.detach(), where)
@@ -302,7 +304,7 @@ def test_refusals() -> None:
         float8_gated_activation(torch.randn(4, 16), GLUOptions("silu"), E4M3, E5M2)
     pairs = torch.randn(4, 32)
     for options, dtype, message in (
-        (GLUOptions("tanh"), E4M3, "activation must be one of silu, gelu, gelu_tanh, got 'tanh'"),
+        (GLUOptions("tanh"), E4M3, "activation must be one of silu, clamped_silu, gelu, gelu_tanh, got 'tanh'"),
         (GLUOptions("silu", limit=-1.0), E4M3, "limit must be above 0, got -1.0"),
         (GLUOptions("silu"), torch.bfloat16, "dtype: must be a float8 dtype, got torch.bfloat16"),
     ):

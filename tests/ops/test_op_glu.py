@@ -16,7 +16,7 @@ from ligermodels.ops import geglu, geglu_reference, swiglu, swiglu_reference
 Op = Callable[..., torch.Tensor]
 
 
-def plain(activation: Callable[[torch.Tensor], torch.Tensor]) -> Op:
+def plain(activation: Callable[[torch.Tensor], torch.Tensor], limit_activation: bool = False) -> Op:
     """As eager models write it: the activation is rounded, then the product; of two tensors or of packed pairs."""
 
     def glu(
@@ -30,16 +30,25 @@ def plain(activation: Callable[[torch.Tensor], torch.Tensor]) -> Op:
     ) -> torch.Tensor:
         gate, up = (gate[..., ::2], gate[..., 1::2]) if up is None else (gate, up)
         if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate, up = gate if limit_activation else gate.clamp(max=limit), up.clamp(-limit, limit)
         up = up + up_offset
-        return activation(wide(gate * gate_multiplier)).to(gate.dtype) * up * down_multiplier
+        activated = activation(wide(gate * gate_multiplier)).to(gate.dtype)
+        if limit is not None and limit_activation:
+            activated = activated.clamp(max=limit)
+        return activated * up * down_multiplier
 
     return glu
 
 
+CLAMPED = {"limit_activation": True}
 OPS = {
     "silu": (swiglu, swiglu_reference, plain(lambda g: g * torch.sigmoid(g))),
     "gelu_tanh": (geglu, geglu_reference, plain(partial(functional.gelu, approximate="tanh"))),
+    "clamped_silu": (
+        partial(swiglu, **CLAMPED),
+        partial(swiglu_reference, **CLAMPED),
+        plain(lambda g: g * torch.sigmoid(g), True),
+    ),
     "gelu": (partial(geglu, approximate="none"), partial(geglu_reference, approximate="none"), plain(functional.gelu)),
 }
 SHAPES = [(1, 1), (5,), (2, 3, 100), (1, 2, 2050), (2, 517), (2, 0, 6), (4, 0)]

@@ -42,6 +42,7 @@ ACTIVATIONS = [
     GLUOptions("gelu_tanh", 0.5, 3.0),
     GLUOptions("gelu"),
     GLUOptions("silu", limit=0.5, up_offset=1.0),
+    GLUOptions("clamped_silu", limit=0.5),
 ]
 
 

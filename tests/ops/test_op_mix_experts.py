@@ -16,7 +16,13 @@ from ligermodels.ops.glu.glu import ACTIVATIONS
 from ligermodels.ops.moe import mix
 
 SILU = GLUOptions("silu")
-OPTIONS = (SILU, GLUOptions("silu", 1.702, 1 / 1.702, 1.0, 1.0), GLUOptions("gelu"), GLUOptions("gelu_tanh", 0.5, 2.0))
+OPTIONS = (
+    SILU,
+    GLUOptions("silu", 1.702, 1 / 1.702, 1.0, 1.0),
+    GLUOptions("gelu"),
+    GLUOptions("gelu_tanh", 0.5, 2.0),
+    GLUOptions("clamped_silu", limit=0.75),
+)
 SIZES = (  # tokens, choices, experts, channels, intermediate channels
     (1, 1, 1, 1, 1),
     (7, 3, 5, 12, 10),
@@ -56,9 +62,11 @@ def plain(
     z = (gate_up[experts] @ x[:, None, :, None]).squeeze(-1)
     z = z + biases[0][experts] if biases else z
     gate, up = wide(z[..., ::2]), wide(z[..., 1::2])
+    clamps_silu = options.activation == "clamped_silu"
     if options.limit is not None:
-        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-    h = ACTIVATIONS[options.activation](gate * options.gate_multiplier) * (up + options.up_offset)
+        gate, up = gate if clamps_silu else gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    activated = ACTIVATIONS[options.activation.removeprefix("clamped_")](gate * options.gate_multiplier)
+    h = (activated.clamp(max=options.limit) if clamps_silu else activated) * (up + options.up_offset)
     h = (h * options.down_multiplier).to(x.dtype)
     y = (down[experts] @ h[..., None]).squeeze(-1)
     y = y + biases[1][experts] if biases else y

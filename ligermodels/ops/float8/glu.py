@@ -13,7 +13,16 @@ from ligermodels.ops.float8.cast import check_last
 from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, rows_reference, scale_of_rows
 from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.glu.glu import GLUOptions, activation_part, bounded, check_options, glu_numbers, glu_reference
+from ligermodels.ops.glu.glu import (
+    GLUOptions,
+    activation_part,
+    bounded,
+    bounded_gradients,
+    check_options,
+    glu_numbers,
+    glu_reference,
+    passed,
+)
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -110,25 +119,19 @@ def _glu_values(
     g0, u0 = tl.split(tl.reshape(pairs, (QUADS, COLUMNS, 2)))
     g0 = g0.to(tl.float32)
     u0 = u0.to(tl.float32)
-    g, u = bounded(g0, u0, limit, up_offset)
+    g, u = bounded(g0, u0, limit, up_offset, ACTIVATION)
     if gate_multiplier is not None:
         g = g * gate_multiplier
     p, slope = _gate_part(g, ACTIVATION)
     if not BACKWARD:
         if down_multiplier is not None:
             u = u * down_multiplier
-        values = g * p * u
+        values = passed(g, p, limit, ACTIVATION) * u
     else:
         d = d.to(tl.float32)
         if down_multiplier is not None:
             d = d * down_multiplier
-        if gate_multiplier is not None:
-            u = u * gate_multiplier  # u occurs in the gate's gradient alone
-        of_gate = d * u * (p + g * slope)
-        of_up = d * g * p
-        if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
-            of_gate = tl.where(g0 > limit, 0.0, of_gate)
-            of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+        of_gate, of_up = bounded_gradients(d, g, u, p, slope, g0, u0, limit, gate_multiplier, ACTIVATION)
         values = tl.reshape(tl.join(of_gate, of_up), (QUADS, 2 * COLUMNS))
     return values
 

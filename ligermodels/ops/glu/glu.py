@@ -8,7 +8,8 @@ Each activation is g * p(g), where p(g) is the part of the gate that passes; wit
 
 With multipliers (Falcon-H1, https://arxiv.org/abs/2507.22448) the result is
 down_multiplier * activation(gate_multiplier * gate) * up. With a `limit`, gate is first bounded to at most limit and up
-to [-limit, limit]; then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925).
+to [-limit, limit]; then `up_offset` is added to up (gpt-oss, https://arxiv.org/abs/2508.10925). "clamped_silu" bounds
+silu(gate_multiplier * gate) to at most limit, in place of gate (Ling 3.0: `SwigluStepAndMul` of vLLM).
 """
 
 import math
@@ -31,16 +32,19 @@ from ligermodels.ops.runtime.tensors import as_dtype, elementwise, empty_gradien
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
 MAX_TILES = 4  # tiles of a row that a program takes
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-NAMES = "silu", *GELU.values()
+CLAMPED_SILU = "clamped_silu"
+NAMES = "silu", CLAMPED_SILU, *GELU.values()
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
+    CLAMPED_SILU: functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
 
 
 class GLUOptions(NamedTuple):
-    """An activation ("silu", "gelu" or "gelu_tanh") and its numbers, in the order of the registered ops."""
+    """An activation ("silu", "clamped_silu", "gelu" or "gelu_tanh") and its numbers, in the order of the registered
+    ops."""
 
     activation: str
     gate_multiplier: float = 1.0
@@ -57,6 +61,7 @@ def swiglu(
     down_multiplier: float = 1.0,
     limit: float | None = None,
     up_offset: float = 0.0,
+    limit_activation: bool = False,
 ) -> Tensor:
     """down_multiplier * silu(gate_multiplier * gate) * (up + up_offset), with silu(g) = g * sigmoid(g).
 
@@ -71,6 +76,8 @@ def swiglu(
         down_multiplier: factor on the result.
         limit: upper bound of the gate, and bound of |up|, before all else (gpt-oss); None for no bounds.
         up_offset: added to up after the bounds (gpt-oss).
+        limit_activation: whether `limit` is the upper bound of silu(gate_multiplier * gate), in place of gate's (Ling
+            3.0).
 
     Returns:
         Contiguous (..., I) of gate's dtype.
@@ -82,7 +89,8 @@ def swiglu(
         >>> swiglu(torch.randn(2, 5, 64), torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 64])
     """
-    return _glu("swiglu", gate, up, GLUOptions("silu", gate_multiplier, down_multiplier, limit, up_offset))
+    activation = CLAMPED_SILU if limit_activation else "silu"
+    return _glu("swiglu", gate, up, GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset))
 
 
 def geglu(
@@ -149,9 +157,11 @@ def check_options(op: str, options: GLUOptions) -> None:
         raise InputError(f"{op}: limit must be above 0, got {options.limit}")
 
 
-def swiglu_reference(gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
+def swiglu_reference(
+    gate: Tensor, up: Tensor | None = None, *, limit_activation: bool = False, **options: Any
+) -> Tensor:
     """The specification of `swiglu`, in plain torch, with the same arguments gate, up and options."""
-    return glu_reference(gate, up, GLUOptions("silu", **options))
+    return glu_reference(gate, up, GLUOptions(CLAMPED_SILU if limit_activation else "silu", **options))
 
 
 def geglu_reference(
@@ -175,12 +185,15 @@ def glu_reference(gate: Tensor, up: Tensor | None, options: GLUOptions) -> Tenso
         gate, up = gate[..., ::2].contiguous(), gate[..., 1::2]
     dtype, wide = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
     gate, up = as_dtype(gate, wide), as_dtype(up, wide)
+    clamps_silu = options.activation == CLAMPED_SILU
     if options.limit is not None:
-        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        gate, up = gate if clamps_silu else gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     if options.up_offset:
         up = up + options.up_offset
-    y = elementwise(ACTIVATIONS[options.activation], _times(gate, options.gate_multiplier)) * up
-    return as_dtype(_times(y, options.down_multiplier), dtype)
+    activated = elementwise(ACTIVATIONS[options.activation], _times(gate, options.gate_multiplier))
+    if clamps_silu and options.limit is not None:
+        activated = activated.clamp(max=options.limit)
+    return as_dtype(_times(activated * up, options.down_multiplier), dtype)
 
 
 def _times(x: Tensor, multiplier: float) -> Tensor:
@@ -221,14 +234,40 @@ def _load_pairs(gate, up, first, N, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bounded(g, u, limit, up_offset):
+def bounded(g, u, limit, up_offset, ACTIVATION: tl.constexpr):
     """g and u, values of gate and up, within the bounds of `limit`, and u with `up_offset` added; None for neither."""
     if limit is not None:
-        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION != "clamped_silu":  # which bounds its result
+            g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
         u = tl.clamp(u, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if up_offset is not None:
         u = u + up_offset
     return g, u
+
+
+@triton.jit
+def passed(g, p, limit, ACTIVATION: tl.constexpr):
+    """The activation g * p, at most `limit` in "clamped_silu"."""
+    y = g * p
+    if ACTIVATION == "clamped_silu" and limit is not None:
+        y = tl.minimum(y, limit, propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+@triton.jit
+def bounded_gradients(d, g, u, p, slope, g0, u0, limit, up_factor, ACTIVATION: tl.constexpr):
+    """The gradients of gate and up, g0 and u0, for the gradient d of the result: g and u are the values that
+    `bounded` returns, g with its multiplier, and p and slope are the parts of g. up_factor: factor of u in the gate's
+    gradient, or None."""
+    if up_factor is not None:
+        u = u * up_factor
+    of_gate = d * u * (p + g * slope)
+    of_up = d * passed(g, p, limit, ACTIVATION)
+    if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
+        limited = g * p if ACTIVATION == "clamped_silu" else g0
+        of_gate = tl.where(limited > limit, 0.0, of_gate)
+        of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
+    return of_gate, of_up
 
 
 @triton.jit
@@ -237,13 +276,13 @@ def gated_values(
 ):  # fmt: skip
     """The gated activation of g and u, float32 values of gate and up. The options ACTIVATION, gate_multiplier,
     down_multiplier, limit and up_offset are a `GLUOptions`; a number that changes nothing is None."""
-    g, u = bounded(g, u, limit, up_offset)
+    g, u = bounded(g, u, limit, up_offset, ACTIVATION)
     if gate_multiplier is not None:
         g = g * gate_multiplier
     if down_multiplier is not None:
         u = u * down_multiplier
     p, _ = activation_part(g, ACTIVATION)
-    return g * p * u
+    return passed(g, p, limit, ACTIVATION) * u
 
 
 @triton.jit
@@ -251,19 +290,13 @@ def gated_gradients(
     d, g0, u0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of g0 and u0, where d is the gradient of `gated_values` of them; the options are the same."""
-    g, u = bounded(g0, u0, limit, up_offset)
+    g, u = bounded(g0, u0, limit, up_offset, ACTIVATION)
     if gate_multiplier is not None:
         g = g * gate_multiplier
-        u = u * gate_multiplier  # u occurs in the gate's gradient alone
     if down_multiplier is not None:
         d = d * down_multiplier
     p, slope = activation_part(g, ACTIVATION)
-    of_gate = d * u * (p + g * slope)
-    of_up = d * g * p
-    if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
-        of_gate = tl.where(g0 > limit, 0.0, of_gate)
-        of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
-    return of_gate, of_up
+    return bounded_gradients(d, g, u, p, slope, g0, u0, limit, gate_multiplier, ACTIVATION)
 
 
 @kernel
