@@ -4,6 +4,8 @@ layer with squared ReLU, or a mixture of such experts, which may be narrower tha
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ligermodels.archs.bamba import LINEAR, time_step_limit
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
@@ -11,13 +13,15 @@ from ligermodels.archs.experts import grouped_router
 from ligermodels.archs.fields import FULL, renamed
 from ligermodels.convert.json_values import is_list_of
 from ligermodels.errors import ConfigError, short
-from ligermodels.layers import AttentionConfig, LayerConfig, Mamba2Config, MoEConfig, NormConfig
+from ligermodels.layers import AttentionConfig, BlockConfig, LayerConfig, Mamba2Config, MoEConfig, NormConfig
 from ligermodels.layers.ungated_mlp import UngatedMLPConfig
-from ligermodels.models.mtp_format import MTPFormat
+from ligermodels.models.mtp_format import PAIRS_OF_LAYERS
 
 MLP, MOE = "mlp", "moe"
 LISTS_OF_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Fields with the kind of each layer; the last one is a string."""
+LISTS_OF_MTP_KINDS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+"""Fields with the kinds of the layers that are one MTP layer together; the last one is a string."""
 CHARACTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 OTHER_NAMES = {**CHARACTERS, **{kind: kind for kind in CHARACTERS.values()}, "mamba": LINEAR, "attention": FULL}
 DEFAULTS = {
@@ -63,27 +67,39 @@ FIXED = {
 
 def nemotron_h(config: Config) -> DecoderConfig:
     """The composed config of a `NemotronHConfig` dict."""
-    kinds = _kinds(config)
+    kinds, mtp_kinds = _kinds(config), _mtp_kinds(config)
     config = renamed(config, "n_routed_experts", "num_local_experts")
     fields = Fields({**config, "num_hidden_layers": len(kinds)}, DEFAULTS)
-    fields.ignore(*LISTS_OF_KINDS, *UNUSED)
+    fields.ignore(*LISTS_OF_KINDS, *LISTS_OF_MTP_KINDS, *UNUSED)
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
     head_dim, eps = fields.size("head_dim"), fields.number("layer_norm_epsilon", negative=False)
     fields.choices("attention_head_dim", head_dim, default=head_dim)
     mamba = _mamba(fields, eps)
-    feed_forward = {MLP: _mlp(fields, "intermediate_size"), MOE: _mixture(fields) if MOE in kinds else None}
+    has_experts = MOE in kinds or (MOE in mtp_kinds and PAIRS_OF_LAYERS.count(config) > 0)
+    feed_forward = {MLP: _mlp(fields, "intermediate_size"), MOE: _mixture(fields) if has_experts else None}
 
     def mixer(layer: int, attention: AttentionConfig) -> LayerConfig | None:
         return {LINEAR: mamba, FULL: attention}.get(kinds[layer])
 
-    return decoder(
+    composed = decoder(
         fields,
         norm=NormConfig(eps, casting_mode="gemma"),
         attention=lambda layer, common: {"rope": None},
         feed_forward=lambda layer: feed_forward.get(kinds[layer]),
         mixer=mixer,
     )
+    return replace(composed, mtp_block=_mtp_block(composed, mtp_kinds, feed_forward))
+
+
+def _mtp_block(
+    composed: DecoderConfig, kinds: list[str], feed_forward: Mapping[str, LayerConfig | None]
+) -> BlockConfig | None:
+    """The block of an MTP layer, of attention and a feed-forward layer; None for other `kinds`, and for models without
+    such layers."""
+    attention = [block for block in composed.blocks if isinstance(block.mixer, AttentionConfig)]
+    mlp = feed_forward.get(kinds[1]) if len(kinds) == 2 and kinds[0] == FULL else None
+    return replace(attention[-1], mlp=mlp) if attention and mlp is not None else None
 
 
 def _kinds(config: Config) -> list[str]:
@@ -91,10 +107,34 @@ def _kinds(config: Config) -> list[str]:
 
     ConfigError, naming the field, for unknown kinds, or if these fields or `num_hidden_layers` contradict.
     """
-    stated = {name: config[name] for name in LISTS_OF_KINDS if config.get(name) is not None}
+    found = _listed_kinds(config, LISTS_OF_KINDS, [LINEAR, MOE, FULL, MLP])
+    if (count := config.get("num_hidden_layers")) not in (None, len(found)):
+        raise ConfigError(
+            f"config.json: num_hidden_layers = {short(count)} contradicts the {len(found)} layers of "
+            f"{next((name for name in LISTS_OF_KINDS if config.get(name)), 'the default layers_block_type')}; remove it"
+        )
+    return found
+
+
+def _mtp_kinds(config: Config) -> list[str]:
+    """The kinds of the layers of an MTP layer, from the fields LISTS_OF_MTP_KINDS. As in transformers, its default in
+    the first of them gives way to the other."""
+    if config.get(LISTS_OF_MTP_KINDS[1]) is not None:
+        first = _listed_kinds(config, LISTS_OF_MTP_KINDS[:1], [FULL, MOE])
+        config = config if first != [FULL, MOE] else {**config, LISTS_OF_MTP_KINDS[0]: None}
+    return _listed_kinds(config, LISTS_OF_MTP_KINDS, [FULL, MOE])
+
+
+def _listed_kinds(config: Config, names: tuple[str, ...], default: list[str]) -> list[str]:
+    """The kinds of layers in the fields `names`, of which a pattern is a string of one character per layer;
+    `default` without them.
+
+    ConfigError, naming the field, for unknown kinds, or if the fields contradict each other.
+    """
+    stated = {name: config[name] for name in names if config.get(name) is not None}
     found: list[str] = []
-    for name, value in (stated or {LISTS_OF_KINDS[0]: [LINEAR, MOE, FULL, MLP]}).items():
-        kinds = list(value) if isinstance(value, str) and name == LISTS_OF_KINDS[-1] else value
+    for name, value in (stated or {names[0]: default}).items():
+        kinds = list(value) if isinstance(value, str) and name.endswith("_pattern") else value
         if not kinds or not is_list_of(kinds, lambda kind: isinstance(kind, str) and kind in OTHER_NAMES):
             known = " ".join(CHARACTERS) if kinds is not value else ", ".join(CHARACTERS.values())
             raise ConfigError(f"config.json: field {name!r} must have one of {known} per layer, got {short(value)}")
@@ -102,11 +142,6 @@ def _kinds(config: Config) -> list[str]:
         if found and kinds != found:
             raise ConfigError(f"config.json: {' and '.join(stated)} contradict each other; remove one")
         found = kinds
-    if (count := config.get("num_hidden_layers")) not in (None, len(found)):
-        raise ConfigError(
-            f"config.json: num_hidden_layers = {short(count)} contradicts the {len(found)} layers of "
-            f"{next(iter(stated), 'the default layers_block_type')}; remove it"
-        )
     return found
 
 
@@ -167,8 +202,4 @@ LAYOUTS = [
     for prefix, names in (("backbone", NAMES), ("model", STACKED), ("model", NAMES), ("backbone", STACKED))
 ]
 """As published, then as the modules of transformers."""
-FIELDS_OF_MTP = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-
-FAMILIES = (
-    Family("nemotron_h", nemotron_h, LAYOUTS, mtp=MTPFormat(fields=FIELDS_OF_MTP), architecture="NemotronHForCausalLM"),
-)
+FAMILIES = (Family("nemotron_h", nemotron_h, LAYOUTS, mtp=PAIRS_OF_LAYERS, architecture="NemotronHForCausalLM"),)

@@ -27,7 +27,9 @@ def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
         gate, up = part(module, "mlp.gate_up")(x).chunk(2, dim=-1)
     else:
         gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
-    y: Tensor = part(module, "mlp.down")(activation(gate, up, gate_multiplier=config.gate_multiplier, limit=config.limit))
+    y: Tensor = part(module, "mlp.down")(
+        activation(gate, up, gate_multiplier=config.gate_multiplier, limit=config.limit)
+    )
     return y if config.down_multiplier == 1 else y * config.down_multiplier
 
 

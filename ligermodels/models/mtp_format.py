@@ -33,17 +33,20 @@ class MTPFormat:
     """How the checkpoints of a family store layers of multi-token prediction. The default is the format of Qwen3-Next
     and Qwen3.5, where the layers share all parts except their blocks.
 
-    In `prefix` and `block`, {model} stands for the prefix of the language model ("model"), {index} for the number of
-    the MTP layer from 0, and {layer} for that number plus the number of the model's own layers.
+    In `prefix`, `block` and `mlp_block`, {model} stands for the prefix of the language model ("model"), {index} for the
+    number of the MTP layer from 0, {layer} for that number plus the number of the model's own layers, and {first} and
+    {second} for twice the number of the MTP layer, and one more.
 
     Args:
         fields: names of the field with the number of MTP layers, in config.json or its `text_config`. All of them are
             read.
         written_fields: the names under which exports write the number. Default: the first of `fields`.
-        prefix: prefix of the tensors outside the block. With {layer} in it, each MTP layer has these tensors; without,
+        prefix: prefix of the tensors outside the block. With a number in it, each MTP layer has these tensors; without,
             all MTP layers share them.
         names: part of an `MTPHead` (except its block) -> its name after the prefix.
         block: prefix of the tensors of a block.
+        mlp_block: prefix of the tensors of the block's feed-forward layer, of its norm and of the norm after the block,
+            where files have them as a layer of its own. Default: `block`, and `prefix` for the norm after the block.
         copies: name after the prefix -> native tensor of the model that this checkpoint tensor repeats.
     """
 
@@ -52,12 +55,13 @@ class MTPFormat:
     prefix: str = "mtp."
     names: Mapping[str, str] = field(default_factory=QWEN_NAMES.copy)
     block: str = "mtp.layers.{index}"
+    mlp_block: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def separate(self) -> bool:
         """Whether each MTP layer has all parts of an `MTPHead`, instead of only a block."""
-        return "{layer}" in self.prefix
+        return any(f"{{{number}}}" in self.prefix for number in ("layer", "index", "first"))
 
     def weight_map(self, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int = 1) -> WeightMap:
         """The weight map of an `MTPHead`, whose native tensors are called "mtp.*".
@@ -72,21 +76,26 @@ class MTPFormat:
         ignored = [r"rotary_emb\.inv_freq$", *(f"^{re.escape(name)}$" for name in copied)]
         block, names = mtp_block(config), layout.get("names") or {}
         kinds = ("weight", "bias") if config.norm.bias else ("weight",)
-        prefixes = []
+        prefixes: list[str] = []
         for index in range(num_layers):
-            prefix, stored = self._prefixes(config, layout, index)
+            prefix, stored, stored_mlp = self._prefixes(config, layout, index)
             native = "mtp" if index == 0 else f"mtp.later.{index - 1}"
+            prefixes += [prefix, f"{stored}.", f"{stored_mlp}."]
             if index == 0 or self.separate:
-                prefixes.append(prefix)
+                after = prefix if stored_mlp == stored else f"{stored_mlp}."
                 mappings.append(rename(f"{native}.fc.weight", f"{prefix}{self.names['fc']}.weight"))
                 mappings += [
-                    rename(f"{native}.{part}.{kind}", f"{prefix}{self.names[part]}.{kind}")
-                    for part in ("embedding_norm", "hidden_norm", "norm")
+                    rename(f"{native}.{part}.{kind}", f"{place}{self.names[part]}.{kind}")
+                    for part, place in (("embedding_norm", prefix), ("hidden_norm", prefix), ("norm", after))
                     for kind in kinds
                 ]
             own = f"{native}.block" if index == 0 or self.separate else native
-            mappings += block.weight_mappings(config.hidden_size, own, stored, names)
-            ignored += block.unused(stored, names)
+            parts = [(block, stored)]
+            if stored_mlp != stored:
+                parts = [(replace(block, mlp=None), stored), (replace(block, mixer=None), stored_mlp)]
+            for part, place in parts:
+                mappings += part.weight_mappings(config.hidden_size, own, place, names)
+                ignored += part.unused(place, names)
         others = f"^(?!{'|'.join(map(re.escape, prefixes))})"
         return WeightMap(mappings, ignored=[others, *ignored])
 
@@ -104,25 +113,29 @@ class MTPFormat:
         """Number of MTP layers that have tensors among `names`, the tensor names of a checkpoint of a model of this
         `config`, stored in this `layout`. Counting stops at the first layer without tensors."""
         stored = list(names)
-        starts = (f"{self._prefixes(config, layout, index)[1]}." for index in itertools.count())
+        starts = (
+            tuple(f"{block}." for block in self._prefixes(config, layout, index)[1:]) for index in itertools.count()
+        )
         return sum(1 for _ in itertools.takewhile(lambda start: any(n.startswith(start) for n in stored), starts))
 
     def holds(self, name: str, config: DecoderConfig, layout: Mapping[str, Any], num_layers: int) -> bool:
         """Whether the checkpoint tensor `name` belongs to one of `num_layers` MTP layers of a model of this `config`,
         stored in this `layout`."""
         prefixes = (self._prefixes(config, layout, index) for index in range(num_layers))
-        return any(name.startswith((shared, f"{block}.")) for shared, block in prefixes)
+        return any(name.startswith((shared, *(f"{block}." for block in blocks))) for shared, *blocks in prefixes)
 
-    def _prefixes(self, config: DecoderConfig, layout: Mapping[str, Any], index: int) -> tuple[str, str]:
-        """Prefixes of MTP layer `index`: outside its block, and of its block."""
+    def _prefixes(self, config: DecoderConfig, layout: Mapping[str, Any], index: int) -> tuple[str, str, str]:
+        """Prefixes of MTP layer `index`: outside its block, of its block, and of the block's feed-forward layer."""
         values = {"model": layout.get("prefix", "model"), "layer": len(config.blocks) + index, "index": index}
-        return self.prefix.format(**values), self.block.format(**values)
+        values |= {"first": 2 * index, "second": 2 * index + 1}
+        prefix, block, mlp = (name.format(**values) for name in (self.prefix, self.block, self.mlp_block or self.block))
+        return prefix, block, mlp
 
     def ignored(self, hf_config: Mapping[str, Any]) -> list[str]:
         """Patterns of the tensors of MTP layers, in a checkpoint with this config.json. Empty where `Decoder` knows the
         names itself: of layers that are numbered after the model's own."""
-        has_shared_parts = not self.separate and self.count(hf_config)
-        return [f"^{re.escape(self.prefix)}"] if has_shared_parts else []
+        is_numbered = "{layer}" in self.prefix
+        return [] if is_numbered or not self.count(hf_config) else [f"^{re.escape(self.prefix.partition('{')[0])}"]
 
     def count(self, hf_config: Mapping[str, Any]) -> int:
         """Number of MTP layers that config.json names; 0 where it has none of the `fields`.
@@ -157,6 +170,17 @@ NUMBERED_LAYERS = MTPFormat(
 )
 """Format of DeepSeek-V3 and GLM-4.5: MTP layers are numbered after the model's own layers, and each has copies of the
 embedding and the head."""
+
+
+PAIRS_OF_LAYERS = MTPFormat(
+    fields=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+    prefix="mtp.layers.{first}.",
+    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "final_layernorm"},
+    block="mtp.layers.{first}",
+    mlp_block="mtp.layers.{second}",
+)
+"""Format of Nemotron 3: an MTP layer is a layer of attention and a feed-forward layer, numbered apart, the first with
+the parts before the block, the second with the norm after it."""
 
 
 def mtp_block(config: DecoderConfig) -> BlockConfig:
