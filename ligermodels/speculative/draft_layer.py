@@ -26,16 +26,20 @@ def layer_like(config: DecoderConfig, kind: str, num_layers: int = 1) -> dict[st
 
     Returns:
         A Hugging Face config. Where the model has no ordinary attention or gated feed-forward layer, the heads have 128
-        channels (or all), and the feed-forward layer 3 times the hidden size.
+        channels (or all), and the feed-forward layer 3 times the hidden size. The layers rotate the halves of a head,
+        as all "llama" and "qwen3" layers do, even if the model rotates pairs of neighbouring channels (Cohere 2). The
+        rotary base is that of the model's last layer of full attention with rotary positions, or of its last layer with
+        a sliding window and rotary positions if full attention has none; 10,000 for a model without rotary positions.
     """
     size = config.hidden_size
     parts = [part for block in config.blocks if block.mixer is not None for part in block.mixer.parts]
     mixers = [mixer for mixer in parts if isinstance(mixer, AttentionConfig)]
     sizes = [block.mlp.size for block in config.blocks if isinstance(block.mlp, MLPConfig)]
-    mixer = next((mixer for mixer in reversed(mixers) if mixer.window is None), mixers[-1] if mixers else None)
+    mixer = _last_with_full_attention(mixers)
+    rotated = _last_with_full_attention([mixer for mixer in mixers if mixer.rope is not None])
     head_dim = (128 if size % 128 == 0 else size) if mixer is None else mixer.head_dim
     heads = size // head_dim if mixer is None else mixer.num_heads
-    theta = 10_000.0 if mixer is None or mixer.rope is None else mixer.rope.theta
+    theta = 10_000.0 if rotated is None or rotated.rope is None else rotated.rope.theta
     return {
         "model_type": kind,
         "vocab_size": config.vocab_size,
@@ -53,6 +57,11 @@ def layer_like(config: DecoderConfig, kind: str, num_layers: int = 1) -> dict[st
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def _last_with_full_attention(mixers: Sequence[AttentionConfig]) -> AttentionConfig | None:
+    """The last of `mixers` without a sliding window, or of all of them if each has one; None without mixers."""
+    return next((mixer for mixer in reversed(mixers) if mixer.window is None), mixers[-1] if mixers else None)
 
 
 def check_ascending(boundaries: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
 
 WITHOUT_MTP = {
-    "nemotron_h-latent-experts-and-biases": "no feed-forward layer; new layers of multi-token prediction",
+    "nemotron_h-without-experts": "no feed-forward layer; new layers of multi-token prediction",
     "gemma4_text-per-layer-inputs": "multi-token prediction is not implemented for such models",
 }
 
