@@ -156,7 +156,8 @@ def planned_gib(case: Case, world: int) -> float:
     model.activation_checkpointing = case.plan.get("activation_checkpointing", "none")
     plan = plan_of(case, world)
     degrees: dict[str, Any] = {"expert": plan.expert, **plan.degrees(world)}
-    degrees |= {"param_dtype": plan.param_dtype, "reshard_after_forward": plan.reshard_after_forward}
+    names = "param_dtype", "reduce_dtype", "reshard_after_forward"
+    degrees |= {name: getattr(plan, name) for name in names}
     return step_memory(model, case.batch, case.length, **degrees).total / 2**30
 
 

@@ -38,6 +38,9 @@ def plan(
         bool, typer.Option("--optimizer-in-bwd", help="Update each parameter in the backward pass.")
     ] = False,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Dtype of the parameters.")] = "bfloat16",
+    reduce_dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Dtype of sums of gradients over GPUs.")
+    ] = None,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -49,6 +52,8 @@ def plan(
     size = memory_size(memory)
     if gpus > gpus_per_host and gpus % gpus_per_host:
         raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
+    if reduce_dtype is not None and gpus == 1:
+        raise typer.BadParameter("is for several GPUs", param_hint="--reduce-dtype")
     import torch
 
     from ligermodels.parallel.advice import candidates
@@ -58,7 +63,11 @@ def plan(
     model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
     _prepare(model, lora_rank, lora_targets or [], quantize)
     hardware = Hardware(gpus_per_host=gpus_per_host)
-    states: dict[str, Any] = {"optimizer": optimizer, "optimizer_in_bwd": optimizer_in_bwd}
+    states: dict[str, Any] = {
+        "optimizer": optimizer,
+        "optimizer_in_bwd": optimizer_in_bwd,
+        "reduce_dtype": reduce_dtype,
+    }
     plans = candidates(model, gpus, size, tokens, seq_len, hardware=hardware, **states)
     rows = [_facts(plan, tokens, seq_len) for plan in plans]
     if as_json:
@@ -73,6 +82,7 @@ def plan(
         "--lora-rank": lora_rank,
         "--quantize": quantize,
         "--optimizer": optimizer if optimizer != "adamw" else None,
+        "--reduce-dtype": reduce_dtype,
     }
     flags += "".join(f" {name} {value}" for name, value in chosen.items() if value)
     flags += "".join(f" --lora-targets {target}" for target in lora_targets or [])

@@ -15,6 +15,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
 from ligermodels.parallel.expert import check_expert_parallel
 from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
+from ligermodels.parallel.plan import DtypeName
 from ligermodels.parallel.shares import Shares
 
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -42,6 +43,7 @@ class States(NamedTuple):
 
     optimizer: OptimizerName
     optimizer_in_bwd: bool
+    reduce_dtype: DtypeName | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def candidates(
     *,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
+    reduce_dtype: DtypeName | None = None,
     hardware: Hardware | None = None,
 ) -> list[Candidate]:
     """Plans that fit into memory, the fastest first by `step_cost`.
@@ -90,6 +93,7 @@ def candidates(
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on one GPU "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient. Then a step has one
             micro-batch.
+        reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
@@ -102,7 +106,7 @@ def candidates(
     check_count("tokens", batch_tokens)
     check_count("seq_len", seq_len)
     check_optimizer(optimizer, in_backward=optimizer_in_bwd, is_sharded=gpus > 1)
-    states = States(optimizer, optimizer_in_bwd)
+    states = States(optimizer, optimizer_in_bwd, reduce_dtype)
     hardware = hardware or Hardware()
     groups = _groups(model, gpus, hardware)
     fewer = batch_tokens < seq_len * gpus and groups[-1] != (1, 1)
@@ -111,7 +115,7 @@ def candidates(
             f"tokens: {batch_tokens} must be a multiple of seq_len x gpus ({seq_len} x {gpus} = {seq_len * gpus}), for "
             f"each GPU to have whole sequences"
         )
-    usable, size, plans = int(memory * (1 - RESERVED)), ModelSize.of(model), list[Candidate]()
+    usable, size, plans = int(memory * (1 - RESERVED)), ModelSize.of(model, reduce_dtype), list[Candidate]()
     before = model.activation_checkpointing
     try:
         for width, same_width in groupby(groups, key=lambda group: group[0] * group[1]):
@@ -225,6 +229,7 @@ def memory_of(
     reshard_after_forward: bool = True,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
+    reduce_dtype: DtypeName | None = None,
 ) -> StepMemory:
     """Memory of a rank for a variant of a plan.
 
@@ -237,6 +242,7 @@ def memory_of(
         reshard_after_forward: whether blocks are sharded again after their forward pass.
         optimizer: name of the optimizer.
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
+        reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
     """
     if expert_load is None:
         expert_load = EXPERT_LOAD if plan.degrees.expert > 1 else 1.0
@@ -249,6 +255,7 @@ def memory_of(
         reshard_after_forward=reshard_after_forward,
         optimizer=optimizer,
         optimizer_in_bwd=optimizer_in_bwd,
+        reduce_dtype=reduce_dtype,
     )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import BlockConfig
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.expert import mixtures, of_experts
+from ligermodels.parallel.plan import DtypeName
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ModelSize:
 
     Args:
         weights: bytes of all parameters.
-        gradients: bytes of the trained parameters.
+        gradients: bytes of the gradients of the trained parameters, as ranks sum them.
         used: elements of parameters that a token is multiplied by.
         trained: elements among these that are trained.
         attention: channels of the query heads, summed over all layers.
@@ -71,7 +73,7 @@ class ModelSize:
         itemsize: bytes of an element of the activations.
         keys_values: channels of keys and values, summed over all layers.
         experts: bytes of experts that can be spread over ranks, included in `weights`.
-        expert_gradients: bytes of trained experts that can be spread over ranks, included in `gradients`.
+        expert_gradients: bytes of gradients of trained experts that can be spread over ranks, included in `gradients`.
         routed: experts per token, of each layer with experts.
         gathered: output channels that tensor parallelism gathers, summed over all layers.
     """
@@ -91,15 +93,20 @@ class ModelSize:
     gathered: int = 0
 
     @classmethod
-    def of(cls, model: CausalLM) -> ModelSize:
-        """The sizes of a model on any device, the meta device included."""
+    def of(cls, model: CausalLM, reduce_dtype: DtypeName | None = None) -> ModelSize:
+        """The sizes of a model on any device, the meta device included. `reduce_dtype`: as in `ParallelPlan`."""
+        itemsize = None if reduce_dtype is None else getattr(torch, reduce_dtype).itemsize
+
+        def gradients(parameters: Iterable[nn.Parameter]) -> int:
+            return sum(p.numel() * (itemsize or p.itemsize) for p in parameters if p.requires_grad)
+
         counts = _multiplied(model)
         parameters = list(model.parameters())
         sizes = [block.info() for block in model.config.blocks]
         experts = [p for _, mixture in mixtures(model) for p in of_experts(mixture).values()]
         return cls(
             weights=_bytes(parameters),
-            gradients=_bytes(p for p in parameters if p.requires_grad),
+            gradients=gradients(parameters),
             used=sum(count for _, count in counts),
             trained=sum(count for p, count in counts if p.requires_grad),
             attention=sum(info.get("heads", 0) * info.get("head_dim", 0) for info in sizes),
@@ -108,7 +115,7 @@ class ModelSize:
             itemsize=model.dtype.itemsize,
             keys_values=sum(2 * info.get("kv_heads", 0) * info.get("head_dim", 0) for info in sizes),
             experts=_bytes(experts),
-            expert_gradients=_bytes(p for p in experts if p.requires_grad),
+            expert_gradients=gradients(experts),
             gathered=sum(linear.out_features for linear in gathered_linears(model)),
             routed=tuple(info["experts_per_token"] for info in sizes if "experts_per_token" in info),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -35,7 +36,7 @@ class StepMemory:
     Args:
         weights: parameters.
         optimizer_states: states of the optimizer.
-        gathered: whole parameters and gradients of the units that FSDP2 keeps gathered.
+        gathered: whole parameters of the units that FSDP2 keeps gathered, and gradients that it sums over ranks.
         activations: activations at the end of the forward pass.
         backward: rest of the peak: gradients and temporary tensors of the backward pass.
         reference: parameters of a second, frozen model: a teacher, or the model before training.
@@ -67,6 +68,7 @@ def step_memory(
     expert_load: float = 1.0,
     param_dtype: DtypeName | None = None,
     reshard_after_forward: bool = True,
+    reduce_dtype: DtypeName | None = None,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
 ) -> StepMemory:
@@ -90,6 +92,7 @@ def step_memory(
             of all ranks go to this rank's experts).
         param_dtype: dtype of gathered parameters and of the computation, as in `ParallelPlan`.
         reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
+        reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
@@ -111,6 +114,7 @@ def step_memory(
         replicate=replicate,
         shard=shard,
         reshard_after_forward=reshard_after_forward,
+        reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         optimizer_in_bwd=optimizer_in_bwd,
     )
@@ -183,6 +187,7 @@ class StepTrace:
         shard: int = 1,
         expert: int | None = None,
         reshard_after_forward: bool = True,
+        reduce_dtype: DtypeName | None = None,
         optimizer: OptimizerName = "adamw",
         optimizer_in_bwd: bool = False,
     ) -> StepMemory:
@@ -194,6 +199,7 @@ class StepTrace:
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
             reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
+            reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
             optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
             optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
 
@@ -220,6 +226,9 @@ class StepTrace:
             cast = shares.param_dtype is not None
             return [share for share in shares.of(unit) if cast or replicate * ranks(share) > 1]
 
+        def summed(share: Share) -> int:
+            return share.summed(ranks(share), None if reduce_dtype is None else getattr(torch, reduce_dtype))
+
         units: list[nn.Module] = [*self.model.decoder.blocks, self.model.decoder.embed, self.model.head]
         sharded = [share.sharded(ranks(share)) for share in shares]
         kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
@@ -235,20 +244,26 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered([gathered(unit) for unit in units], reshard_after_forward),
+            gathered=_gathered([gathered(unit) for unit in units], summed, reshard_after_forward),
             activations=activations,
             backward=peak - activations,
         )
 
 
-def _gathered(units: list[list[Share]], reshard_after_forward: bool) -> int:
-    """Bytes of the whole parameters of GATHERED_UNITS units, or of all blocks and another unit, and of the whole
-    gradients of one unit. `units`: the parameters of blocks, embedding and head that FSDP2 gathers."""
+def _gathered(units: list[list[Share]], summed: Callable[[Share], int], reshard_after_forward: bool) -> int:
+    """Bytes of the whole parameters of GATHERED_UNITS units, or of all blocks and another unit, and of the gradients of
+    one unit while they are summed.
+
+    Args:
+        units: the parameters of blocks, embedding and head that FSDP2 gathers.
+        summed: bytes that the sum of a parameter's gradient takes.
+        reshard_after_forward: as in `ParallelPlan`.
+    """
     sizes = [sum(share.nbytes for share in unit) for unit in units]
     whole = GATHERED_UNITS * max(sizes)
     if not reshard_after_forward:
         whole = max(whole, sum(sizes[:-2]) + max(sizes[-2:]))
-    trained = max(sum(share.nbytes for share in unit if share.parameter.requires_grad) for unit in units)
+    trained = max(sum(summed(share) for share in unit if share.parameter.requires_grad) for unit in units)
     return whole + trained
 
 

@@ -44,6 +44,14 @@ class Share:
         rows, *others = self.shape or (1,)
         return -(-rows // ranks) * math.prod(others) * self.parameter.itemsize
 
+    def summed(self, ranks: int, reduce_dtype: torch.dtype | None) -> int:
+        """Bytes that FSDP2 takes to sum the gradient over `ranks` in `reduce_dtype`, by default in its own dtype: the
+        whole gradient, and if it is cast afterwards this rank's part of the sum."""
+        elements, dtype = math.prod(self.shape), reduce_dtype or self.dtype
+        if reduce_dtype is None or reduce_dtype == self.parameter.dtype:
+            return elements * dtype.itemsize
+        return (elements + self.sharded(ranks) // self.parameter.itemsize) * dtype.itemsize
+
 
 class Shares:
     """The shards of all parameters of a model, in the order of `model.parameters()`.

@@ -89,6 +89,29 @@ def test_a_plan_that_casts_holds_its_parameters_and_computes_in_its_own_dtype(na
         assert bool(wide.gathered) == ("shard" in degrees) and cast.activations < wide.activations
 
 
+def test_sums_of_gradients_take_memory_in_their_dtype() -> None:
+    """Of the unit with the most trained parameters: whole in the dtype of the sums, and a part that is cast."""
+    model = on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": 2})
+    largest = sum(p.numel() for p in model.decoder.embed.parameters())
+    plain, wide, narrow = (
+        step_memory(model, 1, 64, shard=4, reduce_dtype=dtype) for dtype in (None, "float32", "bfloat16")
+    )
+    held = sum(p.nbytes for p in model.parameters())
+    assert plain == narrow and replace(wide, gathered=plain.gathered) == plain
+    assert wide.gathered - plain.gathered == largest * (4 - 2) + largest // 4 * 4
+    cast = [step_memory(model, 1, 64, shard=4, param_dtype="float32", reduce_dtype=x) for x in (None, "bfloat16")]
+    assert cast[0].gathered - cast[1].gathered == largest * (4 - 2)
+    assert [ModelSize.of(model, dtype).gradients / held for dtype in (None, "float32")] == [1, 2]
+    found = (
+        candidates(model, 4, 8 * GIB, 4 * 1024, 64),
+        candidates(model, 4, 8 * GIB, 4 * 1024, 64, reduce_dtype="float32"),
+    )
+    plans = [{(x.degrees, x.activation_checkpointing, x.micro_batch): x for x in each} for each in found]
+    both = [key for key in plans[0] if key in plans[1]]
+    assert both and all(plans[1][key].memory.total > plans[0][key].memory.total for key in both)
+    assert all(plans[1][key].cost.overlapped_s > plans[0][key].cost.overlapped_s for key in both)
+
+
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_every_kind_of_layer_can_be_planned(name: str) -> None:
     model = on_meta(CONFIGS[name])
@@ -378,6 +401,10 @@ def test_the_command(tmp_path: Path) -> None:
     eight = CliRunner().invoke(app, [*command, "--optimizer", "adamw8bit", "--optimizer-in-bwd"])
     assert eight.exit_code == 0 and " --optimizer adamw8bit --optimizer-in-bwd" in eight.output, eight.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    wide = CliRunner().invoke(app, [*command[:5], "8GB", *command[6:], "--reduce-dtype", "float32"])
+    assert wide.exit_code == 0 and " --reduce-dtype float32" in wide.output, wide.output
+    refused = CliRunner().invoke(app, [*command[:2], "--gpus", "1", *command[4:], "--reduce-dtype", "float32"])
+    assert refused.exit_code == 2 and "--reduce-dtype: is for several GPUs" in refused.output
     assert rows[0]["memory_bytes"] < 5e9
     assert rows[0]["tokens_per_s"] == pytest.approx(16384 / rows[0]["step_s"])
     assert [rows[0][name] for name in ("context", "tensor", "expert")] == [1, 1, 1]

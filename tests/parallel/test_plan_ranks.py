@@ -1,5 +1,6 @@
 """What `ligermodels plan` says of ranks, beside what ranks hold and send: on four processes with gloo."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import ligermodels as lm
 from ligermodels.layers import expert_parallel
 from ligermodels.layers.layer import declared
 from ligermodels.parallel.cost import ModelSize, step_cost
-from ligermodels.parallel.memory import step_memory
+from ligermodels.parallel.memory import GATHERED_UNITS, step_memory
 from ligermodels.training import FusedAdamW
 
 MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
@@ -66,6 +67,33 @@ def hold(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             assert found == (wanted.weights, trained, wanted.optimizer_states), (degrees, found, wanted)
         else:  # with fewer rows, where they are not divided evenly
             assert found[0] <= wanted.weights and found[1] <= trained and found[2] <= wanted.optimizer_states
+
+
+def reduce(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Bytes of the largest sum of gradients, and of a rank's part of it, in each dtype."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    scatter, sizes = getattr(dist, name), list[tuple[int, int]]()
+
+    def scattered(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append((input.nbytes, output.nbytes))
+        return scatter(output, input, *args, **options)
+
+    setattr(dist, name, scattered)
+    config = {**CONFIGS["llama-3.2"], "vocab_size": 132, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    dtypes: tuple[Any, ...] = (None, "float32", "bfloat16")
+    for param_dtype, reduce_dtype in itertools.product(dtypes, dtypes):
+        torch.manual_seed(0)
+        plan: dict[str, Any] = {"shard": 4, "param_dtype": param_dtype}
+        model = lm.parallelize(build(config, 0, "cpu"), lm.ParallelPlan(**plan, reduce_dtype=reduce_dtype))
+        sizes.clear()
+        model(**batch(0)).loss.backward()
+        whole, part = max(sizes)
+        planned = build(config, 0, "meta")
+        block = sum(p.numel() for p in planned.decoder.blocks[0].parameters())  # more than the embedding has
+        gathered = GATHERED_UNITS * block * (2 if param_dtype == "bfloat16" else 4)
+        sums = step_memory(planned, 1, 8, **plan, reduce_dtype=reduce_dtype).gathered - gathered
+        is_cast = reduce_dtype == "bfloat16"  # to the parameters' float32
+        assert sums == whole + is_cast * part, (param_dtype, reduce_dtype, sums, whole, part)
 
 
 def send(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -130,6 +158,10 @@ def test_parameters_divided_over_all_ranks(tmp_path: Path) -> None:
 
 def test_ranks_hold_what_is_planned(tmp_path: Path) -> None:
     in_ranks(4, hold, tmp_path)
+
+
+def test_sums_of_gradients_are_what_is_planned(tmp_path: Path) -> None:
+    in_ranks(4, reduce, tmp_path)
 
 
 def test_ranks_send_what_is_planned(tmp_path: Path) -> None:
