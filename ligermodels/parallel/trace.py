@@ -19,6 +19,7 @@ from ligermodels.layers import Compute, Linear
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.library import host_code
 from ligermodels.parallel.shares import Shares
 from ligermodels.parallel.tensor import tensor_part
 
@@ -195,7 +196,15 @@ class _Allocations(TorchDispatchMode):
             hook.remove()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = op(*args, **(kwargs or {}))
+        function = host_code(op)
+        if function is None:
+            results = op(*args, **(kwargs or {}))
+        else:  # its buffers are counted too
+            super().__enter__()
+            try:
+                results = function(*args, **(kwargs or {}))
+            finally:
+                super().__exit__(None, None, None)
         for result in tree_iter(results):
             if isinstance(result, Tensor) and result.is_meta:
                 self._count(result.untyped_storage())

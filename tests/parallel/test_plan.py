@@ -1,7 +1,9 @@
 """`ligermodels plan`: memory against peaks measured on a GPU, the arithmetic of costs, and the command."""
 
+import itertools
 import json
 import re
+import weakref
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import typer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from typer.testing import CliRunner
 from zoo import BASE, CONFIGS, OF_EACH_KIND
 
@@ -20,12 +24,15 @@ from ligermodels.arguments import OptimizerName
 from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.ops import gated_delta_rule
+from ligermodels.ops.runtime.library import host_code
+from ligermodels.parallel import trace
 from ligermodels.parallel.advice import _divisors, candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_part
-from ligermodels.parallel.trace import FirstRank
+from ligermodels.parallel.trace import FirstRank, _Allocations
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
 
@@ -110,6 +117,80 @@ def test_sums_of_gradients_take_memory_in_their_dtype() -> None:
     both = [key for key in plans[0] if key in plans[1]]
     assert both and all(plans[1][key].memory.total > plans[0][key].memory.total for key in both)
     assert all(plans[1][key].cost.overlapped_s > plans[0][key].cost.overlapped_s for key in both)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes that ops allocate on a device, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for result in tree_iter(results):
+            if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in self.known | given:
+                storage = result.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now, self.most = self.now + storage.nbytes(), max(self.most, self.now + storage.nbytes())
+                weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        return results
+
+    def _release(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def delta_operands(tokens: int, heads: int, width: int, device: str) -> list[torch.Tensor]:
+    """q, k, v, g by channel, beta, as slices of the rows of a projection, and the gradient of the outputs."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    rows = torch.ones(1, tokens, 3 * heads * width, **options).split(heads * width, dim=-1)
+    q, k, v = (row.unflatten(-1, (heads, width)) for row in rows)
+    g, beta = -torch.ones(1, tokens, heads, width, device=device), torch.ones(1, tokens, heads, device=device)
+    return [q, k, v, g, beta, torch.ones(1, tokens, heads, width, **options)]
+
+
+@pytest.mark.kernels
+def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device() -> None:
+    """As where the kernels run: as many bytes at once, in both passes."""
+    found = []
+    for device in ("cpu", "meta"):
+        *operands, dout = delta_operands(150, 3, 32, device)
+        for op, arguments in (
+            (torch.ops.ligermodels.channel_delta_forward.default, (*operands, None, None, True)),
+            (torch.ops.ligermodels.channel_delta_backward.default, (dout, None, *operands, None, None, False)),
+        ):
+            function = host_code(op)
+            assert function is not None
+            with Allocated() as allocated:
+                function(*arguments)
+            found.append(allocated.most)
+    assert found[:2] == found[2:] and found[1] > 2 * found[0] > 150 * 3 * (20 * 32 + 512)
+
+
+def test_memory_of_kimi_delta_attention_is_that_measured_on_an_h200() -> None:
+    records = map(json.loads, (RESULTS / "delta-h200.jsonl").read_text().splitlines())
+    case, provider = "rule 8192, by channel", "ligermodels, triton"
+    (*_, record) = (each for each in records if (each["case"], each["provider"]) == (case, provider))
+    *operands, dout = delta_operands(8192, 32, 128, "meta")
+    operands = [x.detach().requires_grad_() for x in operands]
+    with _Allocations(torch.nn.Module(), None) as allocations:
+        o, _ = gated_delta_rule(*operands, final_state=False)
+        torch.autograd.grad(o, operands, dout)
+    peak = max(itertools.accumulate(size for _, size in allocations.events))
+    assert abs(peak / 2**20 / record["peak_mib"] - 1) < 0.03, (peak / 2**20, record["peak_mib"])
+
+
+def test_plans_count_buffers_of_kimi_delta_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIGS["kimi_linear"], "linear_attn_config": {**CONFIGS["kimi_linear"]["linear_attn_config"]}}
+    config["linear_attn_config"] |= {"head_dim": 64, "num_heads": 8}
+    counted = step_memory(on_meta(config), 1, 2048)
+    monkeypatch.setattr(trace, "host_code", lambda op: None)
+    without = step_memory(on_meta(config), 1, 2048)
+    assert counted.activations == without.activations
+    assert counted.total - without.total > 2048 * 8 * (20 * 64 + 512)
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)

@@ -22,10 +22,10 @@ from ligermodels.ops.linear_attention.delta_channels_kernels import (
     channel_states_backward_kernel,
     channel_states_kernel,
 )
-from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, halves_of
+from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, empty_state, halves_of
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
 from ligermodels.ops.runtime.devices import power_of_2_above
-from ligermodels.ops.runtime.library import custom_op, is_fake
+from ligermodels.ops.runtime.library import custom_op, is_symbolic
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides, without_autocast
 
 TILES: dict[str, dict[str, int]] = {
@@ -56,6 +56,11 @@ class _Launch:
         self.solved, self.attending = self.of_chunks(*square), self.of_chunks(*square)
         self._pairs(g.contiguous())
 
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Launches a kernel; on the meta device, where plans of memory count the buffers, nothing."""
+        if not self.path.is_meta:
+            kernel[grid](*arguments, **constants)
+
     def of_chunks(self, *shape: int) -> Tensor:
         """A buffer of this shape for each chunk and value head."""
         return self.path.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=torch.float32)
@@ -84,10 +89,13 @@ class _Launch:
         """Fills the buffers."""
         tiles = TILES["paths"]
         blocks = -(-self.key_dim // tiles["BLOCK_K"])
-        channel_paths_kernel[(self.batch * self.heads * self.chunks, blocks)](
-            g, self.path, self.tokens, self.key_dim, self.heads, self.chunks, CHUNK=CHUNK, **tiles
-        )
-        channel_pairs_kernel[(self.batch * self.heads * self.chunks,)](
+        programs = self.batch * self.heads * self.chunks
+        self.launch(
+            channel_paths_kernel, (programs, blocks), g, self.path, self.tokens, self.key_dim, self.heads, self.chunks,
+            CHUNK=CHUNK, **tiles,
+        )  # fmt: skip
+        self.launch(
+            channel_pairs_kernel, (programs,),
             *self.keys, self.path, self.beta, self.first, self.reads, self.known, self.late, self.kept_last,
             self.solved, self.attending, self.tokens, self.key_dim, self.heads, self.repeats, self.chunks,
             self.key_dim**-0.5, **self.tiles("pairs"),
@@ -101,7 +109,8 @@ class _Launch:
         to `states`, and U to `updates`."""
         tiles = self.tiles("states")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
-        channel_states_kernel[(self.batch * self.heads * blocks,)](
+        self.launch(
+            channel_states_kernel, (self.batch * self.heads * blocks,),
             self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *self.v, self.beta,
             initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.chunks,
             blocks, **tiles, INITIAL=initial is not None, FINAL=final is not None, OUTPUT=out is not None,
@@ -113,7 +122,8 @@ class _Launch:
         """Writes dV, the gradient of the state after each chunk, dX, and the gradient of the first state."""
         tiles = self.tiles("states_backward")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
-        channel_states_backward_kernel[(self.batch * self.heads * blocks,)](
+        self.launch(
+            channel_states_backward_kernel, (self.batch * self.heads * blocks,),
             self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *heads_and_strides(dout),
             self.beta, dfinal, dv, dstates, dx, dinitial, self.tokens, self.key_dim, self.value_dim, self.heads,
             self.chunks, blocks, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
@@ -121,7 +131,8 @@ class _Launch:
 
     def pairs_backward(self, *gradients: Tensor) -> None:
         """gradients: of Q', K', K'', kept_last, A and M, read; of the normalised q and k, g and beta, written."""
-        channel_pairs_backward_kernel[(self.batch * self.heads * self.chunks,)](
+        self.launch(
+            channel_pairs_backward_kernel, (self.batch * self.heads * self.chunks,),
             *self.keys, self.path, self.beta, self.first, *gradients, self.tokens, self.key_dim, self.heads,
             self.repeats, self.chunks, self.key_dim**-0.5, **self.tiles("pairs_backward"),
         )  # fmt: skip
@@ -137,7 +148,7 @@ class _Launch:
         return (scale * factor * (d - unit * (unit * d).sum(-1, keepdim=True))).to(x.dtype)
 
 
-@custom_op()
+@custom_op(runs_on_meta=True)
 def channel_delta_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
     final_state: bool,
@@ -146,26 +157,23 @@ def channel_delta_forward(
 
     q, k, v, g, beta: of `gated_delta_rule`. initial: the state before them, float32, or None. first: int32 (T,), the
     first token of each token's packed document, or None."""
-    out = v.new_empty(v.shape)
-    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
-    final = v.new_empty(shape, dtype=torch.float32)
-    if is_fake(out) or not v.shape[0]:
+    out, final = v.new_empty(v.shape), empty_state(q, v, final_state)
+    if is_symbolic(out) or not v.shape[0]:
         return out, final
     launch = _Launch(q, k, v, g, beta, first)
     launch.states(contiguous(initial), out, final if final_state else None)
     return out, final
 
 
-@custom_op()
+@custom_op(runs_on_meta=True)
 def channel_delta_backward(
     dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial: Tensor | None, first: Tensor | None, need_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, g, beta and, with need_initial, of the initial state, from those of o, `dout`, and of
     the last state, `dfinal` or None. initial, first: as in the forward pass."""
-    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
-    dv, dg, dinitial = v.new_empty(v.shape), g.new_empty(g.shape), v.new_empty(shape, dtype=torch.float32)
-    if is_fake(dv) or not v.shape[0]:
+    dv, dg, dinitial = v.new_empty(v.shape), g.new_empty(g.shape), empty_state(q, v, need_initial)
+    if is_symbolic(dv) or not v.shape[0]:
         return q.new_empty(q.shape), k.new_empty(k.shape), dv, dg, beta.new_empty(beta.shape), dinitial
     launch = _Launch(q, k, v, g, beta, first)
     keys, values, state = (CHUNK, q.shape[3]), (CHUNK, v.shape[3]), (q.shape[3], v.shape[3])

@@ -24,12 +24,12 @@ from ligermodels.ops.runtime.launcher import kernel
 
 
 @triton.jit
-def inverse_lengths(x, x_token, n, there, K, EPS: tl.constexpr, BLOCK_K: tl.constexpr):
+def inverse_lengths(x, x_token, n, is_token, K, EPS: tl.constexpr, BLOCK_K: tl.constexpr):
     """1 / sqrt(sum of squares + EPS) of rows n of x."""
     squares = tl.zeros([n.shape[0]], tl.float32)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
-        mask = there[:, None] & (i < K)[None, :]
+        mask = is_token[:, None] & (i < K)[None, :]
         values = tl.load(x + n[:, None] * x_token + i[None, :], mask=mask, other=0.0).to(tl.float32)
         squares += tl.sum(values * values, axis=1)
     return 1.0 / tl.sqrt(squares + EPS)
@@ -79,8 +79,8 @@ def channel_paths_kernel(g, path, T, K, heads, chunks, CHUNK: tl.constexpr, BLOC
     n, i = tl.arange(0, CHUNK), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     token = tile % chunks * CHUNK + n
     mask = (token < T)[:, None] & (i < K)[None, :]
-    ours = (row // heads * T + token) * heads + row % heads
-    gate = tl.load(g + ours[:, None] * K + i[None, :], mask=mask, other=0.0).to(tl.float64)
+    token_row = (row // heads * T + token) * heads + row % heads
+    gate = tl.load(g + token_row[:, None] * K + i[None, :], mask=mask, other=0.0).to(tl.float64)
     tl.store(path + (tile * CHUNK + n[:, None]) * K + i[None, :], tl.cumsum(gate, axis=0), mask=(i < K)[None, :])
 
 
@@ -97,18 +97,18 @@ def channel_pairs_kernel(
     batch, head = row // heads, row % heads
     start, tile = tl.cast(chunk, tl.int64) * CHUNK, row * chunks + chunk
     n = tl.arange(0, CHUNK)
-    there = n < T - start
+    is_token = n < T - start
     q += batch * q_batch + head // repeats * q_head + start * q_token
     k += batch * k_batch + head // repeats * k_head + start * k_token
     of_chunk = tile * CHUNK * K
     path, reads, known, late = path + of_chunk, reads + of_chunk, known + of_chunk, late + of_chunk
-    query_factor = inverse_lengths(q, q_token, n, there, K, EPS, BLOCK_K) * scale
-    key_factor = inverse_lengths(k, k_token, n, there, K, EPS, BLOCK_K)
-    none = tl.zeros([CHUNK, CHUNK], tl.float32)
-    alike, attends, own = none, none, tl.zeros([CHUNK], tl.float32)
+    query_factor = inverse_lengths(q, q_token, n, is_token, K, EPS, BLOCK_K) * scale
+    key_factor = inverse_lengths(k, k_token, n, is_token, K, EPS, BLOCK_K)
+    zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
+    alike, attends, own = zeros, zeros, tl.zeros([CHUNK], tl.float32)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
-        of_keys, of_out = there[:, None] & (i < K)[None, :], (i < K)[None, :]
+        of_keys, of_out = is_token[:, None] & (i < K)[None, :], (i < K)[None, :]
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         query, key = query * query_factor[:, None], key * key_factor[:, None]
@@ -123,11 +123,11 @@ def channel_pairs_kernel(
             right, left, pairs = halves_of_level(path, out, i, n, level, K)
             high_b, low_b = split(tl.trans(key * left), HALF)
             high, low = split(key * right, HALF)
-            alike += tl.where(pairs, product(high, low, high_b, low_b, none, HALF), 0.0)
+            alike += tl.where(pairs, product(high, low, high_b, low_b, zeros, HALF), 0.0)
             high, low = split(query * right, HALF)
-            attends += tl.where(pairs, product(high, low, high_b, low_b, none, HALF), 0.0)
+            attends += tl.where(pairs, product(high, low, high_b, low_b, zeros, HALF), 0.0)
     above = ancestors_of_chunk(first, start, n, T, PACKED)
-    weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
+    weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=is_token, other=0.0).to(tl.float32)
     attends = tl.where(n[:, None] == n[None, :], own[:, None], attends)
     square = tile * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
     tl.store(attending + square, tl.where(above, attends, 0.0))
@@ -154,29 +154,29 @@ def channel_states_kernel(
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
         state = tl.load(initial + row * K * V + matrix, mask=of_state, other=0.0)
-    none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    zeros = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for chunk in tl.range(0, chunks, num_stages=1):
         start = tl.cast(chunk, tl.int64) * CHUNK
-        there = n < T - start
+        is_token = n < T - start
         tile = row * chunks + chunk
-        ours = (batch * T + start) * heads + head
+        first_row = (batch * T + start) * heads + head
         rows = tile * CHUNK * K + n[:, None] * K + i[None, :]
-        of_values = there[:, None] & of_columns
+        of_values = is_token[:, None] & of_columns
         value = tl.load(v + (start + n[:, None]) * v_token + j[None, :], mask=of_values, other=0.0).to(tl.float32)
-        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
         high_state, low_state = split(state, HALF)
         high, low = split(tl.load(known + rows, mask=of_keys, other=0.0), HALF)
-        x = weight[:, None] * (value - product(high, low, high_state, low_state, none, HALF))
+        x = weight[:, None] * (value - product(high, low, high_state, low_state, zeros, HALF))
         high_b, low_b = split(x, HALF)
         high, low = split(tl.load(solved + tile * CHUNK * CHUNK + square), HALF)
-        u = product(high, low, high_b, low_b, none, HALF)
+        u = product(high, low, high_b, low_b, zeros, HALF)
         high_u, low_u = split(u, HALF)
         if OUTPUT:
             high, low = split(tl.load(reads + rows, mask=of_keys, other=0.0), HALF)
-            o = product(high, low, high_state, low_state, none, HALF)
+            o = product(high, low, high_state, low_state, zeros, HALF)
             high, low = split(tl.load(attending + tile * CHUNK * CHUNK + square), HALF)
             o = product(high, low, high_u, low_u, o, HALF)
-            place = ours * V + n[:, None] * (heads * V) + j[None, :]
+            place = first_row * V + n[:, None] * (heads * V) + j[None, :]
             tl.store(out + place, o.to(out.dtype.element_ty), mask=of_values)
         else:
             tl.store(states + tile * K * V + matrix, state, mask=of_state)
@@ -210,30 +210,30 @@ def channel_states_backward_kernel(
     dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if FINAL:
         dstate = tl.load(dfinal + row * K * V + matrix, mask=of_state, other=0.0)
-    none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    zeros = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for done in tl.range(0, chunks, num_stages=1):
         chunk = chunks - 1 - done
         start = tl.cast(chunk, tl.int64) * CHUNK
-        there = n < T - start
+        is_token = n < T - start
         tile = row * chunks + chunk
-        ours = (batch * T + start) * heads + head
-        of_values = there[:, None] & of_columns
+        first_row = (batch * T + start) * heads + head
+        of_values = is_token[:, None] & of_columns
         do = tl.load(dout + (start + n[:, None]) * dout_token + j[None, :], mask=of_values, other=0.0)
         high_do, low_do = split(do.to(tl.float32), HALF)
-        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
         tl.store(dstates + tile * K * V + matrix, dstate, mask=of_state)
         high_b, low_b = split(dstate, HALF)
         rows = tile * CHUNK * K + n[:, None] * K + i[None, :]
         high, low = split(tl.load(late + rows, mask=of_keys, other=0.0), HALF)
-        du = product(high, low, high_b, low_b, none, HALF)
+        du = product(high, low, high_b, low_b, zeros, HALF)
         high, low = split(tl.load(attending + tile * CHUNK * CHUNK + transposed), HALF)
         du = product(high, low, high_do, low_do, du, HALF)
         high_b, low_b = split(du, HALF)
         high, low = split(tl.load(solved + tile * CHUNK * CHUNK + transposed), HALF)
-        d = product(high, low, high_b, low_b, none, HALF)
+        d = product(high, low, high_b, low_b, zeros, HALF)
         tl.store(dx + tile * CHUNK * V + n[:, None] * V + j[None, :], d, mask=of_columns)
         d *= weight[:, None]
-        tl.store(dv + ours * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
+        tl.store(dv + first_row * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
         rows_across = tile * CHUNK * K + n[None, :] * K + i[:, None]
         kept = tl.load(kept_last + tile * K + i, mask=i < K, other=0.0)
         high, low = split(tl.load(reads + rows_across, mask=across, other=0.0), HALF)
@@ -262,45 +262,45 @@ def channel_pairs_backward_kernel(
     batch, head = row // heads, row % heads
     start, tile = tl.cast(chunk, tl.int64) * CHUNK, row * chunks + chunk
     n = tl.arange(0, CHUNK)
-    there = n < T - start
+    is_token = n < T - start
     q += batch * q_batch + head // repeats * q_head + start * q_token
     k += batch * k_batch + head // repeats * k_head + start * k_token
-    ours, of_chunk = (batch * T + start) * heads + head, tile * CHUNK * K
+    first_row, of_chunk = (batch * T + start) * heads + head, tile * CHUNK * K
     path, dreads, dknown, dlate = path + of_chunk, dreads + of_chunk, dknown + of_chunk, dlate + of_chunk
-    query_factor = inverse_lengths(q, q_token, n, there, K, EPS, BLOCK_K) * scale
-    key_factor = inverse_lengths(k, k_token, n, there, K, EPS, BLOCK_K)
-    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+    query_factor = inverse_lengths(q, q_token, n, is_token, K, EPS, BLOCK_K) * scale
+    key_factor = inverse_lengths(k, k_token, n, is_token, K, EPS, BLOCK_K)
+    weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
     above = ancestors_of_chunk(first, start, n, T, PACKED)
     plain, transposed = n[:, None] * CHUNK + n[None, :], n[:, None] + n[None, :] * CHUNK
     da += tile * CHUNK * CHUNK
     dm += tile * CHUNK * CHUNK
     own = tl.load(dm + n * CHUNK + n)[:, None]
     dweight = tl.zeros([CHUNK], tl.float32)
-    none = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
-        of_keys, of_out = there[:, None] & (i < K)[None, :], (i < K)[None, :]
+        of_keys, of_out = is_token[:, None] & (i < K)[None, :], (i < K)[None, :]
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
         query, key = query * query_factor[:, None], key * key_factor[:, None]
         out = n[:, None] * K + i[None, :]
         # gradients of a query; of a key as the later token of a pair, without beta; of a key as the earlier one
-        dquery, dlater, dearlier = none, none, none
+        dquery, dlater, dearlier = zeros, zeros, zeros
         for level in tl.range(0, LEVELS, num_stages=1):
             right, left, pairs = halves_of_level(path, out, i, n, level, K)
             pairs &= above
             high_b, low_b = split(key * left, HALF)
             high, low = split(tl.load(dm + plain, mask=pairs, other=0.0), HALF)
-            dquery += product(high, low, high_b, low_b, none, HALF) * right
+            dquery += product(high, low, high_b, low_b, zeros, HALF) * right
             high, low = split(tl.load(da + plain, mask=pairs, other=0.0), HALF)
-            dlater += product(high, low, high_b, low_b, none, HALF) * right
+            dlater += product(high, low, high_b, low_b, zeros, HALF) * right
             pairs = tl.trans(pairs)
             high_b, low_b = split(query * right, HALF)
             high, low = split(tl.load(dm + transposed, mask=pairs, other=0.0), HALF)
-            found = product(high, low, high_b, low_b, none, HALF)
+            by_attending = product(high, low, high_b, low_b, zeros, HALF)
             high_b, low_b = split(key * weight[:, None] * right, HALF)
             high, low = split(tl.load(da + transposed, mask=pairs, other=0.0), HALF)
-            dearlier += product(high, low, high_b, low_b, found, HALF) * left
+            dearlier += product(high, low, high_b, low_b, by_attending, HALF) * left
         dweight += tl.sum(dlater * key, axis=1)
         dlater *= weight[:, None]
         dpath = query * dquery + key * (dlater - dearlier)
@@ -317,6 +317,6 @@ def channel_pairs_backward_kernel(
         tl.store(dk + of_chunk + out, dlater + dearlier + own * query + by_known + by_late, mask=of_out)
         high_b, low_b = split(dpath, HALF)
         high, low = split(tl.trans(above).to(tl.float32), HALF)
-        dgate = product(high, low, high_b, low_b, none, HALF, True)
-        tl.store(dg + (ours + n[:, None] * heads) * K + i[None, :], dgate.to(dg.dtype.element_ty), mask=of_keys)
+        dgate = product(high, low, high_b, low_b, zeros, HALF, True)
+        tl.store(dg + (first_row + n[:, None] * heads) * K + i[None, :], dgate.to(dg.dtype.element_ty), mask=of_keys)
     tl.store(dbeta + tile * CHUNK + n, dweight)

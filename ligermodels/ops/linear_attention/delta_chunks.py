@@ -224,6 +224,11 @@ class Launch:
         )  # fmt: skip
 
 
+def empty_state(q: Tensor, v: Tensor, needed: bool) -> Tensor:
+    """For the state (B, R, K, V) of a result or a gradient, float32; without elements unless `needed`."""
+    return v.new_empty((v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if needed else (0,), dtype=torch.float32)
+
+
 @custom_op()
 def gated_delta_chunks_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
@@ -233,9 +238,7 @@ def gated_delta_chunks_forward(
 
     q, k, v, g, beta: of `gated_delta_rule`. initial: the state before them, float32, or None. first: int32 (T,), the
     first token of each token's packed document, or None."""
-    out = v.new_empty(v.shape)
-    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if final_state else (0,)
-    final = v.new_empty(shape, dtype=torch.float32)
+    out, final = v.new_empty(v.shape), empty_state(q, v, final_state)
     if is_fake(out) or not v.shape[0]:
         return out, final
     launch = Launch(q, k, v, g, beta, initial, first)
@@ -252,8 +255,7 @@ def gated_delta_chunks_backward(
     """The gradients of q, k, v, g, beta and, with need_initial, of the initial state, from those of o, `dout`, and of
     the last state, `dfinal` or None. initial, first: as in the forward pass."""
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if need_initial else (0,)
-    dinitial = v.new_empty(shape, dtype=torch.float32)
+    dinitial = empty_state(q, v, need_initial)
     if is_fake(dq) or not v.shape[0]:
         return dq, dk, dv, dg, dbeta, dinitial
     launch = Launch(q, k, v, g, beta, initial, first)

@@ -32,6 +32,15 @@ _keep: dict[Any, Callable[..., bool]] = {}
 """Op -> function of its arguments: whether selective activation checkpointing keeps its results."""
 
 
+_host_code: dict[Any, Callable[..., Any]] = {}
+"""Op -> its function, if that runs on the meta device too."""
+
+
+def host_code(op: Any) -> Callable[..., Any] | None:
+    """The function of an op that was registered with `runs_on_meta`, for plans of memory; None for other ops."""
+    return _host_code.get(op)
+
+
 def always(*_: Any) -> bool:
     """For `custom_op`: keep the results of every call."""
     return True
@@ -59,7 +68,11 @@ class Rows(NamedTuple):
 
 
 def custom_op(
-    mutates_args: Sequence[str] = (), *, keep: Callable[..., bool] | None = None, rows: Rows | None = None
+    mutates_args: Sequence[str] = (),
+    *,
+    keep: Callable[..., bool] | None = None,
+    rows: Rows | None = None,
+    runs_on_meta: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a function as `torch.ops.ligermodels.<its name>`, and return a function that calls the op.
 
@@ -76,6 +89,9 @@ def custom_op(
         keep: called with the op's arguments; returns whether selective activation checkpointing keeps the results of
             the call instead of recomputing them. Default: None, it keeps no results.
         rows: how DTensors may be sharded. Default: None, the op takes no DTensors.
+        runs_on_meta: whether the function, given tensors on the meta device, allocates all that it allocates on a GPU,
+            without launching kernels: plans of memory then count its buffers. It returns its results at once only if
+            `is_symbolic`. Default: False.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +119,8 @@ def custom_op(
         op = getattr(torch.ops.ligermodels, name).default
         if keep is not None:
             _keep[op] = keep
+        if runs_on_meta:
+            _host_code[op] = function
 
         sharded = False
 
@@ -169,7 +187,12 @@ def is_fake(x: Tensor) -> bool:
     Functions under `custom_op` check it right after they allocate their results. Sizes may be symbolic, and a branch on
     a size would make a compiled graph valid for this size only.
     """
-    return x.is_meta or isinstance(x, FakeTensor)
+    return x.is_meta or is_symbolic(x)
+
+
+def is_symbolic(x: Tensor) -> bool:
+    """Whether x is a tensor of a compiler's trace, whose sizes may be symbolic."""
+    return isinstance(x, FakeTensor)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
