@@ -4,6 +4,7 @@ of a group; mixtures of experts with shared experts except in the first few laye
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ligermodels.archs.compose import STACKED_EXPERTS, Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import fixed, latent_decoder, rotated_dim
@@ -14,7 +15,7 @@ from ligermodels.archs.kimi_linear import without_published_names
 from ligermodels.archs.qwen3_5 import LINEAR
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
-from ligermodels.layers import KimiDeltaAttentionConfig, LatentAttentionConfig, LayerConfig, MLPConfig, MoEConfig
+from ligermodels.layers import KimiDeltaAttentionConfig, LatentAttentionConfig, MLPConfig, MoEConfig
 from ligermodels.models.mtp_format import NUMBERED_LAYERS, MTPFormat
 
 BAILING_HYBRID = {
@@ -131,12 +132,12 @@ def _limits(fields: Fields, name: str) -> list[float | None]:
     return [limit or None for limit in fields.per_layer(name, lambda layer: 0.0)]
 
 
-def _limited(mlp: LayerConfig, routed: float | None, shared: float | None) -> LayerConfig:
+def _limited(mlp: Any, routed: float | None, shared: float | None) -> Any:
     """A mixture with the limits of its `routed` and `shared` experts, None for no limit; or a dense layer as it is."""
     if not isinstance(mlp, MoEConfig) or not isinstance(mlp.shared, MLPConfig):
         return mlp
-    of_shared, of_routed = ({"activation": "clamped_silu" if x else "silu", "limit": x} for x in (shared, routed))
-    return replace(mlp, shared=replace(mlp.shared, **of_shared), **of_routed)
+    shared_experts = replace(mlp.shared, activation="clamped_silu" if shared else "silu", limit=shared)
+    return replace(mlp, activation="clamped_silu" if routed else "silu", limit=routed, shared=shared_experts)
 
 
 def _decay_bound(fields: Fields) -> float | None:

@@ -50,10 +50,7 @@ def plan(
     Times are estimated for H200s, in bfloat16 for any dtype.
     """
     size = memory_size(memory)
-    if gpus > gpus_per_host and gpus % gpus_per_host:
-        raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
-    if reduce_dtype is not None and gpus == 1:
-        raise typer.BadParameter("is for several GPUs", param_hint="--reduce-dtype")
+    _check_gpus(gpus, gpus_per_host, reduce_dtype)
     import torch
 
     from ligermodels.parallel.advice import candidates
@@ -90,6 +87,14 @@ def plan(
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     model.activation_checkpointing = plans[0].activation_checkpointing
     _say_memory_of(model, plans[0], seq_len, size, states)
+
+
+def _check_gpus(gpus: int, gpus_per_host: int, reduce_dtype: str | None) -> None:
+    """BadParameter unless the GPUs fill whole hosts, and are several if there are sums over GPUs."""
+    if gpus > gpus_per_host and gpus % gpus_per_host:
+        raise typer.BadParameter(f"must be whole hosts of {gpus_per_host} (--gpus-per-host)", param_hint="--gpus")
+    if reduce_dtype is not None and gpus == 1:
+        raise typer.BadParameter("is for several GPUs", param_hint="--reduce-dtype")
 
 
 def _say_memory_of(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:

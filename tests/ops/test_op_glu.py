@@ -126,14 +126,14 @@ def test_great_and_small_values(where: Where, ops: tuple[Op, Op, Op]) -> None:
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from ligermodels.ops.glu import glu
+from ligermodels.ops.glu import glu_kernels as glu
 
 for dtype, per_thread in (("bf16", 4), ("fp32", 2)):
     pointers = dict.fromkeys(("gate", "out", "dy", "dgate", "dup"), f"*{dtype}")
     shared = {"PACKED": True, "TILES": 4, "BLOCK": 128 * per_thread, "ACTIVATION": "silu", "up": None, "up_stride": 0}
     shared |= dict.fromkeys(("gate_multiplier", "down_multiplier", "limit", "up_offset"))
     backward = {"NEED_GATE": True, "NEED_UP": False}
-    for kernel, more in ((glu._glu_forward_kernel, {}), (glu._glu_backward_kernel, backward)):
+    for kernel, more in ((glu.glu_forward_kernel, {}), (glu.glu_backward_kernel, backward)):
         constants, names = {**shared, **more}, kernel._jitted.arg_names
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants and n != "blocks"}

@@ -13,16 +13,8 @@ from ligermodels.ops.float8.cast import check_last
 from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, rows_reference, scale_of_rows
 from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
-from ligermodels.ops.glu.glu import (
-    GLUOptions,
-    activation_part,
-    bounded,
-    bounded_gradients,
-    check_options,
-    glu_numbers,
-    glu_reference,
-    passed,
-)
+from ligermodels.ops.glu.glu import GLUOptions, check_options, glu_numbers, glu_reference
+from ligermodels.ops.glu.glu_kernels import activation_part, bounded, bounded_gradients, passed
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.ops.glu.glu import GLUOptions, gated_values, glu_numbers
+from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
+from ligermodels.ops.glu.glu_kernels import gated_values
 from ligermodels.ops.quantized.unpack import (
     float8_values,
     int4_values,
