@@ -223,7 +223,7 @@ def test_the_size_of_micro_batches_changes_nothing(loss_type: str, ending: Path,
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 3, "learning_rate": 0.1}], ids=["all", "lora"])
 def test_the_reference_is_the_base(settings: dict[str, Any], base: Path, rewards: str, tmp_path: Path) -> None:
     """Also after training, when the policy has left it."""
-    from ligermodels.training.fine_tuning import prepare_lora
+    from ligermodels.training.prepare_base import prepare_lora
 
     recipe = recipe_for(base, texts(tmp_path / "prompts.jsonl"), f"{rewards}:length", beta=0.1, **settings)
     model = lm.from_pretrained(base, dtype=torch.float64)
@@ -429,11 +429,10 @@ def test_runs_are_refused_by_name(base: Path, rewards: str, tmp_path: Path) -> N
     for settings, error, message in refused:
         with pytest.raises(error, match=message):
             fine_tune(recipe.changed({**settings, "base": "nowhere"}), tmp_path / "out")
-    with pytest.raises(ConfigError, match="parallel: the objective grpo runs on one GPU"):
-        dry_run(recipe, gpus=2)
     arguments = ["train", base, "--data", data, "--objective", "grpo", "--reward", f"{rewards}:share", "--gpus", 2]
-    result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(tmp_path / "out")])
-    assert result.exit_code and "parallel: the objective grpo runs on one GPU" in result.stderr
+    arguments += ["--tensor", 2, "--out", tmp_path / "out"]
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code and "parallel.tensor: is not supported with the objective grpo" in result.stderr
     other = written(tmp_path / "other.jsonl", [{"prompt": "Hi", "solution": "you"}] * 4)
     with pytest.raises(ConfigError, match=r"has a parameter 'answer', which is no field .* completion_ids, solution"):
         fine_tune(recipe.changed({"data": other, "reward": f"{rewards}:seen"}), tmp_path / "out")
