@@ -133,11 +133,19 @@ def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 
 def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     settings, (rank, size) = dict(recipe), data_share(recipe.parallel)
-    sampling = SamplingModel(model, partial(prepare_lora, recipe))
-    sampler = Sampler(sampling, Rewards(recipe.reward, recipe.reward_weights), settings, recipe.seed, rank, size)
+    rewards, kind = Rewards(recipe.reward, recipe.reward_weights), recipe.sampling_quantize
+
+    def sampler_of(kind: str | None) -> Sampler:
+        """Samples from the current weights, rounded to this format if it is given."""
+        sampled = recipe if kind is None else recipe.model_copy(update={"quantize": kind})
+        sampling = SamplingModel(model, partial(prepare_lora, sampled), quantizes=kind is not None)
+        return Sampler(sampling, rewards, {**settings, "sampling_quantize": kind}, recipe.seed, rank, size)
+
+    sampler, plain_sampler = sampler_of(kind), sampler_of(None)
 
     def policy_of(model: CausalLM) -> PolicyModel:
-        return PolicyModel(model, recipe.temperature or 1.0, sampler.metric_names, loss_options(settings))
+        loss, weight_max = loss_options(settings), recipe.importance_sampling_clip_max
+        return PolicyModel(model, recipe.temperature or 1.0, weight_max, sampler.metric_names, loss)
 
     trainable, copy = policy_of(model), None
     rollouts: dict[str, Any] = {"settings": settings, "micro_batches": recipe.micro_batches(size)[1]}
@@ -148,7 +156,7 @@ def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
         rollouts["reference"] = policy_of(copy)
     return replace(
         _of_model(trainable),
-        evaluate=lambda batches: evaluate_rewards(sampler, batches()),
+        evaluate=lambda batches: evaluate_rewards(plain_sampler, batches()),
         batches=lambda prefetcher: Rollouts(prefetcher, sampler, trainable, **rollouts),
         reference=copy,
     )

@@ -22,6 +22,7 @@ from ligermodels.data.packing import Prefetcher
 from ligermodels.data.prompt_batches import PromptBatch
 from ligermodels.generation.eval_mode import evaluating
 from ligermodels.generation.generate import as_eos_ids, generate, until_eos
+from ligermodels.generation.sampled_log_probs import sample_with_log_probs
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.losses.advantages import group_advantages, nan_std
 from ligermodels.models.causal_lm import CausalLM
@@ -38,8 +39,9 @@ class Sample(NamedTuple):
     prompt, completion: token ids.
     is_ended: whether the completion ends with EOS, and was not cut.
     advantage: its advantage.
-    old_log_probs, ref_log_probs: of the completion's tokens in the loss, by the policy that sampled and by the
-        reference; empty if they are not used.
+    old_log_probs, ref_log_probs, sampler_log_probs: of the completion's tokens in the loss, by the policy before its
+        first step on the completion, by the reference, and by the sampler whose weights are not the policy's; empty if
+        they are not used.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Sample(NamedTuple):
     advantage: float = 0.0
     old_log_probs: Sequence[float] = ()
     ref_log_probs: Sequence[float] = ()
+    sampler_log_probs: Sequence[float] = ()
 
 
 class Sampled(NamedTuple):
@@ -80,7 +83,7 @@ class Sampler:
         self._sampling, self._rewards, self._settings, self._seed = sampling, rewards, settings, seed
         self.rank, self.size, self.ranks = rank, size, Ranks.of_group()
         given = {name: settings[name] for name in SAMPLING}
-        self._options = {**given, "temperature": given["temperature"] or 1.0, "do_sample": True}
+        self._options = {**given, "temperature": given["temperature"] or 1.0}
 
     @property
     def metric_names(self) -> list[str]:
@@ -104,11 +107,13 @@ class Sampler:
         count = self._settings["num_generations"]
         ends = list(dict.fromkeys([*self._ends, *documents.end_ids]))
         with self._sampling() as model, self.ranks.step("sampling", ""):
-            new = self._completions(model, [prompt.ids for prompt in prompts], ends, name) if prompts else []
-        repeated = [prompt for prompt in prompts for _ in range(count)]
-        samples = [
-            Sample(prompt.name, prompt.ids, ids, ids[-1] in ends) for prompt, ids in zip(repeated, new, strict=True)
-        ]
+            drawn = self._completions(model, [prompt.ids for prompt in prompts], ends, name) if prompts else []
+        repeated, new = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in drawn]
+        samples, skips = list[Sample](), self._settings["mask_truncated_completions"]
+        for prompt, (ids, log_probs) in zip(repeated, drawn, strict=True):
+            is_ended = ids[-1] in ends
+            known = () if skips and not is_ended else log_probs  # of tokens in the loss
+            samples.append(Sample(prompt.name, prompt.ids, ids, is_ended, sampler_log_probs=known))
         given = {"completions": [documents.completion(ids) for ids in new], "completion_ids": new}
         with self.ranks.step("reward", ""):
             own = self._results(samples, given, [prompt.fields for prompt in repeated])
@@ -121,16 +126,23 @@ class Sampler:
 
     def _completions(
         self, model: CausalLM, prompts: Sequence[list[int]], ends: Sequence[int], name: str
-    ) -> list[list[int]]:
-        """The new tokens of completions of each prompt, up to an end."""
+    ) -> list[tuple[list[int], list[float]]]:
+        """The new tokens of completions of each prompt, up to an end; and the log-probabilities with which they were
+        drawn, or none if the weights are the policy's."""
         generator = torch.Generator(model.device)
         generator.manual_seed(random.Random(f"{self._seed} {name}").getrandbits(63))
-        rows = generate(
-            model, prompts, self._settings["max_completion_length"],
-            num_return_sequences=self._settings["num_generations"], eos_token_id=list(ends) or None,
-            pad_token_id=ends[0] if ends else 0, generator=generator, **self._options,
-        )  # fmt: skip
-        return [until_eos(row, ends) for row in rows[:, max(map(len, prompts)) :].tolist()]
+        length, log_probs = self._settings["max_completion_length"], None
+        options = {
+            "num_return_sequences": self._settings["num_generations"], "eos_token_id": list(ends) or None,
+            "pad_token_id": ends[0] if ends else 0, "generator": generator, **self._options,
+        }  # fmt: skip
+        if self._settings["sampling_quantize"] is None:
+            rows = generate(model, prompts, length, do_sample=True, **options)
+        else:
+            rows, log_probs = sample_with_log_probs(model, prompts, length, **options)
+        new = [until_eos(row, ends) for row in rows[:, max(map(len, prompts)) :].tolist()]
+        recorded = [[] for _ in new] if log_probs is None else log_probs.tolist()
+        return [(ids, values[: len(ids)]) for ids, values in zip(new, recorded, strict=True)]
 
     def _results(
         self, samples: Sequence[Sample], completions: dict[str, list[Any]], fields: Sequence[Mapping[str, Any]]
@@ -213,6 +225,12 @@ class Rollouts:
     ) -> None:
         self._prompts, self._sampler, self._policy, self._settings = prompts, sampler, policy, settings
         self._micro_batches, self._reference, self._as_reference = micro_batches, reference or policy, as_reference
+        used = {
+            "old_log_probs": settings["num_iterations"] > 1,
+            "ref_log_probs": bool(settings["beta"]),
+            "sampler_log_probs": settings["sampling_quantize"] is not None,
+        }
+        self._log_probs = [name for name, is_used in used.items() if is_used]
         self._samples, self._number, self._uses = list[Sample](), 0, 0
         self._pending = deque[Batch]()
 
@@ -238,7 +256,9 @@ class Rollouts:
             if self._settings["beta"]:
                 with self._as_reference(), evaluating(self._reference.model):
                     self._samples = self._scored("ref_log_probs", self._reference)
-        parts = [self._packed(samples) for samples in self._divided(self._samples, self._micro_batches)]
+        parts = [
+            self._packed(samples, self._log_probs) for samples in self._divided(self._samples, self._micro_batches)
+        ]
         for part in parts:  # metrics of the samples count once
             known = torch.tensor(values, dtype=torch.float64)
             part["sampled"] = torch.stack([known.nan_to_num(nan=0.0), (~known.isnan()).double()], 1)
@@ -254,7 +274,8 @@ class Rollouts:
         size = len(samples) // parts
         return [samples[i * size : (i + 1) * size] for i in range(parts)]
 
-    def _packed(self, samples: Sequence[Sample]) -> Batch:
+    def _packed(self, samples: Sequence[Sample], log_probs: Sequence[str] = ()) -> Batch:
+        """A micro-batch with these fields of `Sample`."""
         skips = self._settings["mask_truncated_completions"]
         rows = [
             Tokens(
@@ -269,12 +290,11 @@ class Rollouts:
         packed = pack_sequences(rows)
         del packed["completion_mask"]
         packed["advantages"] = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)
-        for name in ("old_log_probs", "ref_log_probs"):
+        for name in log_probs:
             given = [getattr(sample, name) for sample in samples]
-            if any(given):
-                values = torch.zeros(packed["targets"].shape, dtype=torch.float64)
-                values[packed["targets"] >= 0] = torch.tensor([*chain(*given)], dtype=torch.float64)
-                packed[name] = values
+            values = torch.zeros(packed["targets"].shape, dtype=torch.float64)
+            values[packed["targets"] >= 0] = torch.tensor([*chain(*given)], dtype=torch.float64)
+            packed[name] = values
         names = dict.fromkeys(sample.name for sample in samples)
         return Batch(packed, where=lambda: ", ".join(names))
 

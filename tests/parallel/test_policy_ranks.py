@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from two_ranks import in_ranks
 
 import ligermodels as lm
 from ligermodels.adapt.lora import lora_layers
+from ligermodels.adapt.quantize import quantize
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.initialization import persistent_tensors, whole_parameters
+from ligermodels.layers.quantized import quantized_weights
 from ligermodels.layers.sharding import gathered, is_sharded
 from ligermodels.training import FineTuningRecipe, dry_run, fine_tune, rollouts
 from ligermodels.training.checkpoints import Checkpoints
@@ -35,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "num_iterations": 2},
     "batch": {"scale_rewards": "batch", "epsilon_high": 0.28},
     "dr_grpo": {"loss_type": "dr_grpo", "micro_batch_tokens": None},
+    "quantised": {"sampling_quantize": "int4", "importance_sampling_clip_max": 1.5, "num_iterations": 2},
     "lora": {"lora_rank": 3, "beta": 0.1, "num_iterations": 2, "importance_sampling_level": "sequence"},
 }
 """A micro-batch has one group of completions; of `dr_grpo` all groups of a rank."""
@@ -60,9 +64,15 @@ def fixed_samples(
     )
 
 
+def fixed_with_log_probs(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = fixed_samples(*arguments, **options)
+    return ids, -4 - ids[:, -arguments[2] :].float() / 60
+
+
 def run_fixed(all_recipes: dict[str, FineTuningRecipe], folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollouts, "generate", fixed_samples)
+        patch.setattr(rollouts, "sample_with_log_probs", fixed_with_log_probs)
         for name, recipe in all_recipes.items():
             assert fine_tune(recipe, folder / name).finished
 
@@ -102,32 +112,30 @@ def test_two_ranks_train_as_one(ending: Path, rewards: str, tmp_path: Path) -> N
 def changed(model: lm.CausalLM) -> None:
     """Change all parameters, as an optimizer's step does."""
     with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
+        for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
-                parameter.mul_(1.1 + 0.01 * number).add_(0.01)
+                parameter.mul_(1.1 + 0.01 * len(name)).add_(0.01)
+
+
+def loaded(base: Path, recipe: FineTuningRecipe, plan: lm.ParallelPlan, dtype: torch.dtype) -> lm.CausalLM:
+    """A sharded model, with LoRA if the recipe says so."""
+    model = lm.from_pretrained(base, dtype=dtype, prepare=partial(prepare_lora, recipe), plan=plan)
+    torch.manual_seed(3)
+    for update in lora_layers(model).values():
+        with whole_parameters(update, update.lora_parameters()):
+            update.init_weights()
+    return model
 
 
 def whole_copies(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
     ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(rank))
     for settings in ({}, {"lora_rank": 2}, {"lora_rank": 2, "quantize": "int4"}):
         recipe = recipe_for(base, data, "module:function", **settings)
-
-        def prepare(model: lm.CausalLM, recipe: FineTuningRecipe = recipe) -> None:
-            prepare_lora(recipe, model)
-
-        def loaded(plan: lm.ParallelPlan, dtype: torch.dtype, prepare: Any = prepare) -> lm.CausalLM:
-            torch.manual_seed(3)
-            model = lm.from_pretrained(base, dtype=dtype, prepare=prepare, plan=plan)
-            for update in lora_layers(model).values():
-                with whole_parameters(update, update.lora_parameters()):
-                    update.init_weights()
-            return model
-
         plans = [lm.ParallelPlan(), lm.ParallelPlan(replicate=2), lm.ParallelPlan(param_dtype="bfloat16")]
         for plan in plans if not settings else plans[:1]:
             dtype = torch.float32 if plan.param_dtype else torch.float64
-            model = loaded(plan, dtype)
-            sampling = SamplingModel(model, prepare)
+            model = loaded(base, recipe, plan, dtype)
+            sampling = SamplingModel(model, partial(prepare_lora, recipe))
             for _ in range(2):  # also after an update, and again with memory
                 with sampling() as copy:
                     assert not is_sharded(copy) and not copy.training
@@ -144,6 +152,31 @@ def whole_copies(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Pa
                 else:
                     torch.testing.assert_close(logits, model(ids, return_logits=True).logits, rtol=1e-12, atol=1e-12)
                 changed(model)
+
+
+def rounded_copies(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
+    for kind, settings in (("int4", {}), ("float8", {"lora_rank": 2})):
+        recipe = recipe_for(base, data, "module:function", **settings)
+        rounded = recipe.model_copy(update={"quantize": kind})
+        plain = lm.from_pretrained(base, dtype=torch.float32)
+        model = loaded(base, recipe, lm.ParallelPlan(), torch.float32)
+        changed(plain)
+        changed(model)
+        with SamplingModel(model, partial(prepare_lora, rounded), quantizes=True)() as copy:
+            codes = quantized_weights(copy)
+            assert len(codes) > 3 and codes.keys() == quantized_weights(quantize(plain, kind)).keys()
+            for name, wanted in quantized_weights(plain).items():
+                assert torch.equal(codes[name].dense(torch.float32), wanted.dense(torch.float32)), name
+            found, tensors = persistent_tensors(copy), persistent_tensors(model)
+            lora = [name for name in found if ".update." in name]
+            assert bool(lora) == bool(settings)
+            for name in lora:
+                assert torch.equal(found[name], gathered(tensors[name]))
+        assert not quantized_weights(model)
+
+
+def test_a_sharded_model_samples_by_a_rounded_copy(base: Path, tmp_path: Path) -> None:
+    in_ranks(2, rounded_copies, tmp_path / "two", base, texts(tmp_path / "prompts.jsonl"))
 
 
 def test_a_sharded_model_samples_by_a_whole_copy(base: Path, tmp_path: Path) -> None:
