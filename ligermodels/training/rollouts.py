@@ -166,13 +166,12 @@ class Sampler:
     def values(self, sampled: Sequence[Sampled]) -> list[float]:
         """The values of `metric_names` over all completions of all ranks, NaN for a metric of rewards that no
         completion has."""
-        results = torch.cat([each.results for each in sampled])
-        rewards, lengths, cut = results[:, :-2], results[:, -2], results[:, -1]
-        total = self._rewards.total(rewards)
+        *by_function, lengths, cut = torch.cat([each.results for each in sampled]).T.contiguous()
+        total = self._rewards.total(torch.stack(by_function).T)
         is_batch = self._settings["scale_rewards"] == "batch"
         groups = total.view(1 if is_batch else -1, len(total) if is_batch else self._settings["num_generations"])
         has_no_spread = nan_std(groups, 1).isclose(torch.zeros(())).float()
-        each = chain.from_iterable((column.nanmean(), nan_std(column, 0)) for column in rewards.T)
+        each = chain.from_iterable((rewards.nanmean(), nan_std(rewards, 0)) for rewards in by_function)
         of_lengths = (lengths.mean(), lengths.min(), lengths.max(), cut.mean())
         return [float(x) for x in (total.nanmean(), nan_std(total, 0), has_no_spread.mean(), *each, *of_lengths)]
 
