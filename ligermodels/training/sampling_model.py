@@ -27,11 +27,14 @@ class SamplingModel:
         prepare: makes on a copy, on the meta device, the changes that the base model had before it was loaded, such as
             LoRA. It may quantise the copy where the model is not: the weights are then rounded while they are copied.
         quantizes: whether `prepare` quantises the copy, which is then made of an unsharded model too. Default: False.
+
+    Raises:
+        InputError: `prepare` raises it, for a layer that has no quantised form.
     """
 
     def __init__(self, model: CausalLM, prepare: Callable[[CausalLM], object], *, quantizes: bool = False) -> None:
-        self.model, self._prepare, self._quantizes = model, prepare, quantizes
-        self._copy: CausalLM | None = None
+        self.model = model
+        self._copy = _empty_copy(model, prepare) if quantizes or is_sharded(model) else None
 
     @contextmanager
     def __call__(self) -> Iterator[CausalLM]:
@@ -40,12 +43,9 @@ class SamplingModel:
         Raises:
             InputError: a weight that is to be quantised is not finite.
         """
-        if not (self._quantizes or is_sharded(self.model)):
+        if (copy := self._copy) is None:
             yield self.model
             return
-        if self._copy is None:
-            self._copy = self._empty_copy()
-        copy = self._copy
         reshard(self.model)
         try:
             copy.to_empty(device=self.model.device)
@@ -55,15 +55,16 @@ class SamplingModel:
         finally:
             copy.to_empty(device="meta")  # frees the memory
 
-    def _empty_copy(self) -> CausalLM:
-        """The copy on the meta device."""
-        spread = parallelism_of(self.model)
-        param_dtype = None if spread is None else spread.plan.param_dtype
-        with torch.device("meta"), skip_init():
-            copy = CausalLM(self.model.config, self.model.export_spec)
-        self._prepare(copy)
-        allocate(copy, getattr(torch, param_dtype) if param_dtype else self.model.dtype, "meta")
-        return copy.requires_grad_(False).eval()
+
+def _empty_copy(model: CausalLM, prepare: Callable[[CausalLM], object]) -> CausalLM:
+    """The copy on the meta device."""
+    spread = parallelism_of(model)
+    param_dtype = None if spread is None else spread.plan.param_dtype
+    with torch.device("meta"), skip_init():
+        copy = CausalLM(model.config, model.export_spec)
+    prepare(copy)
+    allocate(copy, getattr(torch, param_dtype) if param_dtype else model.dtype, "meta")
+    return copy.requires_grad_(False).eval()
 
 
 @torch.no_grad()
