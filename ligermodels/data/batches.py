@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.errors import InputError
 
 
@@ -26,6 +27,10 @@ class Batch(dict[str, Tensor]):
     def pinned(self) -> Batch:
         """The batch in page-locked memory, from which `on_device` copies without waiting."""
         return Batch({name: tensor.pin_memory() for name, tensor in self.items()}, self.where)
+
+    def without_targets(self) -> Batch:
+        """A batch of the same shapes in which nothing is trained on, for a rank that has no batch of its own."""
+        return Batch({**self, "labels": torch.full_like(self["labels"], IGNORE_INDEX)}, self.where)
 
 
 class CountsTargets(Protocol):

@@ -16,7 +16,6 @@ from ligermodels.data.documents import AT_ONCE, EMPTY, Documents, TokenDocuments
 from ligermodels.data.orders import DocumentOrder, Indices, Place, Shuffled
 from ligermodels.data.rows import Piece, Pool
 from ligermodels.errors import InputError
-from ligermodels.layers import IGNORE_INDEX
 
 ExcessLengthStrategy = Literal["truncate", "drop", "split", "raise"]
 """What happens to a whole document with more than `seq_len` tokens."""
@@ -273,7 +272,7 @@ class RankBatches:
             raise StopIteration
         if self._rank < len(group):
             return group[self._rank]
-        return Batch({**group[0], "labels": torch.full_like(group[0]["labels"], IGNORE_INDEX)}, where=group[0].where)
+        return group[0].without_targets()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the source, a `PackedBatches`."""

@@ -133,6 +133,10 @@ class PromptBatch(Batch):
         """The batch itself: its tensors are not copied to a device."""
         return self
 
+    def without_targets(self) -> PromptBatch:
+        """A batch without prompts."""
+        return PromptBatch(self, [], self.documents)
+
 
 class PromptBatches(PackedBatches):
     """Batches of `batch_size` prompts, as `PromptBatch`; resumable, as `PackedBatches`.

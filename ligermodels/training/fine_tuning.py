@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
-from ligermodels.adapt.lora import add_lora, lora_layers
+from ligermodels.adapt.lora import lora_layers
 from ligermodels.arguments import ExpertFormat
-from ligermodels.errors import CheckpointError, ConfigError, arguments_named
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
@@ -20,11 +20,11 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.job import BeforeTraining, Job, RunOptions, quantize_base
+from ligermodels.training.job import BeforeTraining, Job, RunOptions
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
+from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.reference import add_reference
 from ligermodels.training.rewards import check_reward_fields
-from ligermodels.training.router_bias import balance_routers
 from ligermodels.training.run import run_job
 
 if TYPE_CHECKING:
@@ -104,34 +104,6 @@ def export_adapter(
     tensors = checkpoints.parameters(step, model)
     write_adapter(model, lora_layers(model), tensors, out, expert_format=expert_format, overwrite=overwrite)
     return step
-
-
-def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
-    """Set up the model's routers, quantise its weights and add LoRA, if the recipe does."""
-    prepare_routers(recipe, model)
-    quantize_base(recipe, model)
-    if recipe.lora_rank is not None:
-        with arguments_named(r="lora_rank", target_modules="lora_targets"):
-            add_lora(
-                model,
-                recipe.lora_rank,
-                lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
-                lora_dropout=recipe.lora_dropout,
-                target_modules=recipe.lora_targets or "all-linear",
-            )
-
-
-def prepare_routers(recipe: FineTuningRecipe, model: CausalLM) -> None:
-    """Set the weight of the routers' z-loss, and prepare updates of their biases.
-
-    Raises:
-        ConfigError: a setting does not fit the model.
-    """
-    if recipe.router_z_loss_coef and not model.decoder.expert_routers:
-        raise ConfigError("router_z_loss_coef: is for mixtures of experts, and this model has none; leave it out")
-    model.router_z_loss_coef = recipe.router_z_loss_coef
-    if recipe.router_bias_update_rate:
-        balance_routers(model)
 
 
 def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,8 @@ from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import ConfigError
 from ligermodels.evaluation import evaluate, perplexity
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel.ranks import is_sharded
+from ligermodels.parallel.ranks import data_share
+from ligermodels.speculative.joint import frozen_copy
 from ligermodels.training.base import Base
 from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, load_loss, with_loss
 from ligermodels.training.distillation import DistillationModel, load_teacher
@@ -25,9 +25,11 @@ from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjectiv
 from ligermodels.training.objective_recipe import OBJECTIVES as SETTINGS_OF
 from ligermodels.training.policy import PolicyModel, check_loss, loss_options
 from ligermodels.training.preference import PreferenceModel, check_settings
+from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.rewards import Rewards
 from ligermodels.training.rollouts import Rollouts, Sampler, evaluate_rewards
+from ligermodels.training.sampling_model import SamplingModel
 from ligermodels.training.step import Trainable
 
 
@@ -74,20 +76,26 @@ def check_objective(recipe: FineTuningRecipe) -> None:
         ConfigError: there is no such loss, or the objective does not support a setting of the run.
     """
     if recipe.objective == "distill":
-        for name in ("tensor", "context"):
-            if getattr(recipe.parallel, name) > 1:
-                raise ConfigError(f"parallel.{name}: is not supported with the objective distill; use shard")
+        _check_plan(recipe, "tensor", "context")
     elif recipe.objective in PREFERENCE:
         objective, form = _preference_objective(recipe), recipe.data_form
         if recipe.loss is None:
             check_settings(objective, recipe.objective_options, pairs=form.name == "pairs", kl=form.mismatched)
     elif recipe.objective == "grpo":
-        if is_sharded(recipe.parallel):
-            raise ConfigError("parallel: the objective grpo runs on one GPU; leave out --gpus and the plan")
+        _check_plan(recipe, "tensor", "context", "expert")
         Rewards(recipe.reward)
         check_loss(dict(recipe))
     elif recipe.loss is not None:
         load_loss(recipe.loss, TOKEN_FIELDS)
+
+
+def _check_plan(recipe: FineTuningRecipe, *unsupported: str) -> None:
+    """Raise ConfigError if one of these degrees of parallelism is above 1."""
+    for name in unsupported:
+        if getattr(recipe.parallel, name) > 1:
+            raise ConfigError(
+                f"parallel.{name}: is not supported with the objective {recipe.objective}; use shard or replicate"
+            )
 
 
 def uses_reference(recipe: FineTuningRecipe) -> bool:
@@ -124,22 +132,31 @@ def _distill(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 
 
 def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
-    settings = dict(recipe)
-    sampler = Sampler(model, Rewards(recipe.reward, recipe.reward_weights), settings, recipe.seed)
+    settings, (rank, size) = dict(recipe), data_share(recipe.parallel)
+    rewards, kind = Rewards(recipe.reward, recipe.reward_weights), recipe.sampling_quantize
+
+    def sampler_of(kind: str | None) -> Sampler:
+        """Samples from the current weights, rounded to this format if it is given."""
+        sampled = recipe if kind is None else recipe.model_copy(update={"quantize": kind})
+        sampling = SamplingModel(model, partial(prepare_lora, sampled), quantizes=kind is not None)
+        return Sampler(sampling, rewards, {**settings, "sampling_quantize": kind}, recipe.seed, rank, size)
+
+    sampler, plain_sampler = sampler_of(kind), sampler_of(None)
 
     def policy_of(model: CausalLM) -> PolicyModel:
-        return PolicyModel(model, recipe.temperature or 1.0, sampler.metric_names, loss_options(settings))
+        loss, weight_max = loss_options(settings), recipe.importance_sampling_clip_max
+        return PolicyModel(model, recipe.temperature or 1.0, weight_max, sampler.metric_names, loss)
 
     trainable, copy = policy_of(model), None
-    rollouts: dict[str, Any] = {"settings": settings, "micro_batches": recipe.accumulation_steps}
+    rollouts: dict[str, Any] = {"settings": settings, "micro_batches": recipe.micro_batches(size)[1]}
     if recipe.beta and lora_layers(model):
         rollouts["as_reference"] = partial(lora_disabled, model)
     elif recipe.beta:
-        copy = deepcopy(model).requires_grad_(False)
+        copy = frozen_copy(model)
         rollouts["reference"] = policy_of(copy)
     return replace(
         _of_model(trainable),
-        evaluate=lambda batches: evaluate_rewards(sampler, batches()),
+        evaluate=lambda batches: evaluate_rewards(plain_sampler, batches()),
         batches=lambda prefetcher: Rollouts(prefetcher, sampler, trainable, **rollouts),
         reference=copy,
     )

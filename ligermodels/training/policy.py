@@ -54,6 +54,8 @@ class PolicyModel(ObjectiveModel):
     Args:
         model: the model.
         temperature: divides its logits.
+        weight_max: upper bound of the weights by which truncated importance sampling corrects for a sampler with other
+            weights than the model's; see `forward`.
         metric_names: names of the metrics in `sampled`.
         options: arguments of `grpo_loss`.
     """
@@ -61,9 +63,15 @@ class PolicyModel(ObjectiveModel):
     unrecordable = "completions have other lengths in each batch"
 
     def __init__(
-        self, model: CausalLM, temperature: float, metric_names: Sequence[str], options: Mapping[str, Any]
+        self,
+        model: CausalLM,
+        temperature: float,
+        weight_max: float,
+        metric_names: Sequence[str],
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__(model)
+        self._weight_max = weight_max
         self._sampling: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
         self.metric_names, self._options = tuple(metric_names), dict(options)
 
@@ -94,9 +102,15 @@ class PolicyModel(ObjectiveModel):
         sampled: Tensor,
         old_log_probs: Tensor | None = None,
         ref_log_probs: Tensor | None = None,
+        sampler_log_probs: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
     ) -> ObjectiveOutput:
         """The loss of a batch.
+
+        A sampler with other weights, such as quantised ones, draws tokens with other probabilities than the policy.
+        Truncated importance sampling (Yao et al., 2025, https://fengyao.notion.site/off-policy-rl) corrects for it: the
+        loss of each token, without the KL divergence, is multiplied by min(exp(old_log_probs - sampler_log_probs),
+        `weight_max`), without a gradient. This is TRL's `vllm_importance_sampling_mode` "token_truncate".
 
         Args:
             input_ids: (1, n), prompts with completions in one row.
@@ -108,6 +122,7 @@ class PolicyModel(ObjectiveModel):
             old_log_probs: (S, T), of the policy that sampled. Default: the log-probabilities of this pass, so that the
                 ratios are 1.
             ref_log_probs: (S, T), of the reference; needed for beta above 0.
+            sampler_log_probs: (S, T), by which the sampler drew the tokens. Default: None, it has the policy's weights.
             num_items_in_batch: the sum of `num_targets` over all micro-batches. Default: of this one.
         """
         if num_items_in_batch is None:
@@ -118,11 +133,29 @@ class PolicyModel(ObjectiveModel):
         of_tokens = "num_items_in_batch" in _used(options)
         if of_tokens:
             options = {**options, "num_items_in_batch": num_items_in_batch[1]}
-        result = grpo_loss(log_probs, advantages.to(log_probs.dtype), mask, old, ref, **options)
+        advantages, of_sampler = advantages.to(log_probs.dtype), Metrics()
+        if sampler_log_probs is not None:
+            sampled_as = log_probs.detach() if old is None else old
+            weights, of_sampler = self._importance_weights(sampled_as, sampler_log_probs.to(log_probs.dtype), mask)
+            advantages = advantages[:, None] * weights  # of each token
+        result = grpo_loss(log_probs, advantages, mask, old, ref, **options)
         loss = result.loss if of_tokens else result.loss * share
         metrics = dict(zip(self.metric_names, sampled.to(log_probs.dtype).unbind(), strict=True))
         sums: Metrics = {name: (value[0], value[1]) for name, value in metrics.items()}
-        return ObjectiveOutput.of(self.model, loss, share, out, sums | self._metrics(result, mask))
+        by_completion = advantages.ndim == 1 and self._options.get("importance_sampling_level") == "sequence"
+        clipped = mask.any(1) if by_completion else mask
+        return ObjectiveOutput.of(
+            self.model, loss, share, out, {**sums, **self._metrics(result, mask, clipped), **of_sampler}
+        )
+
+    def _importance_weights(self, old: Tensor, sampler: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
+        """The weights (S, T) of tokens that a sampler with other weights drew, and metrics by TRL's names."""
+        difference = torch.where(mask, old - sampler, 0.0)
+        weights, tokens = difference.exp().clamp(max=self._weight_max), mask.sum().float()
+        return weights, {
+            "sampling/sampling_logp_difference/mean": (difference.abs().sum(), tokens),
+            "sampling/importance_sampling_ratio/mean": (torch.where(mask, weights, 0.0).sum(), tokens),
+        }
 
     def num_targets(
         self,
@@ -142,11 +175,10 @@ class PolicyModel(ObjectiveModel):
         tokens = self.model.num_targets(labels, cu_seqlens=cu_seqlens)
         return torch.stack([torch.full_like(tokens, len(cu_seqlens) - 1), tokens])  # type: ignore[arg-type]
 
-    def _metrics(self, result: GRPOLoss, mask: Tensor) -> Metrics:
-        """The metrics of the loss by TRL's names, as sums over tokens, or over completions with their ratios."""
-        tokens = mask.sum().float()
-        by_completion = self._options.get("importance_sampling_level") == "sequence"
-        clipped = mask.any(1).sum().float() if by_completion else tokens
-        values = {f"clip_ratio/{name}_mean": (getattr(result, field), clipped) for name, field in CLIPPED.items()}
-        values["kl"] = (result.kl, tokens)
+    def _metrics(self, result: GRPOLoss, mask: Tensor, clipped: Tensor) -> Metrics:
+        """The metrics of the loss by TRL's names, as sums over the tokens of the mask, or over `clipped`, the tokens or
+        completions that have a ratio."""
+        count = clipped.sum().float()
+        values = {f"clip_ratio/{name}_mean": (getattr(result, field), count) for name, field in CLIPPED.items()}
+        values["kl"] = (result.kl, mask.sum().float())
         return {name: (mean * count, count) for name, (mean, count) in values.items() if mean is not None}

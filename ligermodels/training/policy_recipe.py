@@ -17,6 +17,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 POLICY = (
     "reward", "reward_weights", "scale_rewards", "num_generations", "max_completion_length",
     "mask_truncated_completions", "num_iterations", "loss_type", *LOSS_SETTINGS, *SAMPLING,
+    "sampling_quantize", "importance_sampling_clip_max",
 )  # fmt: skip
 """Settings of the objective grpo."""
 
@@ -49,9 +50,30 @@ class PolicySettings(BaseModel):
     min_p: float | None = Field(
         None, ge=0, le=1, description="grpo: drop tokens below this share of the highest probability.  [default: none]"
     )
+    sampling_quantize: Literal["int4", "float8"] | None = Field(
+        None,
+        description="grpo: sample from a copy of the weights in 4 or 8 bits, made anew after each update.  [default: "
+        "from the trained weights]",
+    )
+    importance_sampling_clip_max: float = Field(
+        3.0,
+        gt=0,
+        description="grpo, sampling_quantize: upper bound of the importance weights of tokens (truncated importance "
+        "sampling).",
+    )
 
 
 POLICY_CONDITIONS: tuple[Condition, ...] = (
+    (
+        ("sampling_quantize",),
+        lambda settings: settings.get("quantize") is None,
+        "is for plain weights, and `quantize` keeps them quantised: completions are sampled from these",
+    ),
+    (
+        ("importance_sampling_clip_max",),
+        lambda settings: settings["sampling_quantize"] is not None,
+        "is for samples of quantised weights; give sampling_quantize too",
+    ),
     (("use_bias_correction_kl",), lambda settings: bool(settings["beta"]), "is for the KL to a reference; give beta"),
 )
 

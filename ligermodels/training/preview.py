@@ -30,7 +30,7 @@ from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
 from ligermodels.training.dspark import block_job
 from ligermodels.training.eagle import eagle_job
-from ligermodels.training.fine_tuning import fine_tuning_job, prepare_lora
+from ligermodels.training.fine_tuning import fine_tuning_job
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import epoch_of
@@ -39,6 +39,7 @@ from ligermodels.training.medusa import medusa_job
 from ligermodels.training.mtp import mtp_job
 from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
+from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.rewards import check_reward_fields
 from ligermodels.training.run import named_callbacks

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.generation import DecodingState, generate, graph, sample
+from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs
+from ligermodels.generation.generate import until_eos
 from ligermodels.generation.sampling import warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
@@ -351,6 +353,31 @@ def test_sampled_generation(model: Toy) -> None:
 
     assert run(1, temperature=3.0) == run(1, temperature=3.0) != run(2, temperature=3.0)
     assert run(1, top_k=1) == generate(model, PROMPTS, max_new_tokens=12, pad_token_id=0).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.7, "top_k": 4, "num_return_sequences": 2}])
+def test_log_probabilities_of_samples(model: Toy, options: dict[str, Any]) -> None:
+    """Of rows of unequal lengths: those of a pass over the whole row, over all tokens; 0 on padding."""
+    ends = [*range(0, VOCAB, 3)]
+
+    def run(function: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return function(model, PROMPTS, 9, eos_token_id=ends, generator=generator, **options)
+
+    ids, log_probs = run(sample_with_log_probs)
+    assert torch.equal(ids, run(partial(generate, do_sample=True)))
+    longest, count = max(map(len, PROMPTS)), options.get("num_return_sequences", 1)
+    assert log_probs.shape == (len(ids), ids.shape[1] - longest) and log_probs.dtype == torch.float32
+    lengths = set()
+    model.eval()
+    for row, (new, found) in enumerate(zip(ids[:, longest:].tolist(), log_probs, strict=True)):
+        prompt, new = PROMPTS[row // count], until_eos(new, ends)
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1] / options.get("temperature", 1.0)
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
+        torch.testing.assert_close(found[: len(new)].double(), wanted, rtol=1e-5, atol=1e-6)
+        assert not found[len(new) :].any()
+        lengths.add(len(new))
+    assert len(lengths) > 1
 
 
 # -- Medusa ------------------------------------------------------------------------------------------------------------

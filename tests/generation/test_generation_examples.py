@@ -20,4 +20,4 @@ def test_example(name: str) -> None:
 
 
 def test_the_functions_called_first_have_examples() -> None:
-    assert {"generate", "stream", "sample"} <= {*EXAMPLES}
+    assert {"generate", "stream", "sample", "sample_with_log_probs"} <= {*EXAMPLES}

@@ -66,7 +66,7 @@ PAGES = {
     "docs/eagle.md": {"own.jsonl", "head", "own-head", "run", "for-vllm", "for-sglang"},
     "docs/dspark.md": {"own.jsonl", "head", "flash", "own-head", "run", "for-vllm", "for-sglang", "flash-sglang"},
     "docs/objectives.md": {"preferred", "judged", "student", "own"},
-    "docs/grpo.md": {"better"},
+    "docs/grpo.md": {"better", "by-two"},
     "docs/experts.md": {"balanced"},
     "docs/reference/ligermodels.md": {"out", "adapter", "heads"},
     "docs/reference/data.md": set[str](),

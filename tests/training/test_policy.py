@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runs import equal_heads, losses, with_decoder
 from typer.testing import CliRunner
 
 import ligermodels as lm
+from ligermodels.adapt.quantize import quantize
 from ligermodels.cli import app
 from ligermodels.data.packing import Prefetcher
 from ligermodels.data.prompt_batches import PromptBatches, PromptDocuments
@@ -22,6 +24,8 @@ from ligermodels.generation.sampling import sample, warp
 from ligermodels.training import Console, FineTuningRecipe, dry_run, fine_tune
 from ligermodels.training import step as training_step
 from ligermodels.training.objectives import Objective, objective_of
+from ligermodels.training.preference import by_sequence
+from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.rewards import Reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,8 +180,9 @@ def test_log_probabilities_of_sampling_are_those_of_training(
         {},
         {"num_iterations": 3, "beta": 0.1, "validation_fraction": 0.3, "evaluate_every": 2},
         {"num_iterations": 2, "beta": 0.1, "lora_rank": 2, "temperature": 0.8, "lora_dropout": 0.1},
+        {"num_iterations": 2, "sampling_quantize": "int4", "dtype": "float32"},
     ],
-    ids=["plain", "iterations", "lora"],
+    ids=["plain", "iterations", "lora", "quantised"],
 )
 def test_a_run_resumes_with_the_same_samples(
     settings: dict[str, Any], base: Path, rewards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,8 +228,6 @@ def test_the_size_of_micro_batches_changes_nothing(loss_type: str, ending: Path,
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 3, "learning_rate": 0.1}], ids=["all", "lora"])
 def test_the_reference_is_the_base(settings: dict[str, Any], base: Path, rewards: str, tmp_path: Path) -> None:
     """Also after training, when the policy has left it."""
-    from ligermodels.training.fine_tuning import prepare_lora
-
     recipe = recipe_for(base, texts(tmp_path / "prompts.jsonl"), f"{rewards}:length", beta=0.1, **settings)
     model = lm.from_pretrained(base, dtype=torch.float64)
     plain: Any = objective_of(recipe, lm.from_pretrained(base, dtype=torch.float64)).trainable
@@ -246,10 +249,106 @@ def test_the_reference_is_the_base(settings: dict[str, Any], base: Path, rewards
     assert (total / number).item() > 1e-4 and out.loss.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("int4", {}), ("float8", {"temperature": 0.7, "top_k": 9}), ("int4", {"lora_rank": 2})]
+)
+def test_sampling_from_quantised_weights(
+    kind: Any, settings: dict[str, Any], ending: Path, rewards: str, tmp_path: Path
+) -> None:
+    """The log-probabilities with which tokens were drawn are those of the current weights, rounded, also after an
+    update; the trained model is not changed."""
+    data = texts(tmp_path / "prompts.jsonl")
+    recipe = recipe_for(ending, data, f"{rewards}:length", sampling_quantize=kind, **settings)
+    model = lm.from_pretrained(ending, dtype=torch.float32)
+    prepare_lora(recipe, model)
+    objective = objective_of(recipe, model)
+    documents = PromptDocuments.of_checkpoint(ending, recipe.data, most_tokens=42)
+    prompts: Any = PromptBatches(documents, seq_len=recipe.row_tokens, batch_size=2)
+    rollouts, before = objective.batches(Prefetcher(prompts)), list[torch.Tensor]()
+    trainable: Any = objective.trainable
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        batch, _ = next(rollouts), next(rollouts)  # two micro-batches
+        row = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
+        rounded = quantize(deepcopy(model), kind)
+        found, mask = batch["sampler_log_probs"], row["targets"] >= 0
+        wanted, _ = by_sequence(
+            rounded.log_probs(
+                row["input_ids"], row["labels"], cu_seqlens=row["cu_seqlens"], temperature=recipe.temperature or 1.0
+            ).log_probs, row["labels"], row["targets"],
+        )  # fmt: skip
+        torch.testing.assert_close(found.float()[mask], wanted.detach()[mask], rtol=1e-5, atol=5e-6)
+        plain, _, _ = trainable.token_log_probs(**row)
+        assert (found - plain.detach())[mask].abs().max() > 1e-3 and "old_log_probs" not in batch
+        before.append(found)
+        out = trainable(**batch)
+        total, number = out.metrics["sampling/sampling_logp_difference/mean"]
+        assert (total / number).item() == pytest.approx((plain.detach() - found)[mask].abs().mean().item(), rel=1e-5)
+    assert before[0].shape != before[1].shape or not torch.equal(*before)
+    rollouts.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2, "beta": 0.1, "importance_sampling_clip_max": 1.01},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
+    ],
+    ids=["dapo", "iterations", "cispo", "sequence"],
+)
+def test_truncated_importance_sampling(settings: dict[str, Any], ending: Path, rewards: str, tmp_path: Path) -> None:
+    """Loss and gradients by the formula, in float64, on log-probabilities of the trained model."""
+    data = texts(tmp_path / "prompts.jsonl")
+    settings = {"importance_sampling_clip_max": 1.05, "micro_batch_tokens": None, **settings}
+    recipe = recipe_for(ending, data, f"{rewards}:length", sampling_quantize="int4", **settings)
+    model = lm.from_pretrained(ending, dtype=torch.float64)
+    objective, (batch,) = batches_of(recipe, model, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    trainable: Any = objective.trainable
+    out = trainable(**batch)
+    out.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    row = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
+    new, mask, _ = trainable.token_log_probs(**row)
+    old = batch.get("old_log_probs", new.detach())
+    exact = (old - batch["sampler_log_probs"]).exp()
+    weights = exact.clamp(max=settings["importance_sampling_clip_max"])
+    assert (weights[mask] < exact[mask]).any() and (weights[mask] < 1).any()
+    advantages, count = batch["advantages"][:, None], mask.sum(1, keepdim=True)
+    ratio = (new - old).exp()
+    if settings.get("loss_type") == "cispo":
+        losses = -weights * ratio.detach() * advantages * new
+    else:
+        if "importance_sampling_level" in settings:
+            ratio = (((new - old) * mask).sum(1, keepdim=True) / count.clamp(min=1)).exp().expand_as(new)
+        losses = -weights * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if "beta" in settings:
+        difference = batch["ref_log_probs"] - new
+        losses = losses + 0.1 * (difference.exp() - difference - 1) * (new - old).exp()  # not weighted
+    losses = torch.where(mask, losses, 0.0)
+    of_sequences = (losses / count.clamp(min=1)).sum() / len(losses)
+    wanted = of_sequences if settings.get("loss_type") == "grpo" else losses.sum() / count.sum()
+    wanted.backward()
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=1e-12)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
+    total, number = out.metrics["sampling/importance_sampling_ratio/mean"]
+    assert (total / number).item() == pytest.approx(weights[mask].mean().item())
+
+
 def test_truncated_completions_are_left_out(base: Path, rewards: str, tmp_path: Path) -> None:
     """With none left there is no gradient, and no error."""
     data = texts(tmp_path / "prompts.jsonl")
-    options = {"mask_truncated_completions": True, "max_completion_length": 1, "loss_type": "grpo"}
+    options = {"mask_truncated_completions": True, "max_completion_length": 1, "loss_type": "grpo", "beta": 0.1}
+    options |= {"sampling_quantize": "float8"}
     recipe = recipe_for(base, data, f"{rewards}:length", **options)
     objective, (batch, _) = batches_of(recipe, lm.from_pretrained(base), 2)
     trainable: Any = objective.trainable
@@ -406,6 +505,12 @@ def test_several_rewards(base: Path, rewards: str, tmp_path: Path) -> None:
         ({"packing_strategy": "bfd"}, "packing_strategy: is for texts and chats"),
         ({"teacher": "model"}, "teacher: is a setting of the objective distill"),
         ({"use_bias_correction_kl": False}, "use_bias_correction_kl: is for the KL to a reference; give beta"),
+        (
+            {"sampling_quantize": "int4", "lora_rank": 2, "quantize": "int4"},
+            "sampling_quantize: is for plain weights, and `quantize` keeps them quantised",
+        ),
+        ({"importance_sampling_clip_max": 2.0}, "importance_sampling_clip_max: is for samples of quantised weights"),
+        ({"sampling_quantize": "nf4"}, "sampling_quantize: "),
         ({"num_generations": 1}, "num_generations: must be greater than or equal to 2"),
         ({"objective": "sft", "reward": ()}, "num_generations: is a setting of the objective grpo"),
     ],
@@ -429,11 +534,10 @@ def test_runs_are_refused_by_name(base: Path, rewards: str, tmp_path: Path) -> N
     for settings, error, message in refused:
         with pytest.raises(error, match=message):
             fine_tune(recipe.changed({**settings, "base": "nowhere"}), tmp_path / "out")
-    with pytest.raises(ConfigError, match="parallel: the objective grpo runs on one GPU"):
-        dry_run(recipe, gpus=2)
     arguments = ["train", base, "--data", data, "--objective", "grpo", "--reward", f"{rewards}:share", "--gpus", 2]
-    result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(tmp_path / "out")])
-    assert result.exit_code and "parallel: the objective grpo runs on one GPU" in result.stderr
+    arguments += ["--tensor", 2, "--out", tmp_path / "out"]
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code and "parallel.tensor: is not supported with the objective grpo" in result.stderr
     other = written(tmp_path / "other.jsonl", [{"prompt": "Hi", "solution": "you"}] * 4)
     with pytest.raises(ConfigError, match=r"has a parameter 'answer', which is no field .* completion_ids, solution"):
         fine_tune(recipe.changed({"data": other, "reward": f"{rewards}:seen"}), tmp_path / "out")

@@ -1,0 +1,38 @@
+"""Changes of the base model of fine-tuning, while it is on the meta device: routers, quantised weights, LoRA."""
+
+from __future__ import annotations
+
+from ligermodels.adapt.lora import add_lora
+from ligermodels.errors import ConfigError, arguments_named
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
+from ligermodels.training.job import quantize_base
+from ligermodels.training.router_bias import balance_routers
+
+
+def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
+    """Set up the model's routers, quantise its weights and add LoRA, if the recipe does."""
+    prepare_routers(recipe, model)
+    quantize_base(recipe, model)
+    if recipe.lora_rank is not None:
+        with arguments_named(r="lora_rank", target_modules="lora_targets"):
+            add_lora(
+                model,
+                recipe.lora_rank,
+                lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
+                lora_dropout=recipe.lora_dropout,
+                target_modules=recipe.lora_targets or "all-linear",
+            )
+
+
+def prepare_routers(recipe: FineTuningRecipe, model: CausalLM) -> None:
+    """Set the weight of the routers' z-loss, and prepare updates of their biases.
+
+    Raises:
+        ConfigError: a setting does not fit the model.
+    """
+    if recipe.router_z_loss_coef and not model.decoder.expert_routers:
+        raise ConfigError("router_z_loss_coef: is for mixtures of experts, and this model has none; leave it out")
+    model.router_z_loss_coef = recipe.router_z_loss_coef
+    if recipe.router_bias_update_rate:
+        balance_routers(model)
