@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.adapter_config import adapter_config
-from ligermodels.adapt.adapter_layers import updates_of_file
+from ligermodels.adapt.adapter_layers import adapter_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
+from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, written_modules
 from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
 from ligermodels.arguments import ExpertFormat, check_flag
 from ligermodels.convert import hub
@@ -34,6 +35,7 @@ from ligermodels.errors import CheckpointError
 from ligermodels.layers.expert_lora import ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.untie import EMBEDDING
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
@@ -49,7 +51,7 @@ def save_adapter(
     expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> None:
-    """Write the LoRA of a model in PEFT's format.
+    """Write the LoRA of a model, and its modules that are trained whole, in PEFT's format.
 
     `peft.PeftModel.from_pretrained` loads it on transformers' model. Tensors are written exactly, in their dtype. The
     tokenizer and chat template are written too if they differ from the files of the base checkpoint. If the model is
@@ -74,7 +76,9 @@ def save_adapter(
     """
     updates = require_lora(model, "save_adapter")
     reshard(model)
-    write_adapter(model, updates, lora_tensors(updates), folder, expert_format=expert_format, overwrite=overwrite)
+    tensors = {**lora_tensors(updates), **dict(model.named_parameters(remove_duplicate=False))}
+    options: dict[str, Any] = {"expert_format": expert_format, "overwrite": overwrite}
+    write_adapter(model, updates, tensors, folder, modules=model.modules_to_save, **options)
 
 
 def write_adapter(
@@ -83,6 +87,7 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     folder: str | os.PathLike[str],
     *,
+    modules: Sequence[WeightMapping] = (),
     expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> None:
@@ -91,13 +96,17 @@ def write_adapter(
     Args:
         model: the adapted model.
         updates: the LoRA of its layers, also on the meta device.
-        tensors: A and B to write, under the names of `lora_tensors`.
+        tensors: A and B to write, under the names of `lora_tensors`, and the parameters of `modules`. A tied weight may
+            have the embedding's name alone.
         folder: created if it does not exist.
+        modules: parameters that are written whole, as `CausalLM.modules_to_save`. Default: none.
         expert_format: see `save_adapter`.
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
     """
     check_expert_format(expert_format)
-    ranks = Ranks(tensors.values())  # before conversions, which gather
+    whole = {each.target: tensors[each.target if each.target in tensors else EMBEDDING] for each in modules}
+    tensors = {name: tensors[name] for name in lora_tensors(updates)}
+    ranks = Ranks([*tensors.values(), *whole.values()])  # before conversions, which gather
     updates, tensors = _in_format(updates, tensors, expert_format)
     spec = model.require_export_spec()
     source = spec.source
@@ -115,12 +124,13 @@ def write_adapter(
     generation = spec.generation_config  # training on chats may have added an EOS token
     if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
         own[GENERATION_CONFIG] = as_json(generation)
+    config = adapter_config(updates, adaptable, spec.base_name, expert_format, module_paths(modules))
     save_checkpoint(
         folder,
-        adapter_map(updates, expert_format).export(tensors),
+        adapter_map(updates, expert_format, written_modules(modules)).export({**tensors, **whole}),
         name=ADAPTER.removesuffix(".safetensors"),
         max_shard_size=ONE_FILE,
-        files={**own, ADAPTER_CONFIG: as_json(adapter_config(updates, adaptable, spec.base_name, expert_format))},
+        files={**own, ADAPTER_CONFIG: as_json(config)},
         overwrite=overwrite,
         replaced=(ADAPTER, ADAPTER_CONFIG, "adapter_model.bin", *replaced),
         ranks=ranks,
@@ -138,7 +148,10 @@ def load_adapter(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Model:
-    """Freeze a model and add an adapter in PEFT's format to it, in place.
+    """Freeze a model and add an adapter in PEFT's format to it, in place: LoRA, and modules that were trained whole.
+
+    Whole modules replace those of the model. If it ties its head to the embedding and they differ in the adapter, it is
+    untied, and `save_pretrained` after `merge_lora` writes both.
 
     Args:
         model: a model without LoRA, not sharded.
@@ -156,8 +169,7 @@ def load_adapter(
     Raises (before the model is changed):
         HubError: the repository cannot be found or reached.
         ConfigError: adapter_config.json is missing, or a field has a value that native LoRA does not support; the
-            message names it: another `peft_type`, DoRA, biases, `modules_to_save`, ... Or the adapter's base model is
-            of another family.
+            message names it: another `peft_type`, DoRA, biases, ... Or the adapter's base model is of another family.
         CheckpointError: tensors are missing, damaged, of other layers or of the wrong shape; the message names them.
         InputError: the model has LoRA already, or is sharded; or an argument has the wrong type.
 
@@ -170,9 +182,12 @@ def load_adapter(
     options: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
     with open_adapter(folder) as (config, checkpoint):
-        updates, form = updates_of_file(model, config, checkpoint, dtype)
-        adapter_map(updates, form).load(checkpoint, lora_tensors(updates))
-    return insert(model, updates, trainable=is_trainable)
+        updates, form, modules = adapter_of_file(model, config, checkpoint, dtype)
+        values = saved_values(model, modules)
+        adapter_map(updates, form, modules).load(checkpoint, {**lora_tensors(updates), **values})
+    insert(model, updates, trainable=is_trainable)
+    set_modules(model, modules, values, is_trainable)
+    return model
 
 
 def rewrite_adapter(
@@ -199,10 +214,13 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         stored = functools.reduce(torch.promote_types, (header.dtype for header in checkpoint.headers.values()))
-        updates, form = updates_of_file(model, config, checkpoint, dtype or stored)
+        updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in lora_tensors(updates).items()}
-        adapter_map(updates, form).load(checkpoint, tensors)
-    write_adapter(model, updates, tensors, folder, expert_format=expert_format or form, overwrite=overwrite)
+        values = saved_values(model, modules, "cpu").items()
+        tensors |= {name: value.to(dtype or stored) for name, value in values}
+        adapter_map(updates, form, modules).load(checkpoint, tensors)
+    options: dict[str, Any] = {"expert_format": expert_format or form, "overwrite": overwrite}
+    write_adapter(model, updates, tensors, folder, modules=modules, **options)
 
 
 @contextmanager
@@ -224,14 +242,19 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
         yield adapter
 
 
-def adapter_map(updates: Mapping[str, AnyLoRA], expert_format: ExpertFormat = "target_parameters") -> WeightMap:
-    """The weight map from native names of A and B to their names in PEFT's files.
+def adapter_map(
+    updates: Mapping[str, AnyLoRA],
+    expert_format: ExpertFormat = "target_parameters",
+    modules: Sequence[WeightMapping] = (),
+) -> WeightMap:
+    """The weight map from native names of A and B, and of whole parameters, to their names in PEFT's files.
 
     Args:
         updates: native name of the layer -> its update. LoRA of experts has the parts that the format needs.
         expert_format: see `save_adapter`.
+        modules: the whole parameters. Default: none.
     """
-    mappings: list[WeightMapping] = []
+    mappings: list[WeightMapping] = [*modules]
     for name, update in updates.items():
         if isinstance(update, ExpertLoRA):
             mappings += expert_mappings(f"{name}.update", update, expert_format)

@@ -23,11 +23,11 @@ from ligermodels.layers.lora import MOST_RANKS, LoRAPart
 NO_EFFECT = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters",
-    "task_type",
+    "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+    "target_parameters", "task_type",
 ))  # fmt: skip
-"""Fields that do not change the meaning of the tensors. The names of the tensors tell the adapted layers; only if one
-weight of the experts is adapted, `target_parameters` tells which."""
+"""Fields that do not change the meaning of the tensors. The names of the tensors tell the adapted layers and the whole
+modules; only if one weight of the experts is adapted, `target_parameters` tells which."""
 READ = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern",
     "use_rslora",
@@ -43,6 +43,7 @@ def adapter_config(
     adaptable: Collection[str] | None,
     base_model: str | None = None,
     expert_format: ExpertFormat = "target_parameters",
+    modules_to_save: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The fields of adapter_config.json. The most frequent rank and scaling are values; others are patterns.
 
@@ -52,6 +53,7 @@ def adapter_config(
             does not have.
         base_model: name of the base model. Default: None.
         expert_format: see `save_adapter`.
+        modules_to_save: the paths of modules that the adapter has whole.
     """
     parts = [part for update in updates.values() for part in update.parts]
     r = Counter(part.r for part in parts).most_common(1)[0][0]
@@ -78,7 +80,7 @@ def adapter_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": list(modules_to_save) or None,
         "use_dora": False,
     }
 
@@ -142,6 +144,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if name not in NO_EFFECT | READ and value not in (None, False, [], {}):
             raise _error(config, name, "is not implemented by native LoRA")
+    modules = config.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise _error(config, "modules_to_save", "must be a list of names")
     if not isinstance(config.get("use_rslora") or False, bool):
         raise _error(config, "use_rslora", "must be true or false")
     for pattern, name in PATTERNS.items():

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ligermodels.adapt.adapter_base import check_family
 from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_part, values_by_path
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
+from ligermodels.adapt.saved_modules import stored_modules
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
 from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
 from ligermodels.convert.loading import Spec
+from ligermodels.convert.mappings import WeightMapping
 from ligermodels.convert.placement import DtypeLike
 from ligermodels.convert.safetensors_reader import Checkpoint
+from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import layout_in_memory
 
 
-def updates_of_file(
+class Adapter(NamedTuple):
+    """What an adapter's file has for a model."""
+
+    updates: dict[str, AnyLoRA]  # empty, not yet in the model
+    expert_format: ExpertFormat
+    modules: tuple[WeightMapping, ...]  # parameters that the file has whole: see `stored_modules`
+
+
+def adapter_of_file(
     model: Model, config: Mapping[str, Any], checkpoint: Checkpoint, dtype: DtypeLike | None
-) -> tuple[dict[str, AnyLoRA], ExpertFormat]:
-    """Empty LoRA updates for the tensors of an adapter, not yet in the model, and the format of its experts.
+) -> Adapter:
+    """Empty LoRA updates for the tensors of an adapter, the format of its experts, and its whole parameters.
 
     Args:
         model: the model to adapt.
@@ -36,7 +47,10 @@ def updates_of_file(
     """
     check_config(config)
     check_family(model, config)
-    linear, experts = _targets(model, paths := adapted_paths(checkpoint.headers))
+    paths, whole = adapted_paths(checkpoint.headers)
+    layouts = _layouts(model)
+    linear, experts = _targets(model, layouts, paths)
+    modules = stored_modules(layouts, whole, config)
     try:
         found = find_experts(paths, experts, config.get("target_parameters"))
     except CheckpointError as error:
@@ -58,22 +72,23 @@ def updates_of_file(
     parts = {path: known[path].part(path, ranks[path], alphas[path], rslora) for path in named}
     shared = found.form == "shared_outer" and _is_shared(checkpoint, found.names)
     options: dict[str, Any] = {"dropout": config.get("lora_dropout") or 0.0, "dtype": dtype, "shared_outer": shared}
-    return new_updates(model, known, parts, **options), found.form
+    return Adapter(new_updates(model, known, parts, **options), found.form, modules)
 
 
-def adapted_paths(names: Collection[str]) -> set[str]:
-    """Paths of the layers that a file with tensors of these `names` adapts.
+def adapted_paths(names: Collection[str]) -> tuple[set[str], list[str]]:
+    """Paths of the layers that a file with tensors of these `names` adapts, and the names of tensors of whole modules.
 
-    Raises CheckpointError if the file contains other tensors than A and B.
+    Raises CheckpointError if the file contains other tensors of LoRA than A and B, or no A and B.
     """
     matches = {name: re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name) for name in names}
-    if other := [name for name, match in matches.items() if match is None]:
+    whole = [name for name, match in matches.items() if match is None]
+    if other := [name for name in whole if not name.startswith(PREFIX) or ".lora_" in name]:
         raise CheckpointError(
             f"{ADAPTER}: has {len(other)} tensors that are no A or B of a linear layer, such as {other[0]}"
         )
-    if not matches:
-        raise CheckpointError(f"{ADAPTER}: has no tensors")
-    return {match[1] for match in matches.values() if match is not None}
+    if len(whole) == len(matches):
+        raise CheckpointError(f"{ADAPTER}: has no tensors A and B of LoRA")
+    return {match[1] for match in matches.values() if match is not None}, whole
 
 
 def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> dict[str, tuple[int, float]]:
@@ -83,7 +98,7 @@ def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> di
     Raises ConfigError or CheckpointError, naming the field or tensor, if native LoRA does not support the adapter.
     """
     check_config(config)
-    named = _named_paths(adapted_paths(headers), config.get("target_parameters") or ())
+    named = _named_paths(adapted_paths(headers)[0], config.get("target_parameters") or ())
     ranks, alphas = (values_by_path(pattern, config, list(named)) for pattern in PATTERNS)
     shapes = {name: headers[f"{PREFIX}{path}.lora_A.weight"].shape for name, path in named.items()}
     # The tensor of stacked experts has the rank of all experts.
@@ -116,17 +131,25 @@ def _is_shared(checkpoint: Checkpoint, names: Mapping[str, tuple[str, ...]]) -> 
     return all(name in checkpoint.headers and checkpoint.headers[name].shape[0] == 1 for name in tensors)
 
 
-def _targets(model: Model, paths: Collection[str]) -> tuple[dict[str, Target], dict[str, Target]]:
-    """The linear layers and the experts by their names in the layout that contains the most `paths`; linear layers also
-    by names that `paths` have from another layout: files with layers of single experts name the other layers as
-    transformers' modules.
+def _layouts(model: Model) -> tuple[WeightMap, ...]:
+    """The layouts of checkpoints whose names an adapter may have, that of transformers' model first.
 
     An adapter may belong to the model with its vision tower, or to the text model alone.
     """
     spec = model.require_export_spec()
     hf_config = spec.hf_config if spec.source is None else spec.source.hf_config
-    layouts = family_of(hf_config).weight_maps(model.config)
-    every = (transformers_layout(model), layout_in_memory(spec, model.config), *layouts)
+    of_family = family_of(hf_config).weight_maps(model.config)
+    return transformers_layout(model), layout_in_memory(spec, model.config), *of_family
+
+
+def _targets(
+    model: Model, every: Sequence[WeightMap], paths: Collection[str]
+) -> tuple[dict[str, Target], dict[str, Target]]:
+    """The linear layers and the experts by their names in the layout that contains the most `paths`; linear layers also
+    by names that `paths` have from another layout: files with layers of single experts name the other layers as
+    transformers' modules.
+    """
+    layouts = every[2:]  # of the family
     modules = {*paths, *map(container, paths), *(container(container(path)) for path in paths)}
 
     def hits(known: tuple[dict[str, Target], dict[str, Target]]) -> int:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ligermodels.adapt.saved_modules import chosen_modules, module_paths, train_modules
 from ligermodels.adapt.target_modules import chosen_targets
 from ligermodels.adapt.targets import Target
 from ligermodels.arguments import check_count, check_flag, check_number
@@ -36,15 +37,16 @@ def add_lora(
     target_modules: str | Sequence[str] = "all-linear",
     target_parameters: Sequence[str] | None = None,
     experts_shared_outer_loras: bool = False,
+    modules_to_save: Sequence[str] = (),
     use_rslora: bool = False,
     dtype: DtypeLike | None = None,
 ) -> Model:
     """Freeze a model and add LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685) to its linear layers, in place.
 
-    A layer with weight W (out, in) then computes W x + scaling * B A dropout(x), with A (r, in) and B (out, r). Only A
-    and B are trained. W may be quantised (QLoRA; Dettmers et al., 2023, https://arxiv.org/abs/2305.14314) or compute in
-    float8. Add LoRA before the model is sharded and before an optimizer is created. `save_adapter` writes A and B,
-    `merge_lora` adds them to W. Arguments have PEFT's names.
+    A layer with weight W (out, in) then computes W x + scaling * B A dropout(x), with A (r, in) and B (out, r). A and B
+    are trained, and `modules_to_save`; nothing else. W may be quantised (QLoRA; Dettmers et al., 2023,
+    https://arxiv.org/abs/2305.14314) or compute in float8. Add LoRA before the model is sharded and before an optimizer
+    is created. `save_adapter` writes A and B, `merge_lora` adds them to W. Arguments have PEFT's names.
 
     Args:
         model: the model, without LoRA and not sharded.
@@ -62,6 +64,9 @@ def add_lora(
             ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Gate and up then share an A. Default: none.
         experts_shared_outer_loras: all experts of a layer share A of gate and up, and B of down. SGLang and vLLM have
             the layout under this name. Default: False.
+        modules_to_save: names of modules in transformers that are trained whole, such as ["embed_tokens", "lm_head"]
+            for tokens that the base model does not know. As in PEFT, a name is the end of a path: "norm" is every norm.
+            A tied embedding and head stay one weight. Default: none.
         use_rslora: the scaling is lora_alpha / sqrt(r) instead (Kalajdzievski, 2023). Default: False.
         dtype: dtype of A and B, which compute in the dtype of x. Default: the dtype of W, or the model's dtype if W is
             quantised.
@@ -70,8 +75,8 @@ def add_lora(
         `model`.
 
     Raises:
-        InputError: an argument is out of range; a name in `target_modules` matches no layer (the message lists the
-            known names); or the model has LoRA already, or is sharded.
+        InputError: an argument is out of range; a name in `target_modules` or `modules_to_save` matches nothing (the
+            message lists the known names), or both name a layer; or the model has LoRA already, or is sharded.
         ConfigError: the model was composed by hand, and has no `export_spec` with the names.
 
     Examples:
@@ -84,16 +89,20 @@ def add_lora(
     check_number("lora_alpha", lora_alpha, positive=True)
     check_flag("experts_shared_outer_loras", experts_shared_outer_loras)
     chosen = chosen_targets(model, target_modules, target_parameters)
+    modules = chosen_modules(model, modules_to_save, {target.module for target in chosen.values()})
     parts = {path: target.part(path, r, lora_alpha, use_rslora) for path, target in chosen.items()}
     options: dict[str, Any] = {"dropout": lora_dropout, "dtype": dtype, "shared_outer": experts_shared_outer_loras}
-    return insert(model, new_updates(model, chosen, parts, **options))
+    insert(model, new_updates(model, chosen, parts, **options))
+    train_modules(model, modules)
+    return model
 
 
 def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     """Add the LoRA updates to the weights of the model, in place, and remove LoRA.
 
     Each weight is added to its update in float32 and rounded once; PEFT's `merge_and_unload` rounds the update and the
-    sum. The weights stay frozen; `model.requires_grad_()` makes them trainable.
+    sum. Modules that were trained whole keep their values. The weights stay frozen; `model.requires_grad_()` makes them
+    trainable.
 
     Args:
         model: a model with LoRA, not sharded.
@@ -119,6 +128,7 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     if dequantize:
         for layer in quantized_layers(model).values():  # layers without LoRA
             layer.make_dense(model.dtype)
+    model.modules_to_save = ()
     return model
 
 
@@ -192,8 +202,14 @@ def lora_layers(model: nn.Module) -> dict[str, AnyLoRA]:
 
 
 @contextmanager
-def lora_disabled(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model computes without its LoRA updates, as its base."""
+def lora_disabled(model: CausalLM) -> Iterator[None]:
+    """Context manager in which a model computes without its LoRA updates, as its base.
+
+    Raises InputError if modules are trained whole, whose values in the base the model does not have.
+    """
+    if model.modules_to_save:
+        paths = ", ".join(module_paths(model.modules_to_save))
+        raise InputError(f"lora_disabled: the model does not keep what {paths} are in the base")
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in lora_layers(model)}
     updates = {name: layer.update for name, layer in layers.items()}
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.convert.mappings import WeightMapping
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
 from ligermodels.generation.step import rope_thresholds
@@ -42,6 +43,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     """Weight of the z-loss of the routers of mixtures of experts in the loss; set it to change it. The loss includes it
     in training mode only, multiplied as the load-balancing loss: see `labels` at `forward`. It is no field of
     config.json, and not saved. See `layers.router_z_loss`."""
+    modules_to_save: tuple[WeightMapping, ...] = ()
+    """Parameters that an adapter has whole beside LoRA, mapped to its tensors: see `adapt.saved_modules`."""
 
     def __init__(self, config: DecoderConfig, export_spec: ExportSpec | None = None) -> None:
         super().__init__()

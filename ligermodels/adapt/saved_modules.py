@@ -1,0 +1,163 @@
+"""Modules that are trained whole beside LoRA, such as the embedding: PEFT's `modules_to_save`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.adapt.expert_files import PREFIX
+from ligermodels.adapt.targets import container, leaf, transformers_layout
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
+from ligermodels.convert.mappings import WeightMapping, rename
+from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import CheckpointError, InputError, short
+from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.untie import EMBEDDING, HEAD, untie
+
+
+def chosen_modules(model: CausalLM, names: Sequence[str], adapted: Collection[str] = ()) -> tuple[WeightMapping, ...]:
+    """The parameters of the modules that are named, mapped to their tensors in PEFT's files.
+
+    Args:
+        model: the model.
+        names: ends of paths in transformers, as in PEFT: "norm" names every norm. Either name of a tied weight stands
+            for the weight.
+        adapted: native names of modules with LoRA.
+
+    Raises:
+        InputError: a name matches no module; the native model computes a module together with others; or a module is
+            quantised, or has LoRA.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
+    layout = transformers_layout(model)
+    mappings = [*layout.mappings, *_heads(layout)]
+    paths = {container(source) for mapping in mappings for source in _sources(mapping)}
+    chosen = {path for path in paths if path.endswith(tuple(names))}
+    for name in names:
+        if not any(path.endswith(name) for path in paths):
+            known = ", ".join(sorted({leaf(path) for path in paths}))
+            raise InputError(f"modules_to_save: {name!r} matches no module; there are {known}")
+    if layout.aliases and any(container(source) in chosen for pair in layout.aliases.items() for source in pair):
+        chosen |= {container(source) for pair in layout.aliases.items() for source in pair}
+    found = [m for m in mappings if chosen & {container(source) for source in _sources(m)}]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for mapping in found:
+        if left := [source for source in _sources(mapping) if container(source) not in chosen]:
+            raise InputError(
+                f"modules_to_save: {container(left[0])} is one weight with modules that are named; name it too, or "
+                "adapt these layers by LoRA"
+            )
+        if mapping.target not in parameters:
+            raise InputError(f"modules_to_save: {container(_sources(mapping)[0])} is quantised and cannot be trained")
+        if container(mapping.target) in adapted:
+            raise InputError(
+                f"modules_to_save: {container(_sources(mapping)[0])} has LoRA; leave it out of target_modules"
+            )
+    return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
+
+
+def stored_modules(
+    layouts: Iterable[WeightMap], names: Collection[str], config: Mapping[str, Any]
+) -> tuple[WeightMapping, ...]:
+    """The parameters that an adapter's file has whole, mapped to its tensors.
+
+    PEFT writes `modules_to_save`, and the embedding and head too if LoRA adapts them or the vocabulary has grown.
+
+    Args:
+        layouts: weight maps of the model.
+        names: tensors of the file that are no A or B.
+        config: the fields of adapter_config.json.
+
+    Raises:
+        CheckpointError: a tensor belongs to no parameter of the model, or a module of the config has no tensor.
+    """
+    stored = {_path(name): name for name in names}
+    found: dict[str, WeightMapping] = {}
+    for layout in layouts:
+        for mapping in (*layout.mappings, *_heads(layout)):
+            if mapping.target not in found and all(source in stored for source in _sources(mapping)):
+                found[mapping.target] = _in_file(mapping, stored)
+    used = {source for mapping in found.values() for source in _sources(mapping)}
+    if left := sorted(set(names) - used):
+        raise CheckpointError(
+            f"{ADAPTER}: has {len(left)} tensors that are no A or B of a linear layer and no whole parameter of this "
+            f"model, such as {left[0]}"
+        )
+    for name in config.get("modules_to_save") or ():
+        if not any(container(path).endswith(name) for path in stored):
+            raise CheckpointError(f"{ADAPTER}: has no tensor of {name!r} in modules_to_save of {ADAPTER_CONFIG}")
+    return tuple(found.values())
+
+
+def saved_values(model: CausalLM, modules: Iterable[WeightMapping], device: str | None = None) -> dict[str, Tensor]:
+    """Memory for the parameters of modules, by native name, with their shapes and dtypes, on their devices by
+    default."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        mapping.target: torch.empty_like(parameters[mapping.target], device=device, requires_grad=False)
+        for mapping in modules
+    }
+
+
+def set_modules(model: CausalLM, modules: Sequence[WeightMapping], values: Mapping[str, Tensor], trains: bool) -> None:
+    """Give parameters of a model the values of an adapter.
+
+    Args:
+        model: the model, with LoRA, changed in place. If it ties its head to the embedding, and they differ now, it is
+            untied.
+        modules: the parameters, mapped to tensors of the adapter.
+        values: their values, by native name.
+        trains: whether they require gradients.
+    """
+    if model.config.head.tied and not {EMBEDDING, HEAD}.isdisjoint(values):
+        tied = model.get_parameter(EMBEDDING)
+        if not torch.equal(values.get(EMBEDDING, tied), values.get(HEAD, tied)):
+            untie(model)
+            model.head.weight = nn.Parameter(tied.detach().clone(), requires_grad=False)
+    for name, value in values.items():
+        model.get_parameter(name).detach().copy_(value)
+    train_modules(model, modules, trains)
+
+
+def train_modules(model: CausalLM, modules: Sequence[WeightMapping], trains: bool = True) -> None:
+    """Note the modules that are saved whole, and set whether they require gradients."""
+    model.modules_to_save = tuple(modules)
+    for mapping in modules:
+        model.get_parameter(mapping.target).requires_grad_(trains)
+
+
+def written_modules(modules: Iterable[WeightMapping]) -> list[WeightMapping]:
+    """The parameters, mapped to the names that PEFT gives the tensors of whole modules."""
+    return [
+        _in_file(mapping, {source: f"{PREFIX}{_path(source)}" for source in _sources(mapping)}) for mapping in modules
+    ]
+
+
+def module_paths(modules: Iterable[WeightMapping]) -> list[str]:
+    """The paths in transformers of the modules, in order."""
+    return list(dict.fromkeys(container(_path(source)) for mapping in modules for source in _sources(mapping)))
+
+
+def _path(name: str) -> str:
+    """The name in transformers of a whole tensor in PEFT's file. LoRA's own copy of a base weight is `base_layer`."""
+    return re.sub(r"\.base_layer(?=\.\w+$)", "", name.removeprefix(PREFIX))
+
+
+def _heads(layout: WeightMap) -> Iterator[WeightMapping]:
+    """The mapping of a tied head, which repeats the embedding."""
+    return (rename(HEAD, alias) for alias in layout.aliases)
+
+
+def _sources(mapping: WeightMapping) -> list[str]:
+    return [view.source for view in mapping.views]
+
+
+def _in_file(mapping: WeightMapping, names: Mapping[str, str]) -> WeightMapping:
+    """The mapping with other names of its checkpoint tensors."""
+    return replace(mapping, views=tuple(replace(view, source=names[view.source]) for view in mapping.views))
