@@ -35,7 +35,7 @@ from ligermodels.errors import CheckpointError
 from ligermodels.layers.expert_lora import ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.untie import EMBEDDING
+from ligermodels.models.untie import EMBEDDING, HEAD
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
@@ -125,6 +125,8 @@ def write_adapter(
     if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
         own[GENERATION_CONFIG] = as_json(generation)
     config = adapter_config(updates, adaptable, spec.base_name, expert_format, module_paths(modules))
+    if HEAD in whole and whole[HEAD] is whole.get(EMBEDDING):
+        config["ensure_weight_tying"] = True  # PEFT would otherwise train two copies
     save_checkpoint(
         folder,
         adapter_map(updates, expert_format, written_modules(modules)).export({**tensors, **whole}),

@@ -181,6 +181,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
             "alpha": config.get("lora_alpha"),
             "use_rslora": bool(config.get("use_rslora")),
             "targets": config.get("target_modules"),
+            "modules_to_save": config.get("modules_to_save") or [],
         }
         try:
             layers = layers_of_file(config, headers)

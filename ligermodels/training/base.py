@@ -98,7 +98,7 @@ class Base:
         """
         tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
-            if not recipe.trains_configs and self.weights is not None and self.reads_weights:
+            if not recipe.trains_embeddings and self.weights is not None and self.reads_weights:
                 self._warn_of_untrained(self.weights, recipe.chat_template)
             return self
         if not recipe.trains_configs:
@@ -116,8 +116,9 @@ class Base:
         if tokens := untrained_tokens(self.config, self.tokenizer, weights, template):
             warnings.warn(
                 f"chat_template: the embeddings of {', '.join(tokens)} in {weights} are zero: the base model was not "
-                "trained on them, and LoRA and heads do not train them. Train all parameters, or give a template "
-                "without special tokens (alpaca, mistral, zephyr)",
+                "trained on them, and LoRA and heads do not train them. Train all parameters, or with LoRA also "
+                "embed_tokens and lm_head (lora_modules_to_save), or give a template without special tokens (alpaca, "
+                "mistral, zephyr)",
                 CheckpointWarning,
                 stacklevel=2,
             )

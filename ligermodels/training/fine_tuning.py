@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -102,7 +102,8 @@ def export_adapter(
     prepare = partial(prepare_lora, recipe)
     model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)
     tensors = checkpoints.parameters(step, model)
-    write_adapter(model, lora_layers(model), tensors, out, expert_format=expert_format, overwrite=overwrite)
+    options: dict[str, Any] = {"expert_format": expert_format, "overwrite": overwrite}
+    write_adapter(model, lora_layers(model), tensors, out, modules=model.modules_to_save, **options)
     return step
 
 

@@ -28,7 +28,7 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     kind: ClassVar[str] = "train"
     conditions: ClassVar[tuple[Condition, ...]] = (
         (
-            ("lora_alpha", "lora_dropout", "lora_targets"),
+            ("lora_alpha", "lora_dropout", "lora_targets", "lora_modules_to_save"),
             lambda settings: settings["lora_rank"] is not None,
             "is for LoRA; give lora_rank too",
         ),
@@ -65,6 +65,9 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
         (),
         description="LoRA: names of linear layers in transformers, such as q_proj; experts; all-linear.  [default: "
         "all-linear, the linear layers of the blocks without experts]",
+    )
+    lora_modules_to_save: Names = Field(
+        (), description="LoRA: names of modules that are trained whole, such as embed_tokens and lm_head, or norm."
     )
 
     quantize: QuantizedFormat | None = Field(
@@ -112,3 +115,7 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     @property
     def trains_configs(self) -> bool:
         return self.lora_rank is None
+
+    @property
+    def trains_embeddings(self) -> bool:
+        return self.trains_configs or bool(self.lora_modules_to_save)

@@ -149,7 +149,7 @@ def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 
     trainable, copy = policy_of(model), None
     rollouts: dict[str, Any] = {"settings": settings, "micro_batches": recipe.micro_batches(size)[1]}
-    if recipe.beta and lora_layers(model):
+    if recipe.beta and lora_layers(model) and not model.modules_to_save:
         rollouts["as_reference"] = partial(lora_disabled, model)
     elif recipe.beta:
         copy = frozen_copy(model)

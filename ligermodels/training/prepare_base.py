@@ -15,13 +15,15 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
     prepare_routers(recipe, model)
     quantize_base(recipe, model)
     if recipe.lora_rank is not None:
-        with arguments_named(r="lora_rank", target_modules="lora_targets"):
+        names = {"target_modules": "lora_targets", "modules_to_save": "lora_modules_to_save"}
+        with arguments_named(r="lora_rank", **names):
             add_lora(
                 model,
                 recipe.lora_rank,
                 lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
                 lora_dropout=recipe.lora_dropout,
                 target_modules=recipe.lora_targets or "all-linear",
+                modules_to_save=recipe.lora_modules_to_save,
             )
 
 

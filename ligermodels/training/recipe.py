@@ -302,6 +302,11 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         return False
 
     @property
+    def trains_embeddings(self) -> bool:
+        """Whether embeddings of tokens that the base does not know are trained."""
+        return self.trains_configs
+
+    @property
     def data_form(self) -> DataForm:
         """The form of the records."""
         return DataForm()

@@ -23,7 +23,7 @@ from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.adapt import patterns
-from ligermodels.adapt.lora import lora_layers
+from ligermodels.adapt.lora import lora_disabled, lora_layers
 from ligermodels.cli import app
 from ligermodels.convert.mappings import TensorView, grouped_qkv
 from ligermodels.errors import CheckpointError, ConfigError, InputError
@@ -36,6 +36,8 @@ LLAMA = {**BASE, "model_type": "llama"}
 ENDLESS = r"((.)|.)*(.*)*!"
 """A regular expression that takes time exponential in the text."""
 QWEN = {**BASE, "model_type": "qwen2"}  # with biases
+SAVED = ["embed_tokens"]
+"""Modules that are trained whole."""
 
 
 def draw(model: lm.CausalLM) -> lm.CausalLM:
@@ -465,11 +467,64 @@ def test_bad_files(tmp_path: Path) -> None:
         lm.load_adapter(lm.from_config(LLAMA), tmp_path / "nowhere")
 
 
+# -- modules that are trained whole (files: test_saved_modules_peft.py) ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("embed_tokens", "must be a list of names"),
+        ([3], "must be a list of names"),
+        (["wte"], "'wte' matches no module; there are .*embed_tokens.*norm"),
+        (["up_proj"], "gate_proj is one weight with modules that are named"),
+        (["gate_proj", "up_proj"], "has LoRA; leave it out of target_modules"),
+        (["o_proj"], "o_proj has LoRA"),
+    ],
+    ids=str,
+)
+def test_modules_that_cannot_be_trained_whole(names: Any, message: str) -> None:
+    model = lm.from_config(LLAMA)
+    with pytest.raises(InputError, match=f"modules_to_save: .*{message}"):
+        lm.add_lora(model, modules_to_save=names)
+    assert all(p.requires_grad for p in model.parameters()) and not lora_layers(model)
+
+
+def test_a_whole_module_has_no_base() -> None:
+    """All of a block's MLP may be one; without LoRA the model is not its base, so that it is no reference."""
+    model = build(target_modules=["q_proj"], modules_to_save=["layers.1.mlp.gate_proj", "layers.1.mlp.up_proj"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert trained == {"decoder.blocks.1.mlp.gate_up.weight"}
+    with pytest.raises(InputError, match=r"layers.1.mlp.gate_proj.* in the base"), lora_disabled(model):
+        pass
+    assert not lm.merge_lora(model).modules_to_save
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight": (84, 36)}, "up_proj"),
+        ({"model.embed_tokens.weight": (133, 36)}, r"embed_tokens.weight \[133, 36\] instead of"),
+        ({"model.wte.weight": (131, 36)}, "no whole parameter of this model, such as base_model.model.model.wte"),
+    ],
+    ids=["a part", "grown", "unknown"],
+)
+def test_whole_tensors_that_do_not_fit(change: dict[str, tuple[int, ...]], error: str, tmp_path: Path) -> None:
+    lm.save_adapter(build(modules_to_save=SAVED), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path) | {f"base_model.model.{name}": torch.zeros(shape) for name, shape in change.items()}
+    save_file(tensors, path, {"format": "pt"})
+    model = lm.from_config(LLAMA)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=error):
+        lm.load_adapter(model, tmp_path)
+    assert not lora_layers(model) and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    plain, model = build(), build()
+    plain, model = build(modules_to_save=SAVED), build(modules_to_save=SAVED)
     for block in model.decoder.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -480,7 +535,7 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert isinstance(one, DTensor) and one.requires_grad == ("lora_" in name)
+        assert isinstance(one, DTensor) and one.requires_grad == ("lora_" in name or name == "decoder.embed.weight")
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-6)
     found = model.eval().generate(tokens(2, 5), max_new_tokens=4)
     assert torch.equal(found, plain.eval().generate(tokens(2, 5), max_new_tokens=4))
@@ -491,7 +546,7 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     if rank == 0:
         lm.save_adapter(plain, folder / "plain")
         one, other = (load_file(folder / name / "adapter_model.safetensors") for name in ("sharded", "plain"))
-        assert one.keys() == other.keys()
+        assert one.keys() == other.keys() and "base_model.model.model.embed_tokens.weight" in one
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6)
 
