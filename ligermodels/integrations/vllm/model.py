@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -25,6 +28,7 @@ from ligermodels.layers.initialization import allocate, initialize_buffers, pers
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 from ligermodels.pretrained import from_pretrained
 
 NATIVE = "native"
@@ -35,7 +39,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
-    checkpoint, tensor by tensor, from whatever loader vLLM uses.
+    checkpoint, tensor by tensor, from whatever loader vLLM uses. With `tensor_parallel_size`, the layers are divided
+    over vLLM's process group, and each rank copies its part of the weights.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -58,12 +63,20 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
                 token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
                 cache_dir=vllm_config.load_config.download_dir,
             )  # fmt: skip
-            plans = plan_mixers(model.config, model_config.max_model_len, model_config.dtype)
+            ranks, config = vllm_config.parallel_config.tensor_parallel_size, model.config
+            if ranks > 1:
+                check_tensor_parallel(config, ranks)
+                config = replace(config, blocks=tuple(block.tensor_shard(ranks) for block in config.blocks))
+            plans = plan_mixers(config, model_config.max_model_len, model_config.dtype)
             self._check_states([name for name, plan in plans.items() if isinstance(plan, StatePlan)], vllm_config)
             _check_feed_forward(model)
             if model.config.token_scale != 1.0 and vllm_config.speculative_config is not None:
                 raise ConfigError("token_scale: draft heads share the embedding without this factor; leave them out")
-            allocate(model, model_config.dtype, device)
+            allocate(model, model_config.dtype, "meta")
+            if ranks > 1:
+                mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type)
+                tensor_parallel(model, mesh, sequence_parallel=False)
+            model.to_empty(device=device)
             initialize_buffers(model, model.config.initializer_range)
         self.native = model.requires_grad_(False)
         self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
@@ -210,9 +223,13 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
 def _check_settings(vllm_config: VllmConfig) -> None:
     """ConfigError for settings of vLLM that a native model does not follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise ConfigError(f"{name}: must be 1 for {LigerModelsForCausalLM.__name__}, got {size}")
+    if parallel.enable_expert_parallel:
+        raise ConfigError(
+            "enable_expert_parallel: tensor_parallel_size divides the channels of each expert here; leave it out"
+        )
     if callable(model.hf_overrides) or set(model.hf_overrides or ()) - {"architectures"}:
         raise ConfigError(
             "hf_overrides: may name architectures alone; write other changes into config.json, which the native model "
