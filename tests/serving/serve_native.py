@@ -65,10 +65,11 @@ def answers(
         yield generated(engine, prompts, max_tokens)
 
 
-gc.freeze()  # vLLM collects garbage several times for each model
-for asked in json.loads(Path(sys.argv[1]).read_text()):
-    try:
-        for answer in answers(**asked):
-            print(json.dumps(answer), flush=True)
-    except Exception as error:  # of one model; others follow
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+if __name__ == "__main__":  # not in the workers of tensor parallelism, which import this file
+    gc.freeze()  # vLLM collects garbage several times for each model
+    for asked in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            for answer in answers(**asked):
+                print(json.dumps(answer), flush=True)
+        except Exception as error:  # of one model; others follow
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
