@@ -202,12 +202,17 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
         plan_mixers(config, 5, torch.float32)
 
 
-@pytest.mark.parametrize(("unfinished", "message"), [
+IN_WORKERS = {"model_executor": object(), "vllm_config": SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))}
+
+
+@pytest.mark.parametrize(("core", "message"), [
     (None, "engine: must be a vllm.LLM, got a SimpleNamespace"),
-    (True, "engine: has unfinished requests"),
-    (False, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+    ({"has_unfinished_requests": lambda: True}, "engine: has unfinished requests"),
+    ({}, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+    (IN_WORKERS, "engine: runs in 2 workers, other processes; use vLLM's weight transfer"),
 ])  # fmt: skip
-def test_engines_that_take_no_weights(unfinished: bool | None, message: str) -> None:
-    parts = {} if unfinished is None else {"llm_engine": SimpleNamespace(has_unfinished_requests=lambda: unfinished)}
+def test_engines_that_take_no_weights(core: dict[str, Any] | None, message: str) -> None:
+    idle = {"has_unfinished_requests": lambda: False}
+    parts = {} if core is None else {"llm_engine": SimpleNamespace(**{**idle, **core})}
     with pytest.raises(InputError, match=message):
         update_weights(SimpleNamespace(**parts), lm.from_config(CONFIGS["llama-3"], device="meta"))

@@ -98,13 +98,16 @@ def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
 
 
 def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What vLLM answers for each model, in one process."""
+    """What vLLM answers for each model, in one process beside the workers of tensor parallelism; what it logs is the
+    last answer's "log"."""
     file = folder / "asked.json"
     file.write_text(json.dumps([{"prompts": PROMPTS, "max_tokens": NEW, "options": {}, **each} for each in asked]))
     command = [str(PYTHON), str(Path(__file__).with_name("serve_native.py")), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers[-1]["log"] = done.stderr
+    return answers
 
 
 def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
@@ -146,6 +149,39 @@ def test_updates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         assert_equal(theirs, each)
 
 
+EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}, "bamba": {"mamba_n_groups": 2}}
+DIVIDED = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba")
+"""Windows, softcaps and a tied head; experts and sinks; latent attention; Gated DeltaNet; Mamba2."""
+RANKS = {"tensor_parallel_size": 2}
+
+
+def divisible(name: str) -> dict[str, Any]:
+    """A servable config with sizes that two ranks divide."""
+    config = {**servable(name), **EVEN.get(name, {})}
+    return config | {field: size + size % 2 for field, size in config.items() if field.endswith("intermediate_size")}
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Two workers, each with its half of the heads and channels; new weights by vLLM's own reload; and a refusal."""
+    configs = {name: divisible(name) for name in DIVIDED}
+    configs["qwen3"] = {**divisible("qwen3"), "num_key_value_heads": 3}
+    models = {name: random_checkpoint(tmp_path / name, config) for name, config in configs.items()}
+    models["new"] = random_checkpoint(tmp_path / "new", configs["gpt_oss"], 1)
+    asked: list[dict[str, Any]] = []
+    for name in configs:
+        options = {**(HYBRID if name in HYBRIDS else {}), **RANKS}
+        asked.append({"model": str(tmp_path / name), "options": options})
+        if name == "gpt_oss":
+            asked[-1]["steps"] = [None, ["reload_weights", str(tmp_path / "new")]]
+    *found, refusal = served(asked, tmp_path)
+    names = [name for each in DIVIDED for name in ([each, "new"] if each == "gpt_oss" else [each])]
+    for name, theirs in zip(names, found, strict=True):
+        assert_equal(theirs, ours(models[name]))
+    assert "error" in refusal  # of the workers, in their log
+    message = r"ConfigError: blocks\[0\]\.mixer\.num_kv_heads \(num_key_value_heads\): 3 .* Numbers of ranks that work .*: 1"
+    assert re.search(message, refusal["log"])
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {}, r"blocks.0.mixer: keeps a recurrent state, .*LigerModelsHybridForCausalLM"),
@@ -155,6 +191,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
     ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
     ("llama-2", {"enable_lora": True}, "enable_lora: "),
+    ("qwen3_moe", {"enable_expert_parallel": True}, "enable_expert_parallel: tensor_parallel_size divides"),
     (
         "qwen3",
         {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
