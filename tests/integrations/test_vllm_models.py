@@ -98,7 +98,7 @@ class Engine:
             slots = torch.tensor([(4, 7, 1)[request] for request, *_ in self.batch])
             continues = torch.tensor([start > 0 for _, start, _ in self.batch])
             rows = rows_of_requests(bounds)
-            batches = [RequestStates(each, slots[each.requests], continues[each.requests]) for each in rows]
+            batches = [RequestStates(r, *(x[r.requests] for x in (slots, slots, continues))) for r in rows]
             return run_requests(layer, x, batches, tensors, plan.make_state)
 
         return run

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -25,6 +26,7 @@ from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
 from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers import Block
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
+from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
@@ -142,7 +144,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     @property
     def model(self) -> Any:
         """Where vLLM looks for the embedding that an EAGLE-3 head may share."""
-        return SimpleNamespace(embed_tokens=self.native.decoder.embed)
+        embed = self.native.decoder.embed
+        return SimpleNamespace(embed_tokens=_WholeEmbedding(embed) if is_tensor_parallel(embed) else embed)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let `forward` return the residual stream before these layers, counted from 0, for a draft head."""
@@ -175,6 +178,22 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return {f"{NATIVE}.{name}" for name in self._tensors}
 
 
+class _WholeEmbedding(nn.Module):
+    """An embedding that is divided over ranks, for a draft head without its own. It shows no weight: vLLM compares the
+    target's weight with the head's own, to keep equal ones once, and divides them otherwise."""
+
+    weight = None
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (tokens, H) of ids (tokens,)."""
+        embeddings: Tensor = self.embed(input_ids)
+        return embeddings
+
+
 class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybrid):
     """`LigerModelsForCausalLM` for models with recurrent mixers, whose states vLLM keeps beside keys and values."""
 
@@ -190,16 +209,13 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
                 f"architectures: {cls.__name__} is for models with recurrent mixers, and this one has none; give "
                 f"{LigerModelsForCausalLM.__name__}"
             )
-        if cache.enable_prefix_caching:
-            raise ConfigError(
-                f"enable_prefix_caching: {cls.__name__} does not keep recurrent states of prefixes; give "
-                "--no-enable-prefix-caching"
-            )
         if vllm_config.speculative_config is not None:
             raise ConfigError(
                 f"speculative_config: {cls.__name__} does not take recurrent states back after rejected drafts; leave "
                 "it out"
             )
+        if cache.prefix_match_unit is not None:
+            raise ConfigError(f"prefix_match_unit: {cls.__name__} keeps states of whole blocks alone; leave it out")
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
             if (dtype := getattr(cache, name)) not in ("auto", "float32"):
                 raise ConfigError(f"{name}: must be auto or float32 for {cls.__name__}, got {dtype}")
@@ -213,6 +229,11 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         """Dtypes of the tensors of `get_mamba_state_shape_from_config`."""
         return cls._largest_state(vllm_config).get_state_dtype()
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """How vLLM would copy a state between the blocks of a request; `EngineStates` leaves it nothing to copy."""
+        return (get_temporal_copy_spec,)
 
     @staticmethod
     def _largest_state(vllm_config: VllmConfig) -> EngineStates:
