@@ -84,10 +84,10 @@ def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm
     return model
 
 
-def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
-    """Greedy tokens after PROMPTS, and their log-probabilities by one forward pass over all tokens."""
+def ours(model: lm.CausalLM, prompts: list[list[int]] = PROMPTS) -> dict[str, list[Any]]:
+    """Greedy tokens after prompts, and their log-probabilities by one forward pass over all tokens."""
     found: dict[str, list[Any]] = {"tokens": [], "log_probs": []}
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = model.generate([prompt], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
         with torch.no_grad():
             log_probs = model.log_probs(ids, ids).log_probs
@@ -113,7 +113,8 @@ def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
 def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
     assert "error" not in theirs, theirs["error"]
     assert theirs["tokens"] == wanted["tokens"]
-    assert len({tuple(tokens) for tokens in wanted["tokens"]}) == len(PROMPTS)  # a model that repeats one shows little
+    different = {tuple(tokens) for tokens in wanted["tokens"]}
+    assert len(different) == len(PROMPTS)  # a model that repeats one shows little
     torch.testing.assert_close(torch.tensor(theirs["log_probs"]), torch.tensor(wanted["log_probs"]), atol=1e-4, rtol=0)
 
 
@@ -135,7 +136,26 @@ def test_tokens_and_log_probs(name: str, answers: dict[str, tuple[dict[str, Any]
     assert_equal(*answers[name])
 
 
-@pytest.mark.parametrize(("name", "options"), [("qwen3_moe", {"enable_prefix_caching": True}), ("qwen3_next", HYBRID)])
+CACHING: dict[str, Any] = {"enable_prefix_caching": True}
+FIRST, OTHER = (torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (90, 40))
+BEGUN = [FIRST, FIRST[:50] + OTHER[:20], FIRST[:33], FIRST[:64] + OTHER[20:]]
+"""Prompts that begin alike."""
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+def test_states_of_prefixes(name: str, tmp_path: Path) -> None:
+    """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt."""
+    model = random_checkpoint(tmp_path / name, servable(name))
+    options = {**HYBRID, **CACHING, "max_num_batched_tokens": 64}
+    asked = {"model": str(tmp_path / name), "prompts": BEGUN, "options": options, "steps": [None, None]}
+    found, wanted = served([asked], tmp_path), ours(model, BEGUN)
+    for theirs in found:
+        assert_equal(theirs, wanted)
+    block = 64 if name == "bamba" else 32  # vLLM's, for attention to have pages as large as states
+    assert found[1]["cached"] == [len(prompt) // block * block for prompt in BEGUN]
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3_moe", CACHING), ("qwen3_next", {**HYBRID, **CACHING})])
 def test_updates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """New weights in a running engine, from a model in the process and by vLLM's own reload; nothing is left over."""
     config = {**servable(name), "tie_word_embeddings": True}
@@ -186,7 +206,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {}, r"blocks.0.mixer: keeps a recurrent state, .*LigerModelsHybridForCausalLM"),
-    ("lfm2", {**HYBRID, "enable_prefix_caching": True}, "enable_prefix_caching: .* --no-enable-prefix-caching"),
+    ("lfm2", {**HYBRID, **CACHING, "prefix_match_unit": 16}, "prefix_match_unit: .* whole blocks"),
     ("qwen3_next", {**HYBRID, "mamba_cache_dtype": "bfloat16"}, "mamba_cache_dtype: must be auto or float32"),
     ("qwen2", HYBRID, "architectures: LigerModelsHybridForCausalLM is for models with recurrent mixers"),
     ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
@@ -214,7 +234,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "start"), [
     ("qwen3", r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL "),
-    ("olmo_hybrid", "vllm serve MODEL (?=--no-enable-prefix-caching)"),
+    ("olmo_hybrid", r"vllm serve MODEL (?=.*\n.*Hybrid)"),
 ])  # fmt: skip
 def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
     """The server of docs/serving.md, in several processes that load the class as a plugin, answers concurrent requests;
