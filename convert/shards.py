@@ -79,13 +79,14 @@ def own_parts(tensor: Tensor, view: Tensor, values: Tensor) -> list[tuple[Tensor
     """The parts of a view of a tensor that this rank holds, and the same parts of new values.
 
     Args:
-        tensor: the tensor. If it is a DTensor, `view` is a view of a stand-in for the whole tensor, see `ranks.stand_in`.
-        view: a view of it by dimensions (narrow, unflatten, transpose, select), not by flattened elements.
+        tensor: the tensor.
+        view: a view of it; of a DTensor a view of a stand-in for the whole tensor, `ranks.stand_in`. Each of its
+            dimensions runs along one dimension of the tensor (narrow, unflatten, transpose, select).
         values: a tensor of the shape of `view`, on any device.
 
     Returns:
-        Views of this rank's memory, and views of `values` of the same shapes. `view` and `values` themselves for a plain
-        tensor; nothing if the rank holds no part.
+        Views of this rank's memory, and views of `values` of the same shapes; for a plain tensor `view` and `values`
+        themselves.
 
     Raises:
         CheckpointError: a placement of the DTensor is neither a shard nor a replica, or its shard is not contiguous.
@@ -109,8 +110,8 @@ def own_parts(tensor: Tensor, view: Tensor, values: Tensor) -> list[tuple[Tensor
 def _narrowed(
     view: Tensor, values: Tensor, shape: Sequence[int], dim: int, start: int, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of a view of a contiguous tensor of `shape` within `size` elements of `dim` from `start` on, as views of
-    a contiguous tensor of these elements alone; and the same parts of `values`."""
+    """The parts of a view of a contiguous tensor of `shape` within `size` elements of `dim` from `start` on, as
+    views of a contiguous tensor of these elements alone; and the same parts of `values`."""
     inner = math.prod(shape[dim + 1 :])
     outer = inner * shape[dim]
     along = [i for i, (n, stride) in enumerate(zip(view.shape, view.stride(), strict=True))

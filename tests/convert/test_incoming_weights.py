@@ -156,8 +156,8 @@ SHARDED: dict[str, tuple[str, ...]] = {
     "lfm2": ("tensor",),
     "gemma4_text-per-layer-inputs": ("tensor",),
 }
-"""Tied; q, k and v, and gate and up, in one tensor; rotated neighbours; experts one by one, in one tensor and transposed;
-rotated channels last; fused projections of recurrent mixers; convolutions; embeddings of each layer."""
+"""Tied; q, k and v, and gate and up, in one tensor; rotated neighbours; experts one by one, in one tensor and
+transposed; rotated channels last; fused projections of recurrent mixers; convolutions; embeddings of each layer."""
 PLANS = {"tensor": lm.ParallelPlan(tensor=2), "rows": lm.ParallelPlan(), "expert": lm.ParallelPlan(expert=2)}
 
 

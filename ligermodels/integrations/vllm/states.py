@@ -43,8 +43,9 @@ class EngineStates(MambaBase):
 
     @property
     def kv_cache(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Nothing, so that vLLM copies no states between the blocks of a request, by kernels that CPUs do not have. Each
-        step reads a state in the block of the last token before it, and writes it in the block of its own last token."""
+        """Nothing, so that vLLM copies no states between the blocks of a request, by kernels that CPUs do not have: a
+        step reads a state in the block of the last token before it, and writes it in the block of its own last token.
+        """
         return ()
 
     @kv_cache.setter
