@@ -129,7 +129,7 @@ def _narrowed(
     elif not start <= position < start + size:
         return
     if view.numel():
-        block, rest = divmod(view.storage_offset(), outer)
+        block, rest = divmod(int(view.storage_offset()), outer)
         strides = [s // outer * inner * size + s % outer if s >= outer else s for s in view.stride()]
         yield view.as_strided(view.shape, strides, block * inner * size + rest - start * inner), values
 

@@ -145,7 +145,7 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     def model(self) -> Any:
         """Where vLLM looks for the embedding that an EAGLE-3 head may share."""
         embed = self.native.decoder.embed
-        return SimpleNamespace(embed_tokens=_WholeEmbedding(embed) if is_tensor_parallel(embed) else embed)
+        return SimpleNamespace(embed_tokens=_DividedEmbedding(embed) if is_tensor_parallel(embed) else embed)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let `forward` return the residual stream before these layers, counted from 0, for a draft head."""
@@ -178,7 +178,7 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return {f"{NATIVE}.{name}" for name in self._tensors}
 
 
-class _WholeEmbedding(nn.Module):
+class _DividedEmbedding(nn.Module):
     """An embedding that is divided over ranks, for a draft head without its own. It shows no weight: vLLM compares the
     target's weight with the head's own, to keep equal ones once, and divides them otherwise."""
 

@@ -42,7 +42,7 @@ class EngineStates(MambaBase):
         vllm_config.compilation_config.static_forward_context[name] = self
 
     @property
-    def kv_cache(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def kv_cache(self) -> tuple[Tensor, ...]:
         """Nothing, so that vLLM copies no states between the blocks of a request, by kernels that CPUs do not have: a
         step reads a state in the block of the last token before it, and writes it in the block of its own last token.
         """
