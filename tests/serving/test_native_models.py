@@ -142,17 +142,18 @@ BEGUN = [FIRST, FIRST[:50] + OTHER[:20], FIRST[:33], FIRST[:64] + OTHER[20:]]
 """Prompts that begin alike."""
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
-def test_states_of_prefixes(name: str, tmp_path: Path) -> None:
+def test_states_of_prefixes(tmp_path: Path) -> None:
     """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt."""
-    model = random_checkpoint(tmp_path / name, servable(name))
+    blocks = {"qwen3_next": 32, "bamba": 64, "lfm2": 32}  # vLLM's, for attention to have pages as large as states
+    models = {name: random_checkpoint(tmp_path / name, servable(name)) for name in blocks}
     options = {**HYBRID, **CACHING, "max_num_batched_tokens": 64}
-    asked = {"model": str(tmp_path / name), "prompts": BEGUN, "options": options, "steps": [None, None]}
-    found, wanted = served([asked], tmp_path), ours(model, BEGUN)
-    for theirs in found:
-        assert_equal(theirs, wanted)
-    block = 64 if name == "bamba" else 32  # vLLM's, for attention to have pages as large as states
-    assert found[1]["cached"] == [len(prompt) // block * block for prompt in BEGUN]
+    asked = {"prompts": BEGUN, "options": options, "steps": [None, None]}
+    found = iter(served([{"model": str(tmp_path / name), **asked} for name in blocks], tmp_path))
+    for name, block in blocks.items():
+        wanted, first, second = ours(models[name], BEGUN), next(found), next(found)
+        assert_equal(first, wanted)
+        assert_equal(second, wanted)
+        assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
 
 
 @pytest.mark.parametrize(("name", "options"), [("qwen3_moe", CACHING), ("qwen3_next", {**HYBRID, **CACHING})])
