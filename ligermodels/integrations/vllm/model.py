@@ -232,7 +232,7 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
-        """How vLLM would copy a state between the blocks of a request; `EngineStates` leaves it nothing to copy."""
+        """How vLLM copies states between the blocks of a request, which `EngineStates` does not need: whole tensors."""
         return (get_temporal_copy_spec,)
 
     @staticmethod

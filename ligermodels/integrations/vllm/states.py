@@ -43,10 +43,9 @@ class EngineStates(MambaBase):
 
     @property
     def kv_cache(self) -> tuple[Tensor, ...]:
-        """Nothing, so that vLLM copies no states between the blocks of a request, by kernels that CPUs do not have: a
-        step reads a state in the block of the last token before it, and writes it in the block of its own last token.
-        """
-        return ()
+        """The tensors between whose blocks vLLM copies the state of a request: none on the CPU, which does not have its
+        kernels. Steps do not need the copies: they read a state in the block of the last token before them."""
+        return tuple(tensor for tensor in self.tensors if not tensor.is_cpu)
 
     @kv_cache.setter
     def kv_cache(self, tensors: Sequence[Tensor]) -> None:
