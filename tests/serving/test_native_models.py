@@ -106,7 +106,7 @@ def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    answers[-1]["log"] = done.stderr
+    answers[-1]["log"] = done.stdout + done.stderr
     return answers
 
 
