@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,65 @@ def fill_shard(tensor: Tensor, whole: Tensor) -> None:
     read. CheckpointError for placements other than shards and replicas."""
     if (box := local_box(tensor)) is not None:
         tensor.to_local().copy_(box.of(whole))  # type: ignore[attr-defined]
+
+
+def own_parts(tensor: Tensor, view: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a view of a tensor that this rank holds, and the same parts of new values.
+
+    Args:
+        tensor: the tensor.
+        view: a view of it; of a DTensor a view of a stand-in for the whole tensor, `ranks.stand_in`. Each of its
+            dimensions runs along one dimension of the tensor (narrow, unflatten, transpose, select).
+        values: a tensor of the shape of `view`, on any device.
+
+    Returns:
+        Views of this rank's memory, and views of `values` of the same shapes; for a plain tensor `view` and `values`
+        themselves.
+
+    Raises:
+        CheckpointError: a placement of the DTensor is neither a shard nor a replica, or its shard is not contiguous.
+    """
+    if not is_dtensor(tensor):
+        return [(view, values)]
+    if (box := local_box(tensor)) is None:
+        return []
+    local: Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
+    if not local.is_contiguous():
+        raise CheckpointError(f"its shard has strides {local.stride()} and is not contiguous; load, then shard")
+    pairs, shape = [(view, values)], list(tensor.shape)
+    for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
+        if size != shape[dim]:
+            pairs = [part for pair in pairs for part in _narrowed(*pair, shape, dim, start, size)]
+            shape[dim] = size
+    first = local.storage_offset()
+    return [(local.as_strided(x.shape, x.stride(), first + x.storage_offset()), part) for x, part in pairs]
+
+
+def _narrowed(
+    view: Tensor, values: Tensor, shape: Sequence[int], dim: int, start: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of a view of a contiguous tensor of `shape` within `size` elements of `dim` from `start` on, as
+    views of a contiguous tensor of these elements alone; and the same parts of `values`."""
+    inner = math.prod(shape[dim + 1 :])
+    outer = inner * shape[dim]
+    along = [i for i, (n, stride) in enumerate(zip(view.shape, view.stride(), strict=True))
+             if n > 1 and inner <= stride < outer]  # fmt: skip
+    if len(along) > 1:  # such as heads and their channels
+        shortest = min(along, key=lambda i: view.shape[i])
+        for pair in zip(view.unbind(shortest), values.unbind(shortest), strict=True):
+            yield from _narrowed(*pair, shape, dim, start, size)
+        return
+    position = view.storage_offset() // inner % shape[dim]
+    if along:
+        i, step = along[0], view.stride(along[0]) // inner
+        low, high = (min(max(0, -(-(end - position) // step)), view.shape[i]) for end in (start, start + size))
+        view, values = view.narrow(i, low, high - low), values.narrow(i, low, high - low)
+    elif not start <= position < start + size:
+        return
+    if view.numel():
+        block, rest = divmod(int(view.storage_offset()), outer)
+        strides = [s // outer * inner * size + s % outer if s >= outer else s for s in view.stride()]
+        yield view.as_strided(view.shape, strides, block * inner * size + rest - start * inner), values
 
 
 def sharded_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

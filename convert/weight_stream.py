@@ -9,14 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.convert.ranks import stand_in
+from ligermodels.convert.shards import own_parts
 from ligermodels.convert.weight_map import FLOATS, UNCASTABLE, WeightMap
 from ligermodels.errors import CheckpointError
 
 
 class _Part(NamedTuple):
-    """The part of the native tensor `target` that holds rows of a checkpoint tensor, from row `start` on."""
+    """The part of the native tensor `target` that holds rows of a checkpoint tensor, from row `start` on; of a DTensor
+    as a view of a stand-in for the whole tensor."""
 
     target: str
+    tensor: Tensor
     part: Tensor
     shape: tuple[int, ...]
     start: int
@@ -26,6 +30,13 @@ class _Part(NamedTuple):
         """Which elements of which native tensor the rows go to."""
         return self.target, self.part.storage_offset(), self.part.stride(), self.part.shape, self.start
 
+    def own(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's elements of the part, and of `values` for all of it: see `own_parts`."""
+        try:
+            return own_parts(self.tensor, self.part, values.reshape(self.part.shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.target}: {error}") from None
+
 
 class _Layout:
     """The parts of a model's tensors that each checkpoint tensor of one weight map fills."""
@@ -34,8 +45,9 @@ class _Layout:
         self.weight_map = weight_map
         parts: defaultdict[str, list[_Part]] = defaultdict(list)
         for mapping in weight_map.mappings:
-            for view, part in mapping.split(state[mapping.target].detach()):
-                parts[view.source].append(_Part(mapping.target, part, view.shape(part), view.start))
+            tensor = state[mapping.target]
+            for view, part in mapping.split(stand_in(tensor)):
+                parts[view.source].append(_Part(mapping.target, tensor, part, view.shape(part), view.start))
         self.parts = dict(parts)
 
     def source(self, name: str) -> str:
@@ -66,7 +78,7 @@ class WeightStream:
         layouts: weight maps by which the tensors may be named and shaped, the preferred one first. The first layout
             that fits all tensors so far is used, and later tensors must not contradict it.
         state: native name -> tensor with memory. They are written in place, so CUDA graphs and other references to
-            them stay valid.
+            them stay valid. Of a DTensor, each rank writes its own shard.
 
     Examples:
         >>> import ligermodels as lm
@@ -116,12 +128,12 @@ class WeightStream:
         repeats = source in self._loaded and source in layout.weight_map.aliases.values()
         for part in layout.parts[source]:
             rows = tensor if len(layout.parts[source]) == 1 else tensor[part.start : part.start + part.shape[0]]
-            values = rows.reshape(part.part.shape)
-            if repeats and not torch.equal(part.part, values.to(part.part)):
-                raise CheckpointError(
-                    f"{name}: differs from the tensor that the config ties it to; set tie_word_embeddings to false"
-                )
-            part.part.copy_(values)
+            for own, values in part.own(rows):
+                if repeats and not torch.equal(own, values.to(own)):
+                    raise CheckpointError(
+                        f"{name}: differs from the tensor that the config ties it to; set tie_word_embeddings to false"
+                    )
+                own.copy_(values)
         self._loaded.add(source)
 
     def _layout_for(self, name: str, tensor: Tensor) -> _Layout:

@@ -85,12 +85,14 @@ class RequestStates(NamedTuple):
     """Where an engine keeps the states of `rows`.
 
     rows: the requests.
-    slots: long (R,), the slot of each request.
+    sources: long (R,), the slot that holds each request's state before its new tokens.
+    slots: long (R,), the slot for its state after them, which may be the same.
     continues: bool (R,), whether a request has earlier tokens. The state of any other request begins at zero, and its
-        slot may hold anything.
+        source may hold anything.
     """
 
     rows: RequestRows
+    sources: Tensor
     slots: Tensor
     continues: Tensor
 
@@ -134,7 +136,7 @@ def run_requests(
     Args:
         layer: the layer.
         x: hidden states (1, tokens, H).
-        batches: the requests. Tokens that belong to none of them get zeros.
+        batches: the requests. Tokens that belong to none of them get zeros. No slot of one request is another's source.
         tensors: the engine's tensors of states, (slots, ...) each; updated in place.
         make_state: makes the layer's `state` of tensors (R, ...), which the layer updates in place.
 
@@ -143,8 +145,8 @@ def run_requests(
     """
     hidden = pad(x[0], (0, 0, 0, 1))  # the last row is the token -1
     out = torch.zeros_like(hidden)
-    for rows, slots, continues in batches:
-        states = [tensor[slots] for tensor in tensors]
+    for rows, sources, slots, continues in batches:
+        states = [tensor[sources] for tensor in tensors]
         for state in states:
             state.masked_fill_(~continues.view(-1, *[1] * (state.dim() - 1)), 0)
         context = ForwardContext(seq_lens=rows.seq_lens)

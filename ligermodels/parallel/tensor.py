@@ -40,7 +40,7 @@ Planned = tuple[Any, Mapping[str, TensorSharding], "str | None"]
 """A module, the rules of its own parameters, and how it is split if it is a linear layer."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> None:
     """Distribute the parameters of a model over the ranks of a mesh, in place.
 
     All ranks must call this with the same model, and later pass the same inputs. Parameters get the values of rank 0.
@@ -50,7 +50,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: a `CausalLM` or `MedusaModel`, not sharded.
-        mesh: a mesh with one dimension.
+        mesh: a mesh with one dimension, such as `DeviceMesh.from_group` makes of a process group that is there.
+        sequence_parallel: divide the tokens between projections over the ranks too, in passes without a decoding state.
+            False where an inference engine keeps the states: most of its passes are decode steps.
 
     Raises (before the model is changed):
         InputError: another kind of model or mesh, or the model is sharded already.
@@ -77,7 +79,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             module.register_parameter(name, parameters[id(parameter)])
     divide(distributed, mesh)
     bases[0].decoder._tensor_ranks = ranks
-    divide_tokens(bases[0].decoder, mesh)
+    if sequence_parallel:
+        divide_tokens(bases[0].decoder, mesh)
 
 
 def divide(distributed: Iterable[Planned], mesh: Any) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_two_ranks, own_parts
 from zoo import CONFIGS
 
 import ligermodels as lm
@@ -139,3 +142,46 @@ def test_layouts_do_not_mix() -> None:
     stream.load("x", x)
     stream.load("y", y)
     assert torch.equal(state["a"], x) and torch.equal(state["b"], y.T)
+
+
+SHARDED: dict[str, tuple[str, ...]] = {
+    "llama-3.2": ("tensor",),
+    "phi3": ("tensor", "rows"),
+    "glm4": ("tensor",),
+    "mixtral": ("tensor", "expert"),
+    "gpt_oss": ("tensor", "rows"),
+    "deepseek_v3": ("tensor",),
+    "qwen3_next": ("tensor", "rows"),
+    "lfm2": ("tensor",),
+    "gemma4_text-per-layer-inputs": ("tensor",),
+}
+"""Tied; q, k and v, and gate and up, in one tensor; rotated neighbours; experts one by one, in one tensor and
+transposed; rotated channels last; fused projections of recurrent mixers; convolutions; embeddings of each layer."""
+PLANS = {"tensor": lm.ParallelPlan(tensor=2), "rows": lm.ParallelPlan(), "expert": lm.ParallelPlan(expert=2)}
+
+
+def into_shards(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    for name, plans in SHARDED.items():
+        config = {**CONFIGS[name]}
+        for field in (field for field in config if field.endswith(("intermediate_size", "experts"))):
+            config[field] += config[field] % 2
+        if name.startswith("gemma4"):
+            config["num_key_value_heads"] = 2
+        source = random_model(config, 0)
+        wanted = persistent_tensors(source)
+        for plan in plans:
+            target = lm.parallelize(random_model(config, 1), PLANS[plan])
+            tensors = persistent_tensors(target)
+            for weights in (sent(source)[::-1], source.hf_state_dict().items()):
+                with torch.no_grad():
+                    for tensor in tensors.values():
+                        tensor.zero_()
+                stream = stream_into(target, weights)
+                assert stream.missing() == [] and stream.loaded() == set(tensors)
+                for key, tensor in tensors.items():
+                    assert torch.equal(*own_parts(tensor, wanted[key])), (name, plan, key)
+
+
+def test_each_rank_takes_its_part(tmp_path: Path) -> None:
+    """Of tensors divided by heads, channels, rows or experts, which parts of a checkpoint tensor cross."""
+    in_two_ranks(into_shards, tmp_path)

@@ -7,12 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from two_ranks import in_ranks
 from zoo import CONFIGS
 
 import ligermodels as lm
@@ -23,6 +27,8 @@ from ligermodels.layers import LayerConfig
 from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.external_states import RecurrentLayer, RequestStates, rows_of_requests, run_requests
 from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.layers.sharding import local
+from ligermodels.parallel.tensor import tensor_parallel
 
 LENGTHS = (5, 38, 17)
 BATCHES = (
@@ -76,7 +82,8 @@ class Engine:
             outs = []
             for (request, *_), queries in zip(self.batch, q[0].split(self.sizes), strict=True):
                 keys, values = (torch.cat(parts) for parts in zip(*self.cache[owner, request], strict=True))
-                outs.append(softmax_attention(queries, keys, values, plan, getattr(mixer, "sinks", None)))
+                sinks = local(mixer, getattr(mixer, "sinks", None))
+                outs.append(softmax_attention(queries, keys, values, plan, sinks))
             return torch.cat(outs)[None]
 
         return attend
@@ -91,7 +98,7 @@ class Engine:
             slots = torch.tensor([(4, 7, 1)[request] for request, *_ in self.batch])
             continues = torch.tensor([start > 0 for _, start, _ in self.batch])
             rows = rows_of_requests(bounds)
-            batches = [RequestStates(each, slots[each.requests], continues[each.requests]) for each in rows]
+            batches = [RequestStates(r, *(x[r.requests] for x in (slots, slots, continues))) for r in rows]
             return run_requests(layer, x, batches, tensors, plan.make_state)
 
         return run
@@ -112,13 +119,18 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sink
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-long"])
-@torch.no_grad()
 def test_requests_in_parts(name: str) -> None:
     """The logits of each request, whose tokens come in parts beside those of others, are those of the request alone."""
     model = random_model(CONFIGS[name])
+    check_requests(model, model, plan_mixers(model.config, MAX_LENGTH, torch.float64))
+
+
+@torch.no_grad()
+def check_requests(model: lm.CausalLM, plain: lm.CausalLM, plans: dict[str, AttentionPlan | StatePlan]) -> None:
+    """`plain`: the model whose logits are wanted, without an engine."""
     requests = [torch.randint(3, 131, (length,)) for length in LENGTHS]
-    wanted = [model(ids[None]).logits[0] for ids in requests]
-    engine = Engine(model, plan_mixers(model.config, MAX_LENGTH, torch.float64))
+    wanted = [plain(ids[None]).logits[0] for ids in requests]
+    engine = Engine(model, plans)
     found: list[list[Tensor]] = [[] for _ in requests]
     for spans in BATCHES:
         engine.batch = spans
@@ -129,6 +141,30 @@ def test_requests_in_parts(name: str) -> None:
             found[request].append(part)
     for each, parts in zip(wanted, found, strict=True):
         torch.testing.assert_close(torch.cat(parts), each, atol=1e-9, rtol=1e-9)
+
+
+EVEN = {"gemma2": {"num_key_value_heads": 2}, "bamba": {"mamba_n_groups": 2}}
+EVEN["gemma4_text-per-layer-inputs"] = {"num_key_value_heads": 2, "num_global_key_value_heads": 2}
+DIVIDED = (*EVEN, "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
+
+
+def divided_requests(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for name in DIVIDED:
+        config = {**CONFIGS[name], **EVEN.get(name, {})}
+        config |= {field: size + size % 2 for field, size in config.items() if field.endswith("intermediate_size")}
+        plain, model = random_model(config), random_model(config)
+        tensor_parallel(model, mesh, sequence_parallel=False)
+        blocks = tuple(block.tensor_shard(2) for block in model.config.blocks)
+        check_requests(model, plain, plan_mixers(replace(model.config, blocks=blocks), MAX_LENGTH, torch.float64))
+
+
+def test_requests_in_parts_on_ranks(tmp_path: Path) -> None:
+    """The same under tensor parallelism, in a process group that is there and has not all ranks."""
+    in_ranks(3, divided_requests, tmp_path)
 
 
 def test_rows_of_requests() -> None:
@@ -166,12 +202,17 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
         plan_mixers(config, 5, torch.float32)
 
 
-@pytest.mark.parametrize(("unfinished", "message"), [
+IN_WORKERS = {"model_executor": object(), "vllm_config": SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))}
+
+
+@pytest.mark.parametrize(("core", "message"), [
     (None, "engine: must be a vllm.LLM, got a SimpleNamespace"),
-    (True, "engine: has unfinished requests"),
-    (False, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+    ({"has_unfinished_requests": lambda: True}, "engine: has unfinished requests"),
+    ({}, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
+    (IN_WORKERS, "engine: runs in 2 workers, other processes; use vLLM's weight transfer"),
 ])  # fmt: skip
-def test_engines_that_take_no_weights(unfinished: bool | None, message: str) -> None:
-    parts = {} if unfinished is None else {"llm_engine": SimpleNamespace(has_unfinished_requests=lambda: unfinished)}
+def test_engines_that_take_no_weights(core: dict[str, Any] | None, message: str) -> None:
+    idle = {"has_unfinished_requests": lambda: False}
+    parts = {} if core is None else {"llm_engine": SimpleNamespace(**{**idle, **core})}
     with pytest.raises(InputError, match=message):
         update_weights(SimpleNamespace(**parts), lm.from_config(CONFIGS["llama-3"], device="meta"))

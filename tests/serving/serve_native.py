@@ -2,7 +2,8 @@
 
 The argument is a JSON file: a list of {"model": folder, "prompts": lists of token ids, "max_tokens": int, "options":
 further arguments of LLM, "steps": a list of null, or of how to take other weights and their folder}. Prints a line of
-JSON for each, or for each of its steps: {"tokens": [[...]], "log_probs": [[...]]}, or {"error": text}.
+JSON for each, or for each of its steps: {"tokens": [[...]], "log_probs": [[...]], "cached": tokens of each prompt from
+the prefix cache}, or {"error": text}.
 """
 
 import gc
@@ -40,10 +41,12 @@ def started(model: str, options: dict[str, Any]) -> LLM:
 def generated(engine: LLM, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    completions = [output.outputs[0] for output in engine.generate(inputs, sampling, use_tqdm=False)]
+    outputs = engine.generate(inputs, sampling, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
     each = [zip(completion.token_ids, completion.logprobs, strict=True) for completion in completions]
-    return {"tokens": tokens, "log_probs": [[found[token].logprob for token, found in pairs] for pairs in each]}
+    log_probs = [[found[token].logprob for token, found in pairs] for pairs in each]
+    return {"tokens": tokens, "log_probs": log_probs, "cached": [output.num_cached_tokens for output in outputs]}
 
 
 def take_weights(engine: LLM, how: str, folder: str) -> None:
@@ -65,10 +68,11 @@ def answers(
         yield generated(engine, prompts, max_tokens)
 
 
-gc.freeze()  # vLLM collects garbage several times for each model
-for asked in json.loads(Path(sys.argv[1]).read_text()):
-    try:
-        for answer in answers(**asked):
-            print(json.dumps(answer), flush=True)
-    except Exception as error:  # of one model; others follow
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+if __name__ == "__main__":  # not in the workers of tensor parallelism, which import this file
+    gc.freeze()  # vLLM collects garbage several times for each model
+    for asked in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            for answer in answers(**asked):
+                print(json.dumps(answer), flush=True)
+        except Exception as error:  # of one model; others follow
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)

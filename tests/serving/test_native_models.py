@@ -84,10 +84,10 @@ def random_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> lm
     return model
 
 
-def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
-    """Greedy tokens after PROMPTS, and their log-probabilities by one forward pass over all tokens."""
+def ours(model: lm.CausalLM, prompts: list[list[int]] = PROMPTS) -> dict[str, list[Any]]:
+    """Greedy tokens after prompts, and their log-probabilities by one forward pass over all tokens."""
     found: dict[str, list[Any]] = {"tokens": [], "log_probs": []}
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = model.generate([prompt], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
         with torch.no_grad():
             log_probs = model.log_probs(ids, ids).log_probs
@@ -98,19 +98,23 @@ def ours(model: lm.CausalLM) -> dict[str, list[Any]]:
 
 
 def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What vLLM answers for each model, in one process."""
+    """What vLLM answers for each model, in one process beside the workers of tensor parallelism; what it logs is the
+    last answer's "log"."""
     file = folder / "asked.json"
     file.write_text(json.dumps([{"prompts": PROMPTS, "max_tokens": NEW, "options": {}, **each} for each in asked]))
     command = [str(PYTHON), str(Path(__file__).with_name("serve_native.py")), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers[-1]["log"] = done.stdout + done.stderr
+    return answers
 
 
 def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
     assert "error" not in theirs, theirs["error"]
     assert theirs["tokens"] == wanted["tokens"]
-    assert len({tuple(tokens) for tokens in wanted["tokens"]}) == len(PROMPTS)  # a model that repeats one shows little
+    different = {tuple(tokens) for tokens in wanted["tokens"]}
+    assert len(different) == len(PROMPTS)  # a model that repeats one shows little
     torch.testing.assert_close(torch.tensor(theirs["log_probs"]), torch.tensor(wanted["log_probs"]), atol=1e-4, rtol=0)
 
 
@@ -132,7 +136,27 @@ def test_tokens_and_log_probs(name: str, answers: dict[str, tuple[dict[str, Any]
     assert_equal(*answers[name])
 
 
-@pytest.mark.parametrize(("name", "options"), [("qwen3_moe", {"enable_prefix_caching": True}), ("qwen3_next", HYBRID)])
+CACHING: dict[str, Any] = {"enable_prefix_caching": True}
+FIRST, OTHER = (torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (90, 40))
+BEGUN = [FIRST, FIRST[:50] + OTHER[:20], FIRST[:33], FIRST[:64] + OTHER[20:]]
+"""Prompts that begin alike."""
+
+
+def test_states_of_prefixes(tmp_path: Path) -> None:
+    """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt."""
+    blocks = {"qwen3_next": 32, "bamba": 64, "lfm2": 32}  # vLLM's, for attention to have pages as large as states
+    models = {name: random_checkpoint(tmp_path / name, servable(name)) for name in blocks}
+    options = {**HYBRID, **CACHING, "max_num_batched_tokens": 64}
+    asked = {"prompts": BEGUN, "options": options, "steps": [None, None]}
+    found = iter(served([{"model": str(tmp_path / name), **asked} for name in blocks], tmp_path))
+    for name, block in blocks.items():
+        wanted, first, second = ours(models[name], BEGUN), next(found), next(found)
+        assert_equal(first, wanted)
+        assert_equal(second, wanted)
+        assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3_moe", CACHING), ("qwen3_next", {**HYBRID, **CACHING})])
 def test_updates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """New weights in a running engine, from a model in the process and by vLLM's own reload; nothing is left over."""
     config = {**servable(name), "tie_word_embeddings": True}
@@ -146,15 +170,50 @@ def test_updates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         assert_equal(theirs, each)
 
 
+EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}}
+DIVIDED = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Windows, softcaps and a tied head; experts and sinks; latent attention; recurrent mixers. Each engine takes long to
+start; tests/integrations/test_vllm_models.py has more of them."""
+RANKS = {"tensor_parallel_size": 2}
+
+
+def divisible(name: str) -> dict[str, Any]:
+    """A servable config with sizes that two ranks divide."""
+    config = {**servable(name), **EVEN.get(name, {})}
+    return config | {field: size + size % 2 for field, size in config.items() if field.endswith("intermediate_size")}
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Two workers, each with its half of the heads and channels; new weights by vLLM's own reload; and a refusal."""
+    configs = {name: divisible(name) for name in DIVIDED}
+    configs["qwen3"] = {**divisible("qwen3"), "num_key_value_heads": 3}
+    models = {name: random_checkpoint(tmp_path / name, config) for name, config in configs.items()}
+    models["new"] = random_checkpoint(tmp_path / "new", configs["gpt_oss"], 1)
+    asked: list[dict[str, Any]] = []
+    for name in configs:
+        options = {**(HYBRID if name in HYBRIDS else {}), **RANKS}
+        asked.append({"model": str(tmp_path / name), "options": options})
+        if name == "gpt_oss":
+            asked[-1]["steps"] = [None, ["reload_weights", str(tmp_path / "new")]]
+    *found, refusal = served(asked, tmp_path)
+    names = [name for each in DIVIDED for name in ([each, "new"] if each == "gpt_oss" else [each])]
+    for name, theirs in zip(names, found, strict=True):
+        assert_equal(theirs, ours(models[name]))
+    assert "error" in refusal  # of the workers, in their log
+    message = r"blocks\[0\]\.mixer\.num_kv_heads \(num_key_value_heads\): 3 .* Numbers of ranks that work .*: 1"
+    assert re.search(f"ConfigError: {message}", refusal["log"])
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {}, r"blocks.0.mixer: keeps a recurrent state, .*LigerModelsHybridForCausalLM"),
-    ("lfm2", {**HYBRID, "enable_prefix_caching": True}, "enable_prefix_caching: .* --no-enable-prefix-caching"),
+    ("lfm2", {**HYBRID, **CACHING, "prefix_match_unit": 16}, "prefix_match_unit: .* whole blocks"),
     ("qwen3_next", {**HYBRID, "mamba_cache_dtype": "bfloat16"}, "mamba_cache_dtype: must be auto or float32"),
     ("qwen2", HYBRID, "architectures: LigerModelsHybridForCausalLM is for models with recurrent mixers"),
     ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
     ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
     ("llama-2", {"enable_lora": True}, "enable_lora: "),
+    ("qwen3_moe", {"enable_expert_parallel": True}, "enable_expert_parallel: tensor_parallel_size divides"),
     (
         "qwen3",
         {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
@@ -176,7 +235,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "start"), [
     ("qwen3", r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL "),
-    ("olmo_hybrid", "vllm serve MODEL (?=--no-enable-prefix-caching)"),
+    ("olmo_hybrid", r"vllm serve MODEL (?=.*\n.*Hybrid)"),
 ])  # fmt: skip
 def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
     """The server of docs/serving.md, in several processes that load the class as a plugin, answers concurrent requests;

@@ -31,12 +31,17 @@ PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
 def served(
-    model: Path, speculative: dict[str, Any] | None = None, dtype: str = "float32", *, native: bool = False
+    model: Path,
+    speculative: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    *,
+    native: bool = False,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """What the server generates after PROMPT; with `native` by this package's modules around vLLM's attention."""
     asked = {
         "model": str(model), "dtype": dtype, "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative,
-        "overrides": {"architectures": [ARCHITECTURE]} if native else {},
+        "overrides": {"architectures": [ARCHITECTURE]} if native else {}, "ranks": ranks,
     }  # fmt: skip
     command = [str(PYTHON), str(Path(__file__).with_name("serve.py")), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -64,14 +69,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(model: Any, folder: Path, speculative: dict[str, Any], *, native: bool = False) -> None:
+def check(model: Any, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
     """The server's tokens are the greedy ones, and it takes exactly as many steps as we do: so each draft is ours."""
     ours = model.generate([PROMPT], max_new_tokens=NEW, tree=chain(DRAFTED), return_stats=True)
     tokens = ours.sequences[0, len(PROMPT) :].tolist()
     assert torch.equal(ours.sequences, model.base.generate([PROMPT], max_new_tokens=NEW, do_sample=False))
     assert 1.2 < ours.tokens_per_step < 4.5  # a head that is always or never right would hide errors
     dtype = str(model.base.dtype).removeprefix("torch.")
-    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, dtype, native=native)
+    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, dtype, **options)
     assert theirs["tokens"] == [tokens]
     assert theirs["drafts"] == ours.steps
     assert abs(theirs["accepted"] - (NEW - 1 - ours.steps)) <= DRAFTED  # the last step may draft beyond the end
@@ -86,17 +91,18 @@ def check(model: Any, folder: Path, speculative: dict[str, Any], *, native: bool
     ("specforge", {"boundaries": (0, 2, 3)}),
     ("speculators", {"native": True}),
     ("specforge", {"vocabulary": 96, "boundaries": (0, 2, 3), "native": True}),
+    ("speculators", {"vocabulary": 96, "native": True, "ranks": 2}),
 ], ids=str)  # fmt: skip
 def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
     base, options = lm.from_pretrained(target), dict(options)
-    native = options.pop("native", False)
+    run = {name: options.pop(name) for name in ("native", "ranks") if name in options}
     if size := options.get("vocabulary"):
         options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
     torch.manual_seed(1)
     model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
     trained(model, model.head_parameters(), 9)
     model.export(tmp_path, profile, base_model=str(target))
-    check(model, target, {"method": "eagle3", "model": str(tmp_path)}, native=native)
+    check(model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
 
 
 @pytest.mark.parametrize(("profile", "options"), [
@@ -163,13 +169,13 @@ def test_mtp(model_type: str, steps: int, dtype: str, tmp_path: Path) -> None:
     check(model, tmp_path, {"method": "mtp"})
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_medusa(native: bool, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("native", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_medusa(native: bool, ranks: int, target: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
     trained(model, model.head_parameters(), 25)
     model.export(tmp_path, "vllm")
-    check(model, target, {"method": "medusa", "model": str(tmp_path)}, native=native)
+    check(model, target, {"method": "medusa", "model": str(tmp_path)}, native=native, ranks=ranks)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "smollm3", "olmo2"])

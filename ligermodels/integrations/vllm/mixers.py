@@ -16,6 +16,7 @@ from ligermodels.integrations.vllm.plan import AttentionPlan, StatePlan
 from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.external_states import RecurrentLayer
+from ligermodels.layers.sharding import local
 from ligermodels.models.decoder import Decoder
 
 
@@ -26,7 +27,7 @@ def replace_caches(
 
     Args:
         decoder: the decoder, with its parameters on the device; its mixers get an `external` attention or state.
-        plans: the plan of each mixer, by its name in the decoder.
+        plans: the plan of each mixer, by its name in the decoder; under tensor parallelism of this rank's heads.
         vllm_config: vLLM's config.
         prefix: prefix of the names of the layers in vLLM.
 
@@ -52,7 +53,7 @@ def replace_caches(
             mixer.external = EngineStates(plan, vllm_config, names[name])
             continue
         options: dict[str, Any] = {"cache_config": cache_config, "prefix": names[name]}
-        if (sinks := getattr(mixer, "sinks", None)) is not None:
+        if (sinks := local(mixer, getattr(mixer, "sinks", None))) is not None:
             options["sinks"] = sinks
         if plan.kv_from is not None:
             options["kv_sharing_target_layer_name"] = names[plan.kv_from]

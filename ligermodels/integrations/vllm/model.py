@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -22,9 +26,11 @@ from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
 from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers import Block
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
+from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
+from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 from ligermodels.pretrained import from_pretrained
 
 NATIVE = "native"
@@ -35,7 +41,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
-    checkpoint, tensor by tensor, from whatever loader vLLM uses.
+    checkpoint, tensor by tensor, from whatever loader vLLM uses. With `tensor_parallel_size`, the layers are divided
+    over vLLM's process group, and each rank copies its part of the weights.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -58,12 +65,20 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
                 token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
                 cache_dir=vllm_config.load_config.download_dir,
             )  # fmt: skip
-            plans = plan_mixers(model.config, model_config.max_model_len, model_config.dtype)
+            ranks, config = vllm_config.parallel_config.tensor_parallel_size, model.config
+            if ranks > 1:
+                check_tensor_parallel(config, ranks)
+                config = replace(config, blocks=tuple(block.tensor_shard(ranks) for block in config.blocks))
+            plans = plan_mixers(config, model_config.max_model_len, model_config.dtype)
             self._check_states([name for name, plan in plans.items() if isinstance(plan, StatePlan)], vllm_config)
             _check_feed_forward(model)
             if model.config.token_scale != 1.0 and vllm_config.speculative_config is not None:
                 raise ConfigError("token_scale: draft heads share the embedding without this factor; leave them out")
-            allocate(model, model_config.dtype, device)
+            allocate(model, model_config.dtype, "meta")
+            if ranks > 1:
+                mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type)
+                tensor_parallel(model, mesh, sequence_parallel=False)
+            model.to_empty(device=device)
             initialize_buffers(model, model.config.initializer_range)
         self.native = model.requires_grad_(False)
         self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
@@ -129,7 +144,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     @property
     def model(self) -> Any:
         """Where vLLM looks for the embedding that an EAGLE-3 head may share."""
-        return SimpleNamespace(embed_tokens=self.native.decoder.embed)
+        embed = self.native.decoder.embed
+        return SimpleNamespace(embed_tokens=_DividedEmbedding(embed) if is_tensor_parallel(embed) else embed)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let `forward` return the residual stream before these layers, counted from 0, for a draft head."""
@@ -162,6 +178,22 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return {f"{NATIVE}.{name}" for name in self._tensors}
 
 
+class _DividedEmbedding(nn.Module):
+    """An embedding that is divided over ranks, for a draft head without its own. It shows no weight: vLLM compares the
+    target's weight with the head's own, to keep equal ones once, and divides them otherwise."""
+
+    weight = None
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (tokens, H) of ids (tokens,)."""
+        embeddings: Tensor = self.embed(input_ids)
+        return embeddings
+
+
 class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybrid):
     """`LigerModelsForCausalLM` for models with recurrent mixers, whose states vLLM keeps beside keys and values."""
 
@@ -177,16 +209,13 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
                 f"architectures: {cls.__name__} is for models with recurrent mixers, and this one has none; give "
                 f"{LigerModelsForCausalLM.__name__}"
             )
-        if cache.enable_prefix_caching:
-            raise ConfigError(
-                f"enable_prefix_caching: {cls.__name__} does not keep recurrent states of prefixes; give "
-                "--no-enable-prefix-caching"
-            )
         if vllm_config.speculative_config is not None:
             raise ConfigError(
                 f"speculative_config: {cls.__name__} does not take recurrent states back after rejected drafts; leave "
                 "it out"
             )
+        if cache.prefix_match_unit is not None:
+            raise ConfigError(f"prefix_match_unit: {cls.__name__} keeps states of whole blocks alone; leave it out")
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
             if (dtype := getattr(cache, name)) not in ("auto", "float32"):
                 raise ConfigError(f"{name}: must be auto or float32 for {cls.__name__}, got {dtype}")
@@ -201,6 +230,11 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
         """Dtypes of the tensors of `get_mamba_state_shape_from_config`."""
         return cls._largest_state(vllm_config).get_state_dtype()
 
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """How vLLM copies states between the blocks of a request, which `EngineStates` does not need: whole tensors."""
+        return (get_temporal_copy_spec,)
+
     @staticmethod
     def _largest_state(vllm_config: VllmConfig) -> EngineStates:
         layers = get_layers_from_vllm_config(vllm_config, EngineStates)
@@ -210,9 +244,13 @@ class LigerModelsHybridForCausalLM(LigerModelsForCausalLM, HasInnerState, IsHybr
 def _check_settings(vllm_config: VllmConfig) -> None:
     """ConfigError for settings of vLLM that a native model does not follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise ConfigError(f"{name}: must be 1 for {LigerModelsForCausalLM.__name__}, got {size}")
+    if parallel.enable_expert_parallel:
+        raise ConfigError(
+            "enable_expert_parallel: tensor_parallel_size divides the channels of each expert here; leave it out"
+        )
     if callable(model.hf_overrides) or set(model.hf_overrides or ()) - {"architectures"}:
         raise ConfigError(
             "hf_overrides: may name architectures alone; write other changes into config.json, which the native model "

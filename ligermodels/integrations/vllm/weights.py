@@ -22,8 +22,8 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
     Raises:
-        InputError: the engine runs in another process, serves another class, or has unfinished requests; or the model
-            has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
+        InputError: the engine runs in other processes, as with tensor_parallel_size > 1, serves another class, or has
+            unfinished requests; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
             it. Tensors that came before have their new values.
 
@@ -55,6 +55,10 @@ def _served(engine: Any) -> Any:
         raise InputError(
             "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is made, or use vLLM's "
             "weight transfer with model.iter_hf_weights"
+        )
+    if (size := core.vllm_config.parallel_config.world_size) > 1:
+        raise InputError(
+            f"engine: runs in {size} workers, other processes; use vLLM's weight transfer with model.iter_hf_weights"
         )
     from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
 
