@@ -353,7 +353,8 @@ class BlockDraftModel(DraftHeadModel):
         cls: type[Model], base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
         lm_head: Tensor | None, options: Mapping[str, Any],
     ) -> Model:  # fmt: skip
-        """See `DraftHeadModel.of_file`. An lm_head that equals the base model's rows is the base model's."""
+        """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. An lm_head that
+        equals the base model's rows is the base model's."""
         model = cls(base, config, vocabulary, **options)
         if lm_head is not None and base.device.type != "meta":
             rows = model.projection.rows(base.dtype)

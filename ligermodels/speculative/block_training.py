@@ -60,7 +60,7 @@ class BlockTraining:
         return weights
 
     def slot_weights_on(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-        """`slot_weights` (count,) on a device, computed there: a CUDA graph takes no copy from the host."""
+        """`slot_weights` (count,) on a device in a dtype, computed there: a CUDA graph takes no copy from the host."""
         if self.gamma is None or self.dpace_alpha is not None:
             return torch.ones(count, dtype=dtype, device=device)
         return torch.exp(-torch.arange(count, dtype=torch.float64, device=device) / self.gamma).to(dtype)

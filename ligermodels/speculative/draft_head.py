@@ -229,11 +229,3 @@ class DraftHeadModel(MultiHeadModel):
         spec = self.base.export_spec
         name = "" if spec is None or spec.base_name is None else spec.base_name
         self.export(folder, base_model=name, overwrite=overwrite)
-
-    def save_whole(
-        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
-    ) -> None:
-        """InputError: no format holds a model together with such a head."""
-        raise InputError(
-            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
-        )

@@ -270,7 +270,8 @@ class Eagle3Model(DraftHeadModel):
         cls, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
         lm_head: Tensor | None, options: Mapping[str, Any],
     ) -> Eagle3Model:  # fmt: skip
-        """See `DraftHeadModel.of_file`. A head without an lm_head uses the base model's."""
+        """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. A head without an
+        lm_head uses the base model's."""
         decay = formats.stored_decay(stored)
         defaults = {"num_steps": formats.stored_steps(stored) or STEPS, "decay": DECAY if decay is None else decay}
         own: Literal["own", "shared"] = "shared" if lm_head is None else "own"

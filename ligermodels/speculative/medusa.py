@@ -218,7 +218,7 @@ class MedusaModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`export` with the profile full-hf: see `MultiHeadModel.save_whole`."""
+        """`export` as full-hf. See `MultiHeadModel.save_whole` for folder, max_shard_size and overwrite."""
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -289,7 +289,7 @@ class MTPModel(MultiHeadModel):
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`save_pretrained`: see `MultiHeadModel.save_whole`."""
+        """`save_pretrained`: see `MultiHeadModel.save_whole` for folder, max_shard_size and overwrite."""
         self.save_pretrained(folder, max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

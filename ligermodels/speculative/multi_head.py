@@ -88,9 +88,11 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             CheckpointError: the folder is in use or cannot be written.
             ConfigError: the model's config no longer matches its config.json.
-            InputError: the format cannot hold these heads.
+            InputError: the format cannot hold these heads, or no format holds a model together with such heads.
         """
-        raise NotImplementedError
+        raise InputError(
+            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
+        )
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:
         """The input of each of the K heads.

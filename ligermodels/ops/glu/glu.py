@@ -247,7 +247,7 @@ def gated_values(
 
 
 @triton.jit
-def gated_gradients(
+def _gated_gradients(
     d, g0, u0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of g0 and u0, where d is the gradient of `gated_values` of them; the options are the same."""
@@ -310,7 +310,7 @@ def _glu_backward_kernel(
         tiles += ((d, g, u),)  # type: ignore[assignment]  # the loop is unrolled
     for i in tl.static_range(TILES):
         d, g0, u0 = tiles[i]  # type: ignore[var-annotated]
-        of_gate, of_up = gated_gradients(
+        of_gate, of_up = _gated_gradients(
             d, g0, u0, gate_multiplier, down_multiplier, limit, up_offset, ACTIVATION
         )  # fmt: skip
         of_gate = of_gate.to(gate.dtype.element_ty)
