@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
@@ -25,6 +25,8 @@ from ligermodels.data.source import EncodedSource
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
+
+T = TypeVar("T")
 
 AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
 """Most documents, and most bytes of documents, that are read together: memory holds their tokens."""
@@ -225,16 +227,23 @@ class Documents:
 
         Raises InputError for more unusable lines than allowed.
         """
-        records: list[Record | None] = []
+        return self._each(indices, self._record, lambda: None)
+
+    def _record(self, index: int) -> Record | None:
+        record, unused = self.content(index).record()
+        self._note_unused(index, unused)
+        if isinstance(record, Completion) and not record.completion:
+            raise NothingToLearn("the text is empty")
+        return record
+
+    def _each(self, indices: Iterable[int], read: Callable[[int], T], unusable: Callable[[], T]) -> list[T]:
+        """`read` of each of these documents, and `unusable` in place of it where it raises ValueError."""
+        results: list[T] = []
         for index in map(int, indices):
-            records.append(None)
+            results.append(unusable())
             with self._skipping(index):
-                record, unused = self.content(index).record()
-                self._note_unused(index, unused)
-                if isinstance(record, Completion) and not record.completion:
-                    raise NothingToLearn("the text is empty")
-                records[-1] = record
-        return records
+                results[-1] = read(index)
+        return results
 
     def _note_unused(self, index: int, names: Iterable[str]) -> None:
         """Report fields that are not used, once each."""

@@ -295,29 +295,13 @@ class BlockDraftModel(DraftHeadModel):
             return MultiHeadOutput(counts=blocks.counts, **fields)
         return MultiHeadOutput.of_ranks(found.ranks.T[:, None], **fields)
 
-    def num_targets(
-        self,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        first: int = 2,
-    ) -> Tensor:
-        """Count the targets of each slot, of the blocks that `forward` samples for these labels.
-
-        Args:
-            labels: as the other arguments, see `MultiHeadModel.num_targets`.
-            position_ids: (B, T) long, or None.
-            cu_seqlens: int32 (n + 1,), or None.
-            attention_mask: (B, T), or None.
-            first: not used.
-        """
+    def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
+        """The targets of each slot, (K,), of the blocks that `forward` samples for the labels; `first` is not used."""
         check_plain("labels", labels, torch.int64)
         if labels.ndim != 2:
             raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
-        shape = (labels.shape[0], labels.shape[1])
-        layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+        shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
+        layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
         following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options

@@ -1,8 +1,7 @@
-"""Export of Medusa heads to the formats of other programs, and loading from these formats."""
+"""The tensors of Medusa heads in files of other programs: which are written, and which repeat the base model's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -95,31 +94,3 @@ def repeats_lm_head(base: CausalLM, folder: Path, stored: Heads) -> bool:
             )
         return False
     return True
-
-
-def load_heads(
-    heads: nn.ModuleList,
-    shape: HeadsShape,
-    stored: Heads,
-    repeated: bool,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Load stored tensors into new heads.
-
-    Args:
-        heads: new heads, each a `MedusaHead`, filled in place.
-        shape: numbers and sizes of the heads.
-        stored: the heads in the folder.
-        repeated: the stored lm_heads equal the base's (`repeats_lm_head`). They are not read, since new heads already
-            have, or share, the base's lm_head.
-        progress: called with (bytes loaded, bytes in total).
-
-    Raises:
-        CheckpointError: tensors are missing, damaged, or made for another base model.
-    """
-    state = head_state(heads, "heads")
-    if not stored.biases:
-        state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
-    if repeated:
-        state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
-    stored.weight_map(shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)

@@ -1,74 +1,27 @@
-"""Files of Medusa heads: written in any of the formats, and read in the format that is recognised."""
+"""Files of Medusa heads, read in the format that is recognised."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import INDEX, SINGLE
 from ligermodels.convert.input_files import is_present, shown
 from ligermodels.convert.loading import FileReader
-from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import LISTED, WeightMap, raise_faults
 from ligermodels.errors import CheckpointError
-from ligermodels.speculative.head_files import CONFIG, TorchFile, save_alone
+from ligermodels.speculative.head_files import CONFIG, TorchFile
 from ligermodels.speculative.profiles import PROFILES, HeadsShape, Profile
 
 SUPERFLUOUS = "medusa_heads."
 """Prefix that some conversions leave in names; it is removed, as in vLLM."""
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-def save_heads(
-    folder: Path,
-    profile: Profile,
-    shape: HeadsShape,
-    state: Mapping[str, Tensor],
-    *,
-    base_model: str | None = None,
-    base: ExportSpec | None = None,
-    max_shard_size: int | str = "5GB",
-    overwrite: bool = False,
-) -> None:
-    """Write heads, completely or not at all.
-
-    Args:
-        folder: created if need be.
-        profile: the format.
-        shape: numbers and sizes of the heads.
-        state: native name -> tensor; for a format with the base model in it, the base model's tensors too.
-        base_model: the base model's hub id or folder, for formats with it in config.json.
-        base: the export of the base model, for a format with the base model in it.
-        max_shard_size: largest size of a safetensors file, for a format with the base model in it.
-        overwrite: replace a checkpoint or heads in `folder`.
-
-    Raises:
-        CheckpointError: the folder is in use or cannot be written.
-        InputError: the format needs `base_model`.
-    """
-    weights, config = profile.weight_map(shape), profile.filled(shape, base_model)
-    if base is not None:
-        whole = base.with_heads(
-            weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(profile.prefix)
-        )
-        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
-    else:
-        save_alone(folder, weights.export(state), config, Ranks(state.values()), file=profile.file, overwrite=overwrite)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class Heads(NamedTuple):

@@ -185,7 +185,7 @@ def _joint_loss(
     inputs: dict[str, Any],
     **loss_options: Any,
 ) -> MultiHeadOutput:
-    base, batch = medusa.base, medusa.prepare(1, **inputs, **loss_options)
+    base, batch = medusa.base, medusa.prepare(1, inputs, loss_options)
     targets, loss_options = cast(Targets, batch.targets), given_options(loss_options)
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count, names_checked
 from ligermodels.convert.input_files import as_path, folder_to_write
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.memory import memory_for
@@ -23,9 +24,10 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
+from ligermodels.speculative.checkpoint import repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.files import open_heads, save_heads
+from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.head_files import head_state, save_alone
 from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import config_of_heads, heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
@@ -211,9 +213,14 @@ class MedusaModel(MultiHeadModel):
         elif spec is not None:
             base_model = spec.base_name
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
-        base = spec if chosen.prefix else None
-        options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-        save_heads(folder_to_write(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
+        folder, weights = folder_to_write(folder), chosen.weight_map(self.shape)
+        config = chosen.filled(self.shape, base_model)
+        if spec is not None and chosen.prefix:
+            names = (weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(chosen.prefix))
+            spec.with_heads(*names).save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
+        else:
+            ranks = Ranks(state.values())
+            save_alone(folder, weights.export(state), config, ranks, file=chosen.file, overwrite=overwrite)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
@@ -279,5 +286,10 @@ class MedusaModel(MultiHeadModel):
             repeated = repeats_lm_head(base, path, stored)
             lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
             model = cls.from_base(base, stored.num_heads, stored.num_layers, lm_head, decay)
-            load_heads(model.heads, model.shape, stored, repeated, progress)
+            state = head_state(model.heads, "heads")
+            if not stored.biases:
+                state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
+            if repeated:  # new heads have, or share, the base's lm_head
+                state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
+            stored.weight_map(model.shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)
         return model

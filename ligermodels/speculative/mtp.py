@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -13,10 +14,12 @@ from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count, check_name
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
 from ligermodels.convert.input_files import folder_to_write
+from ligermodels.convert.mappings import rename
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers.initialization import initialize
-from ligermodels.layers.sharding import gathered
+from ligermodels.layers.initialization import initialize, persistent_tensors
+from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE, require_type
 from ligermodels.models.mtp_format import mtp_block
@@ -25,9 +28,9 @@ from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.draft_layer import following
-from ligermodels.speculative.head_files import allocated
+from ligermodels.speculative.head_files import allocated, head_state, save_alone
 from ligermodels.speculative.hub import config_of_heads
-from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
+from ligermodels.speculative.mtp_files import MODEL_TYPE, Layout, load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.step_drafter import StepDrafter
@@ -283,8 +286,20 @@ class MTPModel(MultiHeadModel):
         Examples:
             >>> mtp.save_pretrained("with-mtp/")
         """
-        spec, state = checkpoint_spec(self.base, self.head, self.layout)
-        spec.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+        spec, layout = self.base.checked_export_spec(), self.layout
+        reshard(self.base)
+        reshard(self.head)
+        state = persistent_tensors(self.base)
+        copies = {f"mtp.copies.{i}": names for i, names in enumerate(layout.copies.items())}
+        mappings = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
+        whole = spec.with_heads(
+            replace(layout.weight_map, mappings=mappings),
+            partial(layout.format.written, num_layers=layout.num_layers),
+            layout.format.fields,
+            layout.holds,
+        )
+        state |= head_state(self.head, "mtp") | {native: state[original] for native, (_, original) in copies.items()}
+        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
@@ -302,4 +317,18 @@ class MTPModel(MultiHeadModel):
         Raises:
             CheckpointError: the folder is in use or cannot be written.
         """
-        save_head(self.base, self.head, self.layout, folder_to_write(folder), overwrite=overwrite)
+        reshard(self.head)
+        base, layout, state = self.base, self.layout, head_state(self.head, "mtp")
+        config: dict[str, Any] = {"model_type": MODEL_TYPE}
+        if base.export_spec is not None:
+            config["base_model_type"] = base.export_spec.hf_config["model_type"]
+            config["base_model_name_or_path"] = base.export_spec.base_name
+        config |= {
+            layout.format.fields[0]: layout.num_layers,
+            "hidden_size": base.config.hidden_size,
+            "vocab_size": base.config.vocab_size,
+            "dtype": str(base.dtype).removeprefix("torch."),
+        }
+        config = {name: value for name, value in config.items() if value is not None}
+        tensors, ranks = layout.weight_map.export(state), Ranks(state.values())
+        save_alone(folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)

@@ -1,5 +1,5 @@
-"""The steps of flash attention that the Triton kernels share: loading a tile, the online softmax over a tile of keys, and
-the gradients of a tile of queries and of a tile of keys."""
+"""The steps of flash attention that the Triton kernels share: loading a tile, the online softmax over a tile of keys,
+and the gradients of a tile of queries and of a tile of keys."""
 
 from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
 
