@@ -26,11 +26,10 @@ from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
-from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
-from ligermodels.speculative.block_training import BlockTraining, default_layer_ids
+from ligermodels.speculative.block_training import Blocks, BlockTraining, default_layer_ids, sample_blocks
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head

@@ -30,9 +30,8 @@ from ligermodels.speculative.eagle3_formats import DECAY, STEPS
 from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
-from ligermodels.speculative.step_drafter import StepDrafter
+from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
 class Eagle3Model(DraftHeadModel):

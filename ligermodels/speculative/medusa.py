@@ -10,6 +10,7 @@ from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count, names_checked
@@ -17,6 +18,7 @@ from ligermodels.convert.input_files import as_path, folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
@@ -24,15 +26,60 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.speculative.checkpoint import repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.head_files import head_state, save_alone
-from ligermodels.speculative.heads import MedusaHead
 from ligermodels.speculative.hub import config_of_heads, heads_folder
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import DynamicTree, Tree, default_tree, require_fixed
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"linear": "replicated"}
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """ResBlocks, then the head's own `lm_head`.
+
+    Args:
+        hidden_size: H.
+        num_layers: number of ResBlocks.
+        lm_head: the head's projection to the vocabulary. None: the head returns hidden states for the base's lm_head.
+    """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+
+    def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
+        self.lm_head = lm_head
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """The logits of the head; with targets, its loss.
+
+        Args:
+            hidden: hidden states (..., H).
+            targets: long (...), -100 where ignored.
+            loss_options: options of `LMHead.forward`.
+
+        Returns:
+            Logits (..., V); with targets a `HeadLoss`; hidden states (..., H) if the head has no lm_head.
+        """
+        hidden = self.layers(hidden)
+        return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)
 
 
 class MedusaModel(MultiHeadModel):

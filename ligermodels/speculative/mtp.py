@@ -33,9 +33,8 @@ from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.mtp_files import MODEL_TYPE, Layout, load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
-from ligermodels.speculative.step_drafter import StepDrafter
+from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 DECAY = 0.6
 

@@ -19,7 +19,7 @@ from ligermodels.training.draft_recipe import FLAGS, EagleRecipe
 from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.inputs import epoch_of
 from ligermodels.training.job import Job, RunOptions, quantize_base
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
 from ligermodels.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -46,21 +46,13 @@ def train_eagle(recipe: EagleRecipe, out: str | os.PathLike[str], **options: Unp
         >>> outcome = train_eagle(recipe, "head/", device="cuda")
         >>> outcome.evaluation.metrics()["tau"]  # on the validation split
     """
-    EagleRecipe.check_kind(recipe)
-    return run_job(eagle_job, recipe, out, prepare_base=quantize_base, before_training=choose_vocabulary, **options)
+    return KIND.train(recipe, out, **options)
 
 
-def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. The draft tokens of a new head are placeholders until `choose_vocabulary`.
-
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: not used: a head in `start_from` is read in any case, as it has the draft vocabulary.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-    """
+def _job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. The draft tokens of a new head are placeholders until `choose_vocabulary`; a head in
+    `start_from` is read also when the run resumes, for its draft vocabulary. ConfigError if the settings do not fit the
+    model."""
     options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay, "divergence": recipe.divergence}
     if recipe.start_from is not None:
         stored = config_without_weights(recipe.start_from, model)
@@ -110,3 +102,6 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
         f"{f' in the first {batches.documents_read:,} documents' if recipe.streaming else ''}"
     )
     model.choose(vocabulary)
+
+
+KIND = JobKind(EagleRecipe, _job, quantize_base, choose_vocabulary)
