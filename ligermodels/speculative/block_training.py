@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count, check_number
+from ligermodels.arguments import Divergence, check_count, check_number
 from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.tokens import Tokens
-from ligermodels.ops.loss.divergences import DIVERGENCES, Divergence
+from ligermodels.ops.loss.divergences import DIVERGENCES
 
 _MULTIPLIERS = -4658895280553007687, -7723592293110705685  # of splitmix64
 

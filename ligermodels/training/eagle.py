@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ligermodels.arguments import EAGLE_FLAGS
 from ligermodels.data.orders import DocumentOrder, First
 from ligermodels.data.packing import counted
 from ligermodels.models.causal_lm import CausalLM
@@ -15,7 +16,7 @@ from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_coun
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.eagle3_formats import read_config
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.draft_recipe import FLAGS, EagleRecipe
+from ligermodels.training.draft_recipe import EagleRecipe
 from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.inputs import epoch_of
 from ligermodels.training.job import Job, RunOptions, quantize_base
@@ -64,7 +65,7 @@ def _job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     size, whole = recipe.draft_vocab_size, model.config.vocab_size
     unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
     options |= {"layer": recipe.layer, "lm_head": recipe.lm_head, "boundaries": recipe.boundaries or None}
-    options |= {name: getattr(recipe, name) for name in FLAGS}
+    options |= {name: getattr(recipe, name) for name in EAGLE_FLAGS}
     with initialized_by(recipe.seed, model):
         eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
     return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
