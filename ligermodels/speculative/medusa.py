@@ -27,9 +27,9 @@ from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.head_files import head_state, save_alone
 from ligermodels.speculative.hub import config_of_heads, heads_folder
+from ligermodels.speculative.medusa_files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import DynamicTree, Tree, default_tree, require_fixed

@@ -30,7 +30,7 @@ from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.draft_layer import following
 from ligermodels.speculative.head_files import allocated, head_state, save_alone
 from ligermodels.speculative.hub import config_of_heads
-from ligermodels.speculative.mtp_files import MODEL_TYPE, Layout, load_head, stored_layers
+from ligermodels.speculative.mtp_files import MTPLayout, load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
@@ -73,7 +73,7 @@ class MTPModel(MultiHeadModel):
             "num_steps", max(MTP_STEPS, num_layers) if num_steps is None else num_steps, most=MOST_HEADS
         )
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
-        self.layout = Layout.of(base, num_layers)
+        self.layout = MTPLayout.of(base, num_layers)
         network = partial(MTPHead, base.config, num_layers, separate=self.layout.format.separate)
         self.head: MTPHead = allocated(network, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "mtp")
@@ -318,7 +318,7 @@ class MTPModel(MultiHeadModel):
         """
         reshard(self.head)
         base, layout, state = self.base, self.layout, head_state(self.head, "mtp")
-        config: dict[str, Any] = {"model_type": MODEL_TYPE}
+        config: dict[str, Any] = {"model_type": MTP_TYPE}
         if base.export_spec is not None:
             config["base_model_type"] = base.export_spec.hf_config["model_type"]
             config["base_model_name_or_path"] = base.export_spec.base_name

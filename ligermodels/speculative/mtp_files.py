@@ -20,18 +20,14 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import MTP_TYPE
 from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.speculative.head_files import CONFIG, copies, head_state
 from ligermodels.speculative.mtp_head import MTPHead
 
-MODEL_TYPE = MTP_TYPE
-"""`model_type` of a head alone."""
-
 
 @dataclass(frozen=True)
-class Layout:
+class MTPLayout:
     """How an MTP head is stored.
 
     format: the format of the base model's family.
@@ -46,7 +42,7 @@ class Layout:
     num_layers: int = 1
 
     @classmethod
-    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[Layout]:
+    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[MTPLayout]:
         """All layouts of heads with `num_layers` layers in checkpoints of the base model's family; for a model built
         from a `DecoderConfig`, the layout of Qwen3.5."""
         mtp_format, family_layouts = _format_of(base)
@@ -62,7 +58,7 @@ class Layout:
         ]
 
     @classmethod
-    def of(cls, base: CausalLM, num_layers: int = 1) -> Layout:
+    def of(cls, base: CausalLM, num_layers: int = 1) -> MTPLayout:
         """The layout for a head on `base`: the family's layout in which the base model itself is stored."""
         layouts, spec = cls.all_of(base, num_layers), base.export_spec
         if spec is None:
@@ -119,7 +115,7 @@ def _layers_among(base: CausalLM, names: Iterable[str]) -> int:
 
 def load_head(
     base: CausalLM, head: MTPHead, folder: Path, progress: Callable[[int, int], None] | None = None
-) -> Layout:
+) -> MTPLayout:
     """Load the weights of an MTP head. On the meta device only names and shapes are checked.
 
     Args:
@@ -134,7 +130,7 @@ def load_head(
     Raises:
         CheckpointError: tensors are missing, damaged, or made for another base model.
     """
-    state, layouts = head_state(head, "mtp"), Layout.all_of(base, head.num_layers)
+    state, layouts = head_state(head, "mtp"), MTPLayout.all_of(base, head.num_layers)
     with reading(folder, partial(_open_head, folder)) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
@@ -160,7 +156,7 @@ def load_head(
     return replace(layout, weight_map=replace(nearest, dtypes=dtypes))
 
 
-def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
+def _compare_copies(folder: Path, layout: MTPLayout, reader: Reader, base: CausalLM) -> None:
     """ConfigWarning for each tensor in `layout.copies` that differs from the base model's tensor."""
     for name, native in layout.copies.items():
         if name in reader.headers and not copies(base, native)(reader.read(name)):
@@ -181,7 +177,7 @@ def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
     """Names of the tensors of an MTP head for `base` among checkpoint tensors `names`."""
     try:
         known = set(names)
-        layouts = Layout.all_of(base, _layers_among(base, known) or 1)
+        layouts = MTPLayout.all_of(base, _layers_among(base, known) or 1)
         sources = set[str]().union(*(layout.weight_map.sources() for layout in layouts))
     except ConfigError:  # MTP is not implemented for this model
         return set()
