@@ -56,7 +56,7 @@ def render(name: str, source: str, now: datetime, variables: Mapping[str, Any] |
         InputError: the template refuses the variables, or JSON cannot encode them.
     """
     (answer,) = render_all(name, source, now, [variables])
-    return text_of(name, answer)
+    return text_of_answer(name, answer)
 
 
 def render_all(
@@ -73,7 +73,8 @@ def render_all(
         variables: for each rendering the variables of the template, values that JSON can encode, or None.
 
     Returns:
-        An answer per rendering, for `text_of`. Empty if one of several renderings ended the process: render each alone.
+        An answer per rendering, for `text_of_answer`. Empty if one of several renderings ended the process: render
+        each alone.
 
     Raises:
         InputError: JSON cannot encode the variables.
@@ -88,7 +89,7 @@ def render_all(
     return [("template", limit)] if len(variables) == 1 else []
 
 
-def text_of(name: str, answer: tuple[str, str]) -> str:
+def text_of_answer(name: str, answer: tuple[str, str]) -> str:
     """The text of an answer of `render_all`. Raises InputError or CheckpointError, with `name`, if rendering failed."""
     status, text = answer
     if status == "text":
