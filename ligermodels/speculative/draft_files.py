@@ -235,7 +235,16 @@ def stored_embedding(model: DraftHeadModel) -> Tensor:
 
 
 def take_embedding(model: Any, path: Path, stored: Tensor) -> None:
-    """Keep the embedding of a head, frozen, unless it is the base model's."""
+    """Keep the embedding of a head, frozen, unless it is the base model's.
+
+    Args:
+        model: the model with the head.
+        path: folder of the head, for messages.
+        stored: (V, H), the embedding in the file.
+
+    Raises:
+        CheckpointError: it has another shape.
+    """
     ours = embedding_table(model)
     if stored.shape != ours.shape:
         raise CheckpointError(
