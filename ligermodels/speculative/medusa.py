@@ -96,20 +96,11 @@ class MedusaModel(MultiHeadModel):
         lm_head: Literal["own", "shared"] = "own",
         decay: float = 0.8,
     ) -> None:
-        """New heads on `base`, which `from_base` also freezes.
+        """New heads on `base`, which `from_base` also freezes: see there for base, num_heads, num_layers, lm_head,
+        decay and errors.
 
         ResBlocks start as the identity. A head's own lm_head starts as a copy of the base's; if the base's lm_head is
         quantised, as a copy of its rounded weight.
-
-        Args:
-            base: the base model.
-            num_heads: K, tokens predicted beyond the next one.
-            num_layers: ResBlocks in each head.
-            lm_head: "own", an lm_head for each head; or "shared", the base model's.
-            decay: the weight of head i's loss is decay ** i.
-
-        Raises:
-            InputError: an argument is out of range, or the heads do not fit in memory.
         """
         super().__init__()
         check_native(base, "base")

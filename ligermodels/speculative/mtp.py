@@ -54,18 +54,8 @@ class MTPModel(MultiHeadModel):
     reads_every_token = True
 
     def __init__(self, base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1) -> None:
-        """A head with random weights on `base`. `from_base` and `from_pretrained` also freeze the base model.
-
-        Args:
-            base: the base model; its blocks take only hidden states (no per-layer inputs).
-            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is larger.
-            decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1.
-            num_layers: layers of the head.
-
-        Raises:
-            InputError: an argument is out of range.
-            ConfigError: MTP is not implemented for this base model.
-        """
+        """A head with random weights on `base`, which `from_base` also freezes: see there for base, num_steps, decay,
+        num_layers and errors."""
         super().__init__()
         check_native(base, "base")
         num_layers = check_count("num_layers", num_layers, most=MOST_HEADS)
