@@ -24,12 +24,18 @@ QuantizedFormat = Literal["float8", "int4", "nf4", "mxfp4"]
 ExpertFormat = Literal["target_parameters", "per_expert", "shared_outer"]
 """How files name the LoRA of experts; see `ligermodels.adapt.expert_files`."""
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"]
+"""Losses of a distribution against another: see `ops.linear_distillation`."""
 
 MOST_HEADS = 1000
 """Largest number of draft heads, of steps of a head, and of its layers: file formats use three digits for them."""
 
 MTP_STEPS = 3
 """Default number of tokens beyond the next one that a head of multi-token prediction predicts."""
+EAGLE_STEPS, EAGLE_DECAY = 7, 0.8
+"""Defaults of EAGLE-3: how often the head is applied in training, and of step k the weight EAGLE_DECAY ** k."""
+EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Names of published EAGLE-3 heads' fields for variants of the head; see `Eagle3Config`."""
 
 
 def is_whole(value: object) -> bool:

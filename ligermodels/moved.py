@@ -35,7 +35,7 @@ class _MovedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a moved module, or None for any other name."""
+        """The spec of the module `fullname` if it is a moved one, or None. `path` and `target` are not used."""
         old = fullname.removeprefix(f"{self.package}.")
         return ModuleSpec(fullname, self, origin=f"{self.package}.{MOVED[old]}") if old in MOVED else None
 

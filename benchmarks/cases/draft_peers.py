@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 import ligermodels as lm
 from ligermodels.layers.targets import shift_labels
 from ligermodels.layers.tokens import token_layout
-from ligermodels.speculative.block_anchors import sample_blocks
+from ligermodels.speculative.block_training import sample_blocks
 from ligermodels.speculative.draft_files import LM_HEAD, native_state
 
 Weights = Mapping[str, Tensor]

@@ -198,7 +198,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 def heads_facts(folder: Path) -> dict[str, Any]:
     """Facts about the Medusa heads in `folder`. Raises CheckpointError if they cannot be read."""
     from ligermodels.convert.config_json import config_in
-    from ligermodels.speculative.files import open_heads
+    from ligermodels.speculative.medusa_files import open_heads
 
     config = config_in(folder)
     with open_heads(folder) as heads:

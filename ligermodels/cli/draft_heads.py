@@ -22,7 +22,7 @@ from ligermodels.training.renamed import COMMANDS, EVAL_FLAGS, TRAIN_FLAGS, TRAI
 Head = Annotated[str, typer.Argument(metavar="HEAD", help="The head: in any format of `export`, or in a checkpoint.")]
 
 
-def medusa_export(
+def _medusa_export(
     base: Base,
     heads: Heads,
     out: Out,
@@ -64,7 +64,7 @@ def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) ->
         profiles: name of a format -> the servers that read it. The first one is the default.
     """
 
-    def export(
+    def _export(
         base: Base,
         head: Head,
         out: Out,
@@ -85,11 +85,11 @@ def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) ->
 
     about = ", or ".join(f"{name}, which {servers}" for name, servers in profiles.items())
     names: Any = Literal
-    export.__annotations__["profile"] = Annotated[names[tuple(profiles)], typer.Option(help=f"Format: {about}.")]
-    return export
+    _export.__annotations__["profile"] = Annotated[names[tuple(profiles)], typer.Option(help=f"Format: {about}.")]
+    return _export
 
 
-def mtp_export(
+def _mtp_export(
     base: Base,
     head: Head,
     out: Out,
@@ -120,7 +120,7 @@ class OldNames(TyperGroup):
 
 
 KINDS: tuple[tuple[type[TrainingRecipe], str, str, Callable[..., None]], ...] = (
-    (MedusaRecipe, "Medusa heads", "Train heads on a frozen model or, in stage 2, together with it.", medusa_export),
+    (MedusaRecipe, "Medusa heads", "Train heads on a frozen model or, in stage 2, together with it.", _medusa_export),
     (
         EagleRecipe,
         "EAGLE-3 heads",
@@ -147,7 +147,7 @@ KINDS: tuple[tuple[type[TrainingRecipe], str, str, Callable[..., None]], ...] = 
         MTPRecipe,
         "heads of multi-token prediction",
         "Train a head of multi-token prediction on a frozen model: the model's own head, or a new head.",
-        mtp_export,
+        _mtp_export,
     ),
 )
 """Class of recipes, what is trained, the first line of the help of `train`, and the command `export`."""

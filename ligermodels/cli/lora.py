@@ -27,8 +27,8 @@ Experts = Annotated[
 ]
 
 
-@app.command()
-def merge(
+@app.command("merge")
+def _merge(
     path: options.Checkpoint,
     adapter: Adapter,
     out: options.Out,
@@ -40,8 +40,8 @@ def merge(
     checkpoint.export(path, out, adapter=adapter, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-@app.command()
-def to_hf(
+@app.command("to-hf")
+def _to_hf(
     source: Annotated[
         str,
         typer.Argument(
@@ -74,8 +74,8 @@ def to_hf(
     say(f"wrote {out}, of step {step:,}")
 
 
-@app.command()
-def from_hf(
+@app.command("from-hf")
+def _from_hf(
     adapter: Adapter,
     out: options.Out,
     base: Base = None,

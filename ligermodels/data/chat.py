@@ -200,7 +200,7 @@ class ChatTemplate:
     def render_all_marked(
         self, chats: Sequence[tuple[Sequence[Message], bool]], variables: Mapping[str, Any]
     ) -> list[tuple[str, str]]:
-        """`render_marked` of several chats (messages, add_generation_prompt), as answers for `rendering.text_of`."""
+        """`render_marked` of several chats (messages, add_generation_prompt), as answers of `rendering.render_all`."""
         all_variables = [self._all_variables(messages, prompt, variables) for messages, prompt in chats]
         return rendering.render_all(self.name, self.source, self.now, all_variables)
 

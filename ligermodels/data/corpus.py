@@ -77,19 +77,27 @@ class Corpus:
         say: Callable[[str], object] = lambda message: None,
     ) -> None:
         self._files: list[File] = []
-        count = 0
+        self._piece, self._count = piece or PIECE, 0
         for data in data_files(paths, say):
-            path = data.path
-            with open_file(path, InputError) as content:
+            with open_file(data.path, InputError) as content:
                 try:
                     size = os.fstat(content.fileno()).st_size
-                    starts = line_starts(content) if data.has_lines else piece_starts(content, path, piece or PIECE)
-                    positions = array("q", starts)
+                    positions, count = self._indexed(data, content, size)
                 except OSError as error:
-                    raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-            self._files.append(File(data, size, count, positions))
-            count += len(positions)
-        self._count = count
+                    raise InputError(f"{data.path}: cannot be read: {error.strerror or error}") from None
+            self._files.append(File(data, size, self._count, positions))
+            self._count += count
+
+    def _indexed(self, data: DataFile, content: BinaryIO, size: int) -> tuple[array[int], int]:
+        """The positions of the documents in an open file of `size` bytes, and the number of their indices."""
+        positions = array("q", self._starts_in(data, content))
+        return positions, len(positions)
+
+    def _starts_in(self, data: DataFile, content: BinaryIO, start: int = 0) -> Iterator[int]:
+        """Positions of the documents in an open file, which is at `start`, the start of a document."""
+        if data.has_lines:
+            return line_starts(content, start)
+        return piece_starts(content, data.path, self._piece, start)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -228,14 +236,28 @@ class Corpus:
             count += number if file.has_lines else min(number, 1)
         if count == len(self._files) == 1 and not self._files[0].has_lines and (tail := self._cut_tail(fraction)):
             return np.arange(tail), np.arange(tail, len(self))
-        if count < 2:
-            raise InputError(
-                f"the data has {count} document(s), too few to split off some for validation: give more, or "
-                "--validation-fraction 0"
-            )
-        size = min(max(1, round(fraction * count)), count - 1)
-        chosen = np.isin(units, permutation(count, seed, "held out")[:size])  # another text would change the split
+        chosen = np.isin(units, held_out(count, fraction, seed))
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def held_out(count: int, fraction: float, seed: int) -> Indices:
+    """The numbers of a random fraction of `count` documents, at least one and not all, for validation.
+
+    Args:
+        count: number of documents.
+        fraction: above 0.
+        seed: selects the documents.
+
+    Raises:
+        InputError: there are fewer than two documents.
+    """
+    if count < 2:
+        raise InputError(
+            f"the data has {count} document(s), too few to split off some for validation: give more, or "
+            "--validation-fraction 0"
+        )
+    size = min(max(1, round(fraction * count)), count - 1)
+    return permutation(count, seed, "held out")[:size]  # another text would change the split
 
 
 def line_starts(content: BinaryIO, start: int = 0) -> Iterator[int]:

@@ -7,24 +7,77 @@ import json
 import os
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.encoding import Content, Encoded, Encoder, Tokens
 from ligermodels.data.ends import eos_of_checkpoint
-from ligermodels.data.notes import Notes
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.source import EncodedSource
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError
+
+MOST = 1 << 20
+"""Documents that are counted for each reason: streams do not end, and memory is limited."""
+
+
+class Notes:
+    """Counts of documents by reason.
+
+    Args:
+        say: called with a message for the first document of each reason, and with the totals.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        self._tokens: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._told: dict[str, int] = {}
+        self._uncounted = set[str]()
+
+    def add(self, reason: str, index: int, message: Callable[[], str], tokens: int = 0) -> None:
+        """Count a document.
+
+        Args:
+            reason: ends the sentence "3 documents in all ...".
+            index: index of the document; a document is counted once for each reason.
+            message: returns the message about the first document.
+            tokens: number of its tokens that are left out.
+        """
+        if not self._tokens[reason]:
+            self.say(f"{message()}; such documents are counted")
+        if index in (known := self._tokens[reason]) or len(known) < MOST:
+            known[index] = tokens
+        else:
+            self._uncounted.add(reason)
+
+    def indices(self, reason: str) -> set[int]:
+        """Indices of the documents counted for `reason`."""
+        return set(self._tokens[reason])
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Reason -> number of documents, and of their tokens that are left out."""
+        return {reason: (len(tokens), sum(tokens.values())) for reason, tokens in self._tokens.items() if tokens}
+
+    def say_totals(self) -> None:
+        """Report the totals that have changed since the last call."""
+        for reason, (documents, tokens) in self.totals().items():
+            if documents > self._told.get(reason, 0):
+                lost = f" ({tokens:,} tokens are left out)" if tokens else ""
+                more = "more than " if reason in self._uncounted else ""
+                self.say(f"{more}{documents:,} documents in all {reason}{lost}")
+                self._told[reason] = documents
+
+
+T = TypeVar("T")
 
 AT_ONCE, BYTES_AT_ONCE = 64, 8 << 20
 """Most documents, and most bytes of documents, that are read together: memory holds their tokens."""
@@ -225,16 +278,23 @@ class Documents:
 
         Raises InputError for more unusable lines than allowed.
         """
-        records: list[Record | None] = []
+        return self._each(indices, self._record, lambda: None)
+
+    def _record(self, index: int) -> Record | None:
+        record, unused = self.content(index).record()
+        self._note_unused(index, unused)
+        if isinstance(record, Completion) and not record.completion:
+            raise NothingToLearn("the text is empty")
+        return record
+
+    def _each(self, indices: Iterable[int], read: Callable[[int], T], unusable: Callable[[], T]) -> list[T]:
+        """`read` of each of these documents, and `unusable` in place of it where it raises ValueError."""
+        results: list[T] = []
         for index in map(int, indices):
-            records.append(None)
+            results.append(unusable())
             with self._skipping(index):
-                record, unused = self.content(index).record()
-                self._note_unused(index, unused)
-                if isinstance(record, Completion) and not record.completion:
-                    raise NothingToLearn("the text is empty")
-                records[-1] = record
-        return records
+                results[-1] = read(index)
+        return results
 
     def _note_unused(self, index: int, names: Iterable[str]) -> None:
         """Report fields that are not used, once each."""

@@ -224,9 +224,7 @@ class Encoder:
             InputError: the template refuses the chat, or does not write its tools or documents.
             NothingToLearn: no token has a label.
         """
-        for name in ("tools", "documents"):
-            if name in variables:
-                self._check_written(messages, variables, name)
+        self._check_written(messages, variables)
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         if is_cut(messages[-1]):  # The token that ends the turn is the template's, not the model's.
             end = max((i for i, is_trained in enumerate(mask) if is_trained), default=-1)
@@ -243,21 +241,20 @@ class Encoder:
         Raises:
             InputError: the template refuses the chat, or does not write its tools or documents.
         """
-        for name in ("tools", "documents"):
-            if name in variables:
-                self._check_written(messages, variables, name)
+        self._check_written(messages, variables)
         text = self.template.render(messages, add_generation_prompt=True, **variables)
         return self.tokenizer.encode_with_offsets(text)[0]
 
-    def _check_written(self, messages: Sequence[Message], variables: dict[str, Any], name: str) -> None:
-        """Raise ValueError if the template does not write the variable `name`."""
-        text = self.template.render(messages, **variables)
-        others = {key: value for key, value in variables.items() if key != name}
-        with suppress(InputError):  # a template that needs the variable writes it
-            if self.template.render(messages, **others) == text:
-                raise ValueError(
-                    f'{self.template.name}: does not write the "{name}" of the chat; give another template'
-                )
+    def _check_written(self, messages: Sequence[Message], variables: dict[str, Any]) -> None:
+        """Raise ValueError if the template does not write the chat's tools or documents."""
+        for name in [name for name in ("tools", "documents") if name in variables]:
+            text = self.template.render(messages, **variables)
+            others = {key: value for key, value in variables.items() if key != name}
+            with suppress(InputError):  # a template that needs the variable writes it
+                if self.template.render(messages, **others) == text:
+                    raise ValueError(
+                        f'{self.template.name}: does not write the "{name}" of the chat; give another template'
+                    )
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""

@@ -82,27 +82,20 @@ class Examples(Documents):
 
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
-        examples: list[list[Example]] = []
-        for index in map(int, indices):
-            examples.append([])
-            with self._skipping(index):
-                examples[-1] = self._examples(index)
-        return examples
+        return self._each(indices, self._examples, list)
 
     def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
         """The sequences of these records before any is cut, each with its role: "chosen" and "rejected" of a pair, or
         "desirable" or "undesirable"; unusable records have none."""
-        found: list[list[tuple[str, Tokens]]] = []
-        for index in map(int, indices):
-            found.append([])
-            with self._skipping(index):
-                records = self._records(index)
-                if self._form.sequences == 2:
-                    roles = list(zip(("chosen", "rejected"), records, strict=True))
-                else:
-                    roles = [("desirable" if one.desirable else "undesirable", one.record) for one in records]
-                found[-1] = [(role, self._encoded(record)) for role, record in roles]
-        return found
+        return self._each(indices, self._with_roles, list)
+
+    def _with_roles(self, index: int) -> list[tuple[str, Tokens]]:
+        records = self._records(index)
+        if self._form.sequences == 2:
+            roles = list(zip(("chosen", "rejected"), records, strict=True))
+        else:
+            roles = [("desirable" if one.desirable else "undesirable", one.record) for one in records]
+        return [(role, self._encoded(record)) for role, record in roles]
 
     def _examples(self, index: int) -> list[Example]:
         records = self._records(index)

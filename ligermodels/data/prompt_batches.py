@@ -75,13 +75,9 @@ class PromptDocuments(Documents):
 
         Raises InputError for more unusable lines than allowed, and CheckpointError for a chat without a chat template.
         """
-        found: list[Prompt | None] = []
-        for index in map(int, indices):
-            prompt = None
-            with self._skipping(index):
-                prompt = self._prompt(index)
-            found.append(prompt if prompt is not None and self._fits(prompt, index) else None)
-        return found
+        indices = list(map(int, indices))
+        found = zip(indices, self._each(indices, self._prompt, lambda: None), strict=True)
+        return [prompt if prompt is not None and self._fits(prompt, index) else None for index, prompt in found]
 
     def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
         """The prompts of these records, none of which is trained on; see `Documents.sequences`."""
@@ -93,7 +89,7 @@ class PromptDocuments(Documents):
     def _first_record(self, index: int) -> Record:
         return prompt_of(fields_of(self.corpus.read(index)[0]))
 
-    def _prompt(self, index: int) -> Prompt:
+    def _prompt(self, index: int) -> Prompt | None:
         content, is_line, _, _ = self.corpus.read(index)
         if not is_line:
             raise ValueError('is a text, and the objective is for prompts: give records with a "prompt", as .jsonl')

@@ -113,7 +113,7 @@ def unused_fields(record: Mapping[str, Any], form: Format) -> list[str]:
     return [name for name, value in record.items() if name not in used and value not in EMPTY]
 
 
-def is_trained(fields: dict[str, Any], where: str) -> bool | None:
+def take_trained(fields: dict[str, Any], where: str) -> bool | None:
     """Remove the fields TRAINED of a turn. Returns whether the turn is trained on; None if no field says so.
 
     Raises ValueError for a value other than true, false, 1 and 0; `where` begins the message.

@@ -26,7 +26,7 @@ from ligermodels.data.record_fields import (
     check_refused,
     format_of,
     is_cut,
-    is_trained,
+    take_trained,
     unused_fields,
 )
 
@@ -316,7 +316,7 @@ def _weighted(message: dict[str, Any], number: int) -> Message:
     """The message, with `weight` 0 instead of the fields that say that it is not trained on."""
     where = f"turn {number} of the chat: "
     check_refused(message, REFUSED_IN_TURNS, where)
-    trained, role = is_trained(message, where), message["role"]
+    trained, role = take_trained(message, where), message["role"]
     if trained and role != "assistant":
         raise ValueError(f"{where}is of the {role}, and only turns of the assistant can be trained on")
     return {**message, "weight": 0} if trained is False and role == "assistant" else message

@@ -56,7 +56,7 @@ def render(name: str, source: str, now: datetime, variables: Mapping[str, Any] |
         InputError: the template refuses the variables, or JSON cannot encode them.
     """
     (answer,) = render_all(name, source, now, [variables])
-    return text_of(name, answer)
+    return text_of_answer(name, answer)
 
 
 def render_all(
@@ -73,7 +73,8 @@ def render_all(
         variables: for each rendering the variables of the template, values that JSON can encode, or None.
 
     Returns:
-        An answer per rendering, for `text_of`. Empty if one of several renderings ended the process: render each alone.
+        An answer per rendering, for `text_of_answer`. Empty if one of several renderings ended the process: render
+        each alone.
 
     Raises:
         InputError: JSON cannot encode the variables.
@@ -88,7 +89,7 @@ def render_all(
     return [("template", limit)] if len(variables) == 1 else []
 
 
-def text_of(name: str, answer: tuple[str, str]) -> str:
+def text_of_answer(name: str, answer: tuple[str, str]) -> str:
     """The text of an answer of `render_all`. Raises InputError or CheckpointError, with `name`, if rendering failed."""
     status, text = answer
     if status == "text":
@@ -100,6 +101,16 @@ def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"got a {type(value).__name__}")
+
+
+def start_process(module: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Run `serve` of a module of this folder in a new Python process, with pipes for its input and output.
+
+    It is in a new session, so that Ctrl-C reaches only this process. `options` are options of Popen.
+    """
+    program = f"import sys; sys.path[:] = sys.argv[1:]; from ligermodels.data.{module} import serve; serve()"
+    command, pipe = [sys.executable, "-c", program, *sys.path], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, **options)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> int:
@@ -121,7 +132,7 @@ class _Process:
     def ask(self, request: str, count: int) -> tuple[list[tuple[str, str]], str | None]:
         """Answers to the `count` renderings of a request, and None; or none, and the limit that ended the process."""
         with self._lock:
-            process = self._running = self._running or self._start()
+            process = self._running = self._running or start_process("rendering", stderr=subprocess.DEVNULL)
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
             try:
                 stdin.write(f"{request}\n".encode())
@@ -137,13 +148,6 @@ class _Process:
             code = self._stop()
         slow = code == -signal.SIGALRM
         return [], f"takes more than {SECONDS} s" if slow else f"ended the process that renders it ({code})"
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        program = "import sys; sys.path[:] = sys.argv[1:]; from ligermodels.data.rendering import serve; serve()"
-        command = [sys.executable, "-c", program, *sys.path]
-        pipe = subprocess.PIPE
-        # In a new session, so that Ctrl-C reaches only this process.
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def _stop(self) -> int:
         """End the process, if it still runs, and return its exit code."""

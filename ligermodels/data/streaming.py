@@ -5,16 +5,16 @@ A document's index is its position, in bytes, in all files together, so any docu
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from typing import BinaryIO
 
 import numpy as np
 
 from ligermodels.convert.input_files import open_file
-from ligermodels.data.corpus import PIECE, Corpus, File, line_starts, piece_starts
-from ligermodels.data.files import data_files
+from ligermodels.data.corpus import Corpus, held_out, piece_starts
+from ligermodels.data.files import DataFile
 from ligermodels.data.orders import Indices, Place, permutation
 from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
@@ -26,31 +26,11 @@ OF_FILE = 64
 
 
 class StreamedCorpus(Corpus):
-    """The documents in files, as `Corpus`, but without an index of them. Creating it reads only
-    files that have to be converted.
+    """The documents in files, with the arguments of `Corpus`, without an index. Creating it reads only files that have
+    to be converted."""
 
-    Args:
-        paths: files as in `Corpus`.
-        piece: bytes of a piece of a text file, which may have up to 2 * piece. Default: PIECE (32 KiB).
-        say: called with a message before a file is converted or a dataset is downloaded. Default: no messages.
-
-    Raises:
-        InputError: a file cannot be read, or is of no known kind.
-    """
-
-    def __init__(
-        self,
-        paths: Iterable[str | os.PathLike[str]],
-        *,
-        piece: int | None = None,
-        say: Callable[[str], object] = lambda message: None,
-    ) -> None:
-        self._files, self._piece, position = [], piece or PIECE, 0
-        for data in data_files(paths, say):
-            with open_file(data.path, InputError) as content:
-                size = os.fstat(content.fileno()).st_size
-            self._files.append(File(data, size, position, array("q")))
-            position += size
+    def _indexed(self, data: DataFile, content: BinaryIO, size: int) -> tuple[array[int], int]:
+        return array("q"), size
 
     def __len__(self) -> int:
         raise InputError("the documents of streamed data are not counted")
@@ -60,11 +40,7 @@ class StreamedCorpus(Corpus):
         one = self._files[file]
         with open_file(one.path, InputError) as content:
             content.seek(offset)
-            if one.has_lines:
-                starts = line_starts(content, offset)
-            else:
-                starts = piece_starts(content, one.path, self._piece, offset)
-            yield from (one.first + start for start in starts)
+            yield from (one.first + start for start in self._starts_in(one.data, content, offset))
 
     @property
     def num_files(self) -> int:
@@ -121,13 +97,7 @@ class StreamedCorpus(Corpus):
         first = np.fromiter(islice(chain.from_iterable(map(self.starts, range(self.num_files))), FIRST), np.int64)
         if not fraction:
             return first[:0]
-        if len(first) < 2:
-            raise InputError(
-                f"the data has {len(first)} document(s), too few to split off some for validation: give more, or "
-                "--validation-fraction 0"
-            )
-        count = min(max(1, round(fraction * len(first))), len(first) - 1)
-        return np.sort(first[permutation(len(first), seed, "held out")[:count]])
+        return np.sort(first[held_out(len(first), fraction, seed)])
 
 
 class Windowed:

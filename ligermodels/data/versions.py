@@ -87,7 +87,7 @@ class Versions:
         """The text of a version, with the marks of `{% generation %}`. Raises InputError if the template refuses it."""
         if version not in self.answers:
             (self.answers[version],) = self.template.render_all_marked([self._chat(version)], self.variables)
-        return rendering.text_of(self.template.name, self.answers[version])
+        return rendering.text_of_answer(self.template.name, self.answers[version])
 
     def text(self, version: Version) -> str:
         """The text of a version. Raises InputError if the template refuses it."""

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import IO, Any, cast
 
 from ligermodels.data.encoding import Content, Encoded, Encoder
-from ligermodels.data.rendering import end_process
+from ligermodels.data.rendering import end_process, start_process
 from ligermodels.errors import InputError, LigerModelsError
 
 MOST = 16
@@ -108,14 +108,7 @@ class Workers:
         self._end(process)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        program = "import sys; sys.path[:] = sys.argv[1:]; from ligermodels.data.workers import serve; serve()"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )
+        process = start_process("workers", env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
         self._processes.add(process)
         stdin = cast(IO[bytes], process.stdin)
         stdin.write(self._encoder)

@@ -294,7 +294,7 @@ class LateNormSplitQKV(SplitQKV):
     def forward(
         self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `SplitQKV.forward`."""
+        """See `SplitQKV.forward` for qkv, tables, cache and cache_seqlens."""
         shape = self._num_kv_heads(qkv), self.group_size, self.head_dim
         q, k, v = ops.rope_qkv(self._with_values(qkv), *tables, *shape)
         q, k = self._normalised(q, k)
@@ -317,7 +317,7 @@ class ProjectionNormSplitQKV(SplitQKV):
     def forward(
         self, qkv: Tensor, tables: Tables, cache: LayerKV | None = None, cache_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `SplitQKV.forward`."""
+        """See `SplitQKV.forward` for qkv, tables, cache and cache_seqlens."""
         shape = self._num_kv_heads(qkv), self.group_size, self.head_dim
         q, k, v = ops.rope_qkv(self._with_values(qkv), None, None, *shape)
         q, k = self._normalised(q, k)

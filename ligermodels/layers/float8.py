@@ -60,8 +60,8 @@ class Float8(Compute):
         *,
         activation: GLUOptions | None = None,
     ) -> Tensor:
-        """See `Compute.forward`. x may be a `Float8Tensor`. In float8 both features of the weight, which may be a
-        rank's part, must be multiples of 16 (InputError)."""
+        """See `Compute.forward` for weight, bias, shard and activation. x may be a `Float8Tensor`. In float8 both
+        features of the weight, which may be a rank's part, must be multiples of 16 (InputError)."""
         weight = cast(Tensor, weight)
         if not self.active:
             return ops.linear(x, weight, bias, activation=activation)

@@ -156,7 +156,7 @@ class QuantizedCompute(Codes, Compute):
         *,
         activation: GLUOptions | None = None,
     ) -> Tensor:
-        """See `Compute.forward`. InputError for x of another width."""
+        """See `Compute.forward` for bias, shard and activation; weight is None. InputError for x of another width."""
         codes, scales = shard.local(self.codes), shard.local(self.scales)
         if shard is UNSHARDED and (x.ndim == 0 or x.shape[-1] != self.in_features):
             # Codes in 4 bits alone tell the width only up to a multiple of 128.
@@ -207,7 +207,7 @@ class ExpertCodes(Codes):
         return self.experts, self.out_features // self.experts, self.in_features
 
     def forward(self, rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        """See `ExpertCompute.forward`."""
+        """See `ExpertCompute.forward` for rows, offsets and bias."""
         return ops.quantized_grouped_mm(rows, *self.weight, offsets, bias)
 
     @property

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.arguments import Divergence
 from ligermodels.errors import InputError, short
-from ligermodels.ops.loss.divergences import Divergence
 
 ENDS: dict[float, Divergence] = {0.0: "forward_kl", 1.0: "reverse_kl"}
 

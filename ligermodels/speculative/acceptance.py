@@ -44,7 +44,8 @@ class Accept(Protocol):
 
 
 def accept_greedy(logits: Tensor, tokens: Tensor, parent: Tensor) -> Accepted:
-    """The rule of greedy decoding: the choice after each node is the most probable token. See `Accept`."""
+    """The rule of greedy decoding: the choice after each node is the most probable token. See `Accept` for logits,
+    tokens and parent."""
     return Accepted(greedy(logits))
 
 

@@ -26,11 +26,10 @@ from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
-from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
-from ligermodels.speculative.block_training import BlockTraining, default_layer_ids
+from ligermodels.speculative.block_training import Blocks, BlockTraining, default_layer_ids, sample_blocks
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head
@@ -295,29 +294,13 @@ class BlockDraftModel(DraftHeadModel):
             return MultiHeadOutput(counts=blocks.counts, **fields)
         return MultiHeadOutput.of_ranks(found.ranks.T[:, None], **fields)
 
-    def num_targets(
-        self,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        first: int = 2,
-    ) -> Tensor:
-        """Count the targets of each slot, of the blocks that `forward` samples for these labels.
-
-        Args:
-            labels: as the other arguments, see `MultiHeadModel.num_targets`.
-            position_ids: (B, T) long, or None.
-            cu_seqlens: int32 (n + 1,), or None.
-            attention_mask: (B, T), or None.
-            first: not used.
-        """
+    def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
+        """The targets of each slot, (K,), of the blocks that `forward` samples for the labels; `first` is not used."""
         check_plain("labels", labels, torch.int64)
         if labels.ndim != 2:
             raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
-        shape = (labels.shape[0], labels.shape[1])
-        layout = token_layout(shape, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+        shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
+        layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
         following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options
@@ -353,7 +336,8 @@ class BlockDraftModel(DraftHeadModel):
         cls: type[Model], base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
         lm_head: Tensor | None, options: Mapping[str, Any],
     ) -> Model:  # fmt: skip
-        """See `DraftHeadModel.of_file`. An lm_head that equals the base model's rows is the base model's."""
+        """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. An lm_head that
+        equals the base model's rows is the base model's."""
         model = cls(base, config, vocabulary, **options)
         if lm_head is not None and base.device.type != "meta":
             rows = model.projection.rows(base.dtype)

@@ -21,7 +21,7 @@ from ligermodels.generation.sampling import check_values
 from ligermodels.generation.state import DecodingState
 from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
-from ligermodels.speculative.drafting import Drafter, HeadsDrafter, Propose, TopDrafts
+from ligermodels.speculative.drafting import Drafter, TopDrafts
 from ligermodels.speculative.layout import Layout
 from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of
 from ligermodels.speculative.tree import DynamicTree, Tree
@@ -185,21 +185,6 @@ class _NewTokens:
         previous, self._counts = self._counts, counts
         rows = zip(self._sequences.text, starts, previous, counts, strict=True)
         return [text[start + old : start + new].tolist() for text, start, old, new in rows]
-
-
-def medusa_generate(model: DecodingModel, propose: Propose, input_ids: TokenIds, **options: Any) -> SpeculativeOutput:
-    """`speculative_generate` with K heads that all read the last hidden state, such as Medusa's.
-
-    Args:
-        model: the model.
-        propose: hidden states (B, H) -> logits (B, K, V). Head k, given the state of token t, predicts token t + 2 + k.
-        input_ids: token ids of one prompt or several, long (B, T) or lists of any lengths.
-        options: other arguments of `speculative_generate`; the tree is at most K deep.
-
-    Returns:
-        The sequences, with the numbers of steps and tokens.
-    """
-    return speculative_generate(model, HeadsDrafter(propose), input_ids, **options)
 
 
 class TreeStep(Step):

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import check_names
-from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.json_values import is_int
-from ligermodels.convert.ranks import Ranks
-from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.convert.weight_map import LazyTensor
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import gathered, reshard
-from ligermodels.models.causal_lm import CausalLM
+from ligermodels.layers.sharding import gathered
 from ligermodels.models.decoder import DecoderConfig
-from ligermodels.models.extra_heads import require_type
 from ligermodels.models.families import family_of
-from ligermodels.models.native import check_native
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state, save_alone
+from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state
 
 if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
-
-Model = TypeVar("Model", bound="DraftHeadModel")
 
 TORCH_FILE = "pytorch_model.bin"
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
@@ -174,98 +161,6 @@ def profile_named(name: str, profiles: Mapping[str, Profile], kind: str, config:
     return profiles[name]
 
 
-def save_head(
-    model: DraftHeadModel,
-    folder: str | os.PathLike[str],
-    profile: str,
-    base_model: str | None = None,
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Write a head, completely or not at all.
-
-    Args:
-        model: the model with the head.
-        folder: created if need be.
-        profile: name of the format.
-        base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model was
-            loaded from.
-        overwrite: replace a checkpoint in the folder.
-
-    Raises:
-        InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
-        CheckpointError: the folder is in use or cannot be written.
-    """
-    formats = model.formats
-    form = profile_named(profile, formats.PROFILES[model.head_type], model.kind, model.config)
-    target = Target.of(model, base_model)
-    config = form.config(model.config, target, **model.stored_settings())
-    config["dtype"] = str(next(model.head.parameters()).dtype).removeprefix("torch.")
-    if model.lm_head is not None and not form.lm_head:
-        raise InputError(f"profile {profile!r}: holds no lm_head of the head's own; export another profile")
-    weight_map = formats.weight_map(model.config, form.prefix, lm_head=form.lm_head)
-    reshard(model)
-    state = native_state(model)
-    if form.lm_head and model.lm_head is None:
-        state[LM_HEAD] = model.projection.rows(model.base.dtype)
-    further = {} if model.vocabulary.is_whole else model.vocabulary.tables()  # vLLM refuses tables of all tokens
-    if form.embedding:
-        further[EMBEDDING] = stored_embedding(model)
-    tensors = weight_map.export(state)
-    tensors += [LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()]
-    save_alone(folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
-
-
-def load_head(
-    model_class: type[Model],
-    base: CausalLM,
-    folder: str | os.PathLike[str],
-    options: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
-) -> Model:
-    """Load a head, and freeze the base model's parameters. On the meta device only names and shapes are checked.
-
-    Args:
-        model_class: class of the model.
-        base: the base model, in memory.
-        folder: folder or hub id of the head.
-        options: how the head is trained, arguments of the class.
-        progress: called with (bytes loaded, bytes in total) of the head.
-
-    Returns:
-        The model with the head. An embedding that equals the base model's is the base model's.
-
-    Raises:
-        CheckpointError: files or tensors are missing, damaged, or made for another base model.
-        ConfigError: config.json is not of such a head, or has a bad value.
-        HubError: the files cannot be fetched.
-        TypeError: an unknown option.
-        InputError: a value of an option is out of range.
-    """
-    check_native(base, "base")
-    check_names(f"{model_class.__name__}.from_pretrained", options, ("progress", *model_class.training_names))
-    model_class.check_training(options)
-    path, formats = hub.resolve(folder), model_class.formats
-    with reading(path, partial(open_head, path, names=formats.tensor_name)) as (stored, reader):
-        require_type(stored, model_class.head_type, path)
-        config = formats.read_config(stored, base.config)
-        vocabulary = stored_vocabulary(reader.headers, base.config.vocab_size)
-        try:
-            check_fit(base.config, config, vocabulary)
-        except InputError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        model = model_class.of_file(base, config, vocabulary, stored, reader.headers.get(LM_HEAD), options)
-        weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
-        if base.device.type == "meta":
-            weight_map.plan(reader.headers, native_state(model))
-        else:
-            weight_map.load(reader, native_state(model), progress)
-            if EMBEDDING in reader.headers:
-                _take_embedding(model, path, reader.headers[EMBEDDING])
-    base.requires_grad_(False)
-    return model
-
-
 def check_fit(base: DecoderConfig, config: Any, vocabulary: DraftVocabulary | None) -> None:
     """InputError unless the config of a head fits the base model's config and the draft vocabulary, None for all."""
     tokens = DraftVocabulary.whole(base.vocab_size) if vocabulary is None else vocabulary
@@ -342,8 +237,17 @@ def stored_embedding(model: DraftHeadModel) -> Tensor:
     return embedding_table(model) / scale
 
 
-def _take_embedding(model: Any, path: Path, stored: Tensor) -> None:
-    """Keep the embedding of a head, frozen, unless it is the base model's."""
+def take_embedding(model: Any, path: Path, stored: Tensor) -> None:
+    """Keep the embedding of a head, frozen, unless it is the base model's.
+
+    Args:
+        model: the model with the head.
+        path: folder of the head, for messages.
+        stored: (V, H), the embedding in the file.
+
+    Raises:
+        CheckpointError: it has another shape.
+    """
     ours = embedding_table(model)
     if stored.shape != ours.shape:
         raise CheckpointError(

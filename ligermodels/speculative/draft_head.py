@@ -12,22 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import names_checked
-from ligermodels.errors import InputError, short
+from ligermodels.arguments import check_names, names_checked
+from ligermodels.convert import hub
+from ligermodels.convert.input_files import folder_to_write
+from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.reading import reading
+from ligermodels.convert.weight_map import LazyTensor
+from ligermodels.errors import CheckpointError, InputError, short
 from ligermodels.layers import LMHead
 from ligermodels.layers.initialization import initialize
+from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import require_type
 from ligermodels.models.native import check_native
-from ligermodels.models.prepared_batch import PreparedBatch
+from ligermodels.speculative import draft_files as files
 from ligermodels.speculative.block_loss import capped
-from ligermodels.speculative.draft_files import check_fit, load_head, save_head
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.head_files import allocated
+from ligermodels.speculative.head_files import allocated, save_alone
 from ligermodels.speculative.multi_head import MultiHeadModel
-
-LOSS_OPTIONS = ("token_weights", "reduction", "memory_budget")
-"""What a caller of these models may choose of the loss."""
 
 Model = TypeVar("Model", bound="DraftHeadModel")
 
@@ -44,6 +47,7 @@ class DraftHeadModel(MultiHeadModel):
     """
 
     reads_every_token = True
+    loss_options = ("token_weights", "reduction", "memory_budget")
     formats: ClassVar[ModuleType]
     """The file formats of such heads: `eagle3_formats` or `block_formats`."""
     head_type: ClassVar[str]
@@ -71,7 +75,7 @@ class DraftHeadModel(MultiHeadModel):
             vocabulary = DraftVocabulary.whole(base.config.vocab_size)
         if not isinstance(vocabulary, DraftVocabulary):
             raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(vocabulary)}")
-        check_fit(base.config, config, vocabulary)
+        files.check_fit(base.config, config, vocabulary)
         self.base, self.config, self.vocabulary = base, config, vocabulary
         self.embed: nn.Embedding | None = None
         self.lm_head: LMHead | None = None
@@ -79,20 +83,6 @@ class DraftHeadModel(MultiHeadModel):
         initialize(self.head, base.config.initializer_range, self.head_type)
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
-
-    def prepare(self, first: int, input_ids: Tensor | None, labels: Tensor | None, **options: Any) -> PreparedBatch:
-        """See `MultiHeadModel.prepare`; InputError also for an option of the loss that is none of LOSS_OPTIONS.
-
-        Args:
-            first: how many tokens the labels of the first loss lie ahead.
-            input_ids: (B, T) long.
-            labels: (B, T) long, or None.
-            options: the other arguments.
-        """
-        layout = ("attention_mask", "position_ids", "cu_seqlens", "inputs_embeds", "num_items_in_batch")
-        if others := options.keys() - {*layout, *LOSS_OPTIONS}:
-            raise InputError(f"{min(others)}: is no option of this loss, which takes {', '.join(LOSS_OPTIONS)}")
-        return super().prepare(first, input_ids, labels, **options)
 
     @torch.no_grad()
     def _captured(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -185,7 +175,28 @@ class DraftHeadModel(MultiHeadModel):
             >>> dflash = lm.DFlashModel.from_pretrained(model, "z-lab/Qwen3-8B-DFlash-b16")
             >>> dspark = lm.DSparkModel.from_pretrained(model, "deepseek-ai/dspark_qwen3_8b_block7")
         """
-        return load_head(cls, base, folder, options, progress)
+        check_native(base, "base")
+        check_names(f"{cls.__name__}.from_pretrained", options, ("progress", *cls.training_names))
+        cls.check_training(options)
+        path, formats = hub.resolve(folder), cls.formats
+        with reading(path, partial(files.open_head, path, names=formats.tensor_name)) as (stored, reader):
+            require_type(stored, cls.head_type, path)
+            config = formats.read_config(stored, base.config)
+            vocabulary = files.stored_vocabulary(reader.headers, base.config.vocab_size)
+            try:
+                files.check_fit(base.config, config, vocabulary)
+            except InputError as error:
+                raise CheckpointError(f"{path}: {error}") from None
+            model = cls.of_file(base, config, vocabulary, stored, reader.headers.get(files.LM_HEAD), options)
+            weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
+            if base.device.type == "meta":  # names and shapes are checked
+                weight_map.plan(reader.headers, files.native_state(model))
+            else:
+                weight_map.load(reader, files.native_state(model), progress)
+                if files.EMBEDDING in reader.headers:
+                    files.take_embedding(model, path, reader.headers[files.EMBEDDING])
+        base.requires_grad_(False)
+        return model
 
     @names_checked
     def export(
@@ -214,7 +225,23 @@ class DraftHeadModel(MultiHeadModel):
         Examples:
             >>> eagle.export("head/", profile="specforge")
         """
-        save_head(self, folder, profile, base_model, overwrite=overwrite)
+        formats = self.formats
+        form = files.profile_named(profile, formats.PROFILES[self.head_type], self.kind, self.config)
+        config = form.config(self.config, files.Target.of(self, base_model), **self.stored_settings())
+        config["dtype"] = str(next(self.head.parameters()).dtype).removeprefix("torch.")
+        if self.lm_head is not None and not form.lm_head:
+            raise InputError(f"profile {profile!r}: holds no lm_head of the head's own; export another profile")
+        weight_map = formats.weight_map(self.config, form.prefix, lm_head=form.lm_head)
+        reshard(self)
+        state = files.native_state(self)
+        if form.lm_head and self.lm_head is None:
+            state[files.LM_HEAD] = self.projection.rows(self.base.dtype)
+        further = {} if self.vocabulary.is_whole else self.vocabulary.tables()  # vLLM refuses tables of all tokens
+        if form.embedding:
+            further[files.EMBEDDING] = files.stored_embedding(self)
+        tensors = weight_map.export(state)
+        tensors += [LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()]
+        save_alone(folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.
@@ -229,11 +256,3 @@ class DraftHeadModel(MultiHeadModel):
         spec = self.base.export_spec
         name = "" if spec is None or spec.base_name is None else spec.base_name
         self.export(folder, base_model=name, overwrite=overwrite)
-
-    def save_whole(
-        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
-    ) -> None:
-        """InputError: no format holds a model together with such a head."""
-        raise InputError(
-            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
-        )

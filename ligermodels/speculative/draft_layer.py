@@ -97,30 +97,24 @@ def following(x: Tensor, ahead: int) -> Tensor:
 
 
 def head_context(
-    ropes: nn.ModuleList,
-    shape: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    position_ids: Tensor | None,
-    **context: Any,
+    ropes: nn.ModuleList, embeds: Tensor, dtype: torch.dtype, position_ids: Tensor | None = None, **context: Any
 ) -> tuple[Tokens, ForwardContext]:
     """The layout of a pass of a head over (B, T) tokens, and its context.
 
     Args:
         ropes: the rotary embeddings of the head's layers, each a `RotaryEmbedding`.
-        shape: B and T.
-        device: device of the tokens.
+        embeds: (B, T, H), the embeddings of the tokens.
         dtype: dtype of the rotary tables.
         position_ids: long (B or 1, T); by default counted from 0 in each row or document.
-        context: `cu_seqlens` and other fields of `ForwardContext`.
+        context: `cu_seqlens`, `seq_lens`, `cache_seqlens` and `tree` of `ForwardContext`.
     """
-    bounds = context["cu_seqlens"]
+    shape, bounds = (embeds.shape[0], embeds.shape[1]), context.get("cu_seqlens")
     tokens = layout_without_padding(shape, bounds)
     if position_ids is not None:
         positions = tokens.take(position_ids) if position_ids.shape[0] == shape[0] else position_ids
     elif bounds is not None:
         positions = packed_positions(bounds, shape[0] * shape[1])
     else:
-        positions = torch.arange(shape[1], device=device)[None]
+        positions = torch.arange(shape[1], device=embeds.device)[None]
     tables = {rope.config: rope(positions, dtype) for rope in cast(Iterable[RotaryEmbedding], ropes)}
     return tokens, ForwardContext(rope_tables=tables, positions=positions, **context)

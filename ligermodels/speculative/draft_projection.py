@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
+from ligermodels.arguments import Divergence
 from ligermodels.layers import IGNORE_INDEX, HeadConfig, HeadLoss, LMHead
 from ligermodels.layers.initialization import whole_parameters
 from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import call_gathered, gathered, is_sharded
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss, Teacher, block_losses, capped
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.head_files import allocated

@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count, check_names, parameter_names
+from ligermodels.arguments import (
+    EAGLE_DECAY,
+    EAGLE_FLAGS,
+    EAGLE_STEPS,
+    MOST_HEADS,
+    Divergence,
+    check_count,
+    check_names,
+    parameter_names,
+)
 from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.targets import per_item
@@ -19,20 +28,17 @@ from ligermodels.models.extra_heads import EAGLE_TYPE
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.block_training import check_divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, following, layer_like
 from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.eagle3_formats import DECAY, STEPS
 from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
-from ligermodels.speculative.step_drafter import StepDrafter
+from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 
 class Eagle3Model(DraftHeadModel):
@@ -59,8 +65,8 @@ class Eagle3Model(DraftHeadModel):
         config: Eagle3Config,
         vocabulary: DraftVocabulary | None = None,
         *,
-        num_steps: int = STEPS,
-        decay: float = DECAY,
+        num_steps: int = EAGLE_STEPS,
+        decay: float = EAGLE_DECAY,
         divergence: Divergence = "forward_kl",
         lm_head: Literal["own", "shared"] = "own",
     ) -> None:
@@ -107,12 +113,12 @@ class Eagle3Model(DraftHeadModel):
     def from_base(
         cls,
         base: CausalLM,
-        num_steps: int = STEPS,
+        num_steps: int = EAGLE_STEPS,
         *,
         boundaries: Sequence[int] | None = None,
         vocabulary: DraftVocabulary | None = None,
         layer: Literal["llama", "qwen3"] | Mapping[str, Any] = "llama",
-        decay: float = DECAY,
+        decay: float = EAGLE_DECAY,
         divergence: Divergence = "forward_kl",
         lm_head: Literal["own", "shared"] = "own",
         **flags: bool,
@@ -144,7 +150,7 @@ class Eagle3Model(DraftHeadModel):
             >>> eagle(input_ids, labels=input_ids).loss.backward()  # gradients of the head only
         """
         check_native(base, "base")
-        check_names("Eagle3Model.from_base", flags, (*parameter_names(cls.from_base), *formats.FLAGS))
+        check_names("Eagle3Model.from_base", flags, (*parameter_names(cls.from_base), *EAGLE_FLAGS))
         if boundaries is not None:
             boundaries = check_boundaries("boundaries", boundaries, len(base.config.blocks))
         check_layers("layer", {"model_type": layer} if isinstance(layer, str) else layer, KINDS)
@@ -257,7 +263,7 @@ class Eagle3Model(DraftHeadModel):
     @classmethod
     def check_training(cls, options: Mapping[str, Any]) -> None:
         """See `DraftHeadModel.check_training`. None is the value in the files."""
-        given = {"num_steps": STEPS, "decay": DECAY, "divergence": "forward_kl"} | _given(options)
+        given = {"num_steps": EAGLE_STEPS, "decay": EAGLE_DECAY, "divergence": "forward_kl"} | _given(options)
         check_count("num_steps", given["num_steps"], most=MOST_HEADS)
         check_decay(given["decay"])
         check_divergence(given["divergence"])
@@ -270,9 +276,13 @@ class Eagle3Model(DraftHeadModel):
         cls, base: CausalLM, config: Any, vocabulary: DraftVocabulary | None, stored: Mapping[str, Any],
         lm_head: Tensor | None, options: Mapping[str, Any],
     ) -> Eagle3Model:  # fmt: skip
-        """See `DraftHeadModel.of_file`. A head without an lm_head uses the base model's."""
+        """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. A head without an
+        lm_head uses the base model's."""
         decay = formats.stored_decay(stored)
-        defaults = {"num_steps": formats.stored_steps(stored) or STEPS, "decay": DECAY if decay is None else decay}
+        defaults = {
+            "num_steps": formats.stored_steps(stored) or EAGLE_STEPS,
+            "decay": EAGLE_DECAY if decay is None else decay,
+        }
         own: Literal["own", "shared"] = "shared" if lm_head is None else "own"
         return cls(base, config, vocabulary, lm_head=own, **{**defaults, **_given(options)})
 

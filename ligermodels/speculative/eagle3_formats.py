@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ligermodels.arguments import check_number
+from ligermodels.arguments import EAGLE_FLAGS, check_number
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
@@ -32,14 +32,9 @@ from ligermodels.speculative.draft_files import (
 )
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
-STEPS = 7
-"""Steps of training, and tokens proposed by default."""
-DECAY = 0.8
-"""Step k has the weight DECAY ** k in the loss by default."""
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
 """Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def _speculators(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def _speculators(config: Eagle3Config, target: Target, num_steps: int, decay: fl
         "transformer_layer_config": dict(config.layer),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        **{flag: getattr(config, flag) for flag in FLAGS},
+        **{flag: getattr(config, flag) for flag in EAGLE_FLAGS},
         "embed_requires_grad": False,
         BOUNDARIES: list(config.boundaries),
         "speculators_config": target.speculators_config("eagle3", num_steps),
@@ -69,7 +64,7 @@ def _specforge(config: Eagle3Config, target: Target, num_steps: int, decay: floa
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        **{flag: getattr(config, flag) for flag in FLAGS},
+        **{flag: getattr(config, flag) for flag in EAGLE_FLAGS},
         BOUNDARIES: list(config.boundaries),
         "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), "use_aux_hidden_state": True},
         "tie_word_embeddings": False,
@@ -83,7 +78,7 @@ def _deepspec(config: Eagle3Config, target: Target, num_steps: int, decay: float
         f"{len(config.boundaries)} boundaries, but five": len(config.boundaries) != 5,
         "boundary 0": 0 in config.boundaries,
         f"draft_vocab_size {config.draft_vocab_size}": config.draft_vocab_size != config.decoder.vocab_size,
-        **{flag: getattr(config, flag) for flag in FLAGS},
+        **{flag: getattr(config, flag) for flag in EAGLE_FLAGS},
     }
     _require_none("deepspec", "DeepSpec", wrong)
     return {
@@ -167,7 +162,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
-    flags = {flag: bool(stored.get(flag, False)) for flag in FLAGS}
+    flags = {flag: bool(stored.get(flag, False)) for flag in EAGLE_FLAGS}
     if not flat and "norm_before_residual" not in stored:
         warnings.warn(
             "config.json: norm_before_residual is missing; vLLM takes it for true, and so does this model",

@@ -22,7 +22,6 @@ from ligermodels.layers import (
     LayerConfig,
     NormConfig,
     RotaryEmbedding,
-    TreeTokens,
 )
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.packing import packed_positions
@@ -183,13 +182,9 @@ class Eagle3Head(nn.Module):
         hidden: Tensor,
         *,
         reads_states: bool = False,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
         state: Any = None,
-        tree: TreeTokens | None = None,
         steps: list[KeysValues] | None = None,
+        **context: Any,
     ) -> DraftStates:
         """Apply the head once.
 
@@ -197,29 +192,22 @@ class Eagle3Head(nn.Module):
             embeds: (B, T, H), embeddings of the next tokens, e.
             hidden: (B, T, H), z; with `reads_states` the model's states (B, T, n H_target).
             reads_states: whether `hidden` are the model's states, from which the features are computed.
-            position_ids: long (B or 1, T); by default counted from 0 in each row or document.
-            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
-            seq_lens: in a prefill, with `state`: long (B,), number of tokens of each sequence, padded on the right.
-            cache_seqlens: in a decoding pass, with `state`: long (B,), number of tokens in the cache.
             state: the decoding state of the layer.
-            tree: in a decoding pass, the tokens as a tree of drafts.
             steps: in training, the keys and values of the earlier steps: see `TwoStreamAttention`.
+            context: `position_ids`, and the fields of the `ForwardContext` of the pass: see `head_context`.
 
         Returns:
             The results, in the head's dtype.
         """
         dtype = next(self.parameters()).dtype  # it may differ from the model's
-        tokens, context = head_context(
-            self.ropes, (embeds.shape[0], embeds.shape[1]), embeds.device, dtype, position_ids,
-            cu_seqlens=cu_seqlens, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
-        )  # fmt: skip
+        tokens, forward_context = head_context(self.ropes, embeds, dtype, **context)
         e, z = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
         z = self.reader(z) if reads_states else z
         normed = self.hidden_norm(z)
         residual = normed if self.config.norm_before_residual else z
         x = torch.cat([self.embedding_norm(e), normed], dim=-1)
-        u, middle = self.mlp_norm(residual, self.mixer(x, context, state, steps))
-        result = tokens.restore(middle + self.mlp(u, context))
+        u, middle = self.mlp_norm(residual, self.mixer(x, forward_context, state, steps))
+        result = tokens.restore(middle + self.mlp(u, forward_context))
         normed = self.norm(result)
         return DraftStates(normed if self.config.norm_output else result, normed)
 

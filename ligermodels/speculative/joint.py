@@ -164,17 +164,8 @@ class JointMedusa(RefusesDropout):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Count the targets of the base model and of each head.
-
-        Args:
-            labels: (B, T) long, -100 where ignored.
-            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
-            attention_mask: (B, T), 1 on tokens and 0 on padding.
-
-        Returns:
-            Long (K + 1,), the base model's number first.
-        """
+        """The numbers of targets of the base model and of each head, long (K + 1,), the base model's first. See
+        `MultiHeadModel.num_targets` for labels, position_ids, cu_seqlens and attention_mask."""
         return self.medusa.num_targets(labels, position_ids, cu_seqlens, attention_mask, first=1)
 
 
@@ -185,7 +176,7 @@ def _joint_loss(
     inputs: dict[str, Any],
     **loss_options: Any,
 ) -> MultiHeadOutput:
-    base, batch = medusa.base, medusa.prepare(1, **inputs, **loss_options)
+    base, batch = medusa.base, medusa.prepare(1, inputs, loss_options)
     targets, loss_options = cast(Targets, batch.targets), given_options(loss_options)
     out = base(**batch.inputs)
     hidden = out["last_hidden_state"]

@@ -9,14 +9,14 @@ from typing import Any
 from ligermodels.convert import hub
 from ligermodels.errors import CheckpointError, ConfigError, HubError, short
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, draft_type, without_heads
+from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, MTP_TYPE, draft_type, without_heads
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.speculative.eagle3 import Eagle3Model
-from ligermodels.speculative.files import NoHeadsError
 from ligermodels.speculative.hub import config_of_heads
 from ligermodels.speculative.medusa import MedusaModel
+from ligermodels.speculative.medusa_files import NoHeadsError
 from ligermodels.speculative.mtp import MTPModel
-from ligermodels.speculative.mtp_files import MODEL_TYPE, holds_head
+from ligermodels.speculative.mtp_files import holds_head
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 DRAFT_HEADS: dict[str, Any] = {EAGLE_TYPE: Eagle3Model, DFLASH_TYPE: DFlashModel, DSPARK_TYPE: DSparkModel}
@@ -62,8 +62,8 @@ def load_multi_head(
 
 def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
     config = config_of_heads(heads)
-    if config.get("model_type") in (None, "medusa", MODEL_TYPE) or without_heads(config)[1]:
-        return config.get("model_type") == MODEL_TYPE
+    if config.get("model_type") in (None, "medusa", MTP_TYPE) or without_heads(config)[1]:
+        return config.get("model_type") == MTP_TYPE
     try:
         return holds_head(base, hub.resolve(heads))
     except (CheckpointError, HubError):  # not a model's checkpoint; MedusaModel.from_pretrained raises the clear error

@@ -10,12 +10,15 @@ from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count, names_checked
 from ligermodels.convert.input_files import as_path, folder_to_write
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
+from ligermodels.layers.linear import Linear
 from ligermodels.layers.memory import memory_for
 from ligermodels.layers.quantized import dense_state
 from ligermodels.layers.sharding import TensorSharding, gathered
@@ -23,14 +26,60 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
-from ligermodels.speculative.checkpoint import load_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.files import open_heads, save_heads
-from ligermodels.speculative.heads import MedusaHead
+from ligermodels.speculative.head_files import head_state, save_alone
 from ligermodels.speculative.hub import config_of_heads, heads_folder
+from ligermodels.speculative.medusa_files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.profiles import HeadsShape, profile_named
 from ligermodels.speculative.tree import DynamicTree, Tree, default_tree, require_fixed
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)). Weight and bias start at zero, so that a new block is the identity."""
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"linear": "replicated"}
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """ResBlocks, then the head's own `lm_head`.
+
+    Args:
+        hidden_size: H.
+        num_layers: number of ResBlocks.
+        lm_head: the head's projection to the vocabulary. None: the head returns hidden states for the base's lm_head.
+    """
+
+    tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
+
+    def __init__(self, hidden_size: int, num_layers: int, lm_head: LMHead | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
+        self.lm_head = lm_head
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **loss_options: Any) -> Any:
+        """The logits of the head; with targets, its loss.
+
+        Args:
+            hidden: hidden states (..., H).
+            targets: long (...), -100 where ignored.
+            loss_options: options of `LMHead.forward`.
+
+        Returns:
+            Logits (..., V); with targets a `HeadLoss`; hidden states (..., H) if the head has no lm_head.
+        """
+        hidden = self.layers(hidden)
+        return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)
 
 
 class MedusaModel(MultiHeadModel):
@@ -47,20 +96,11 @@ class MedusaModel(MultiHeadModel):
         lm_head: Literal["own", "shared"] = "own",
         decay: float = 0.8,
     ) -> None:
-        """New heads on `base`, which `from_base` also freezes.
+        """New heads on `base`, which `from_base` also freezes: see there for base, num_heads, num_layers, lm_head,
+        decay and errors.
 
         ResBlocks start as the identity. A head's own lm_head starts as a copy of the base's; if the base's lm_head is
         quantised, as a copy of its rounded weight.
-
-        Args:
-            base: the base model.
-            num_heads: K, tokens predicted beyond the next one.
-            num_layers: ResBlocks in each head.
-            lm_head: "own", an lm_head for each head; or "shared", the base model's.
-            decay: the weight of head i's loss is decay ** i.
-
-        Raises:
-            InputError: an argument is out of range, or the heads do not fit in memory.
         """
         super().__init__()
         check_native(base, "base")
@@ -211,14 +251,19 @@ class MedusaModel(MultiHeadModel):
         elif spec is not None:
             base_model = spec.base_name
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
-        base = spec if chosen.prefix else None
-        options: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-        save_heads(folder_to_write(folder), chosen, self.shape, state, base_model=base_model, base=base, **options)
+        folder, weights = folder_to_write(folder), chosen.weight_map(self.shape)
+        config = chosen.filled(self.shape, base_model)
+        if spec is not None and chosen.prefix:
+            names = (weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(chosen.prefix))
+            spec.with_heads(*names).save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
+        else:
+            ranks = Ranks(state.values())
+            save_alone(folder, weights.export(state), config, ranks, file=chosen.file, overwrite=overwrite)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`export` with the profile full-hf: see `MultiHeadModel.save_whole`."""
+        """`export` as full-hf. See `MultiHeadModel.save_whole` for folder, max_shard_size and overwrite."""
         self.export(folder, "full-hf", max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -279,5 +324,10 @@ class MedusaModel(MultiHeadModel):
             repeated = repeats_lm_head(base, path, stored)
             lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
             model = cls.from_base(base, stored.num_heads, stored.num_layers, lm_head, decay)
-            load_heads(model.heads, model.shape, stored, repeated, progress)
+            state = head_state(model.heads, "heads")
+            if not stored.biases:
+                state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
+            if repeated:  # new heads have, or share, the base's lm_head
+                state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
+            stored.weight_map(model.shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)
         return model

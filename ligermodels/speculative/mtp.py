@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -13,10 +14,12 @@ from ligermodels.arguments import MOST_HEADS, MTP_STEPS, check_count, check_name
 from ligermodels.convert import hub
 from ligermodels.convert.export_spec import Keep
 from ligermodels.convert.input_files import folder_to_write
+from ligermodels.convert.mappings import rename
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
-from ligermodels.layers.initialization import initialize
-from ligermodels.layers.sharding import gathered
+from ligermodels.layers.initialization import initialize, persistent_tensors
+from ligermodels.layers.sharding import gathered, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE, require_type
 from ligermodels.models.mtp_format import mtp_block
@@ -25,14 +28,13 @@ from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.pretrained import from_pretrained
 from ligermodels.speculative.decoding import SpeculativeOutput
 from ligermodels.speculative.draft_layer import following
-from ligermodels.speculative.head_files import allocated
+from ligermodels.speculative.head_files import allocated, head_state, save_alone
 from ligermodels.speculative.hub import config_of_heads
-from ligermodels.speculative.mtp_files import Layout, checkpoint_spec, load_head, save_head, stored_layers
+from ligermodels.speculative.mtp_files import MTPLayout, load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
-from ligermodels.speculative.step_drafter import StepDrafter
+from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 DECAY = 0.6
 
@@ -52,18 +54,8 @@ class MTPModel(MultiHeadModel):
     reads_every_token = True
 
     def __init__(self, base: CausalLM, num_steps: int | None = None, decay: float = DECAY, num_layers: int = 1) -> None:
-        """A head with random weights on `base`. `from_base` and `from_pretrained` also freeze the base model.
-
-        Args:
-            base: the base model; its blocks take only hidden states (no per-layer inputs).
-            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is larger.
-            decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1.
-            num_layers: layers of the head.
-
-        Raises:
-            InputError: an argument is out of range.
-            ConfigError: MTP is not implemented for this base model.
-        """
+        """A head with random weights on `base`, which `from_base` also freezes: see there for base, num_steps, decay,
+        num_layers and errors."""
         super().__init__()
         check_native(base, "base")
         num_layers = check_count("num_layers", num_layers, most=MOST_HEADS)
@@ -71,7 +63,7 @@ class MTPModel(MultiHeadModel):
             "num_steps", max(MTP_STEPS, num_layers) if num_steps is None else num_steps, most=MOST_HEADS
         )
         self.base, self.num_heads, self.decay = base, num_steps, check_decay(decay)
-        self.layout = Layout.of(base, num_layers)
+        self.layout = MTPLayout.of(base, num_layers)
         network = partial(MTPHead, base.config, num_layers, separate=self.layout.format.separate)
         self.head: MTPHead = allocated(network, base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, "mtp")
@@ -283,13 +275,25 @@ class MTPModel(MultiHeadModel):
         Examples:
             >>> mtp.save_pretrained("with-mtp/")
         """
-        spec, state = checkpoint_spec(self.base, self.head, self.layout)
-        spec.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
+        spec, layout = self.base.checked_export_spec(), self.layout
+        reshard(self.base)
+        reshard(self.head)
+        state = persistent_tensors(self.base)
+        copies = {f"mtp.copies.{i}": names for i, names in enumerate(layout.copies.items())}
+        mappings = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
+        whole = spec.with_heads(
+            replace(layout.weight_map, mappings=mappings),
+            partial(layout.format.written, num_layers=layout.num_layers),
+            layout.format.fields,
+            layout.holds,
+        )
+        state |= head_state(self.head, "mtp") | {native: state[original] for native, (_, original) in copies.items()}
+        whole.save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
     ) -> None:
-        """`save_pretrained`: see `MultiHeadModel.save_whole`."""
+        """`save_pretrained`: see `MultiHeadModel.save_whole` for folder, max_shard_size and overwrite."""
         self.save_pretrained(folder, max_shard_size=max_shard_size, overwrite=overwrite)
 
     def save_head(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -302,4 +306,18 @@ class MTPModel(MultiHeadModel):
         Raises:
             CheckpointError: the folder is in use or cannot be written.
         """
-        save_head(self.base, self.head, self.layout, folder_to_write(folder), overwrite=overwrite)
+        reshard(self.head)
+        base, layout, state = self.base, self.layout, head_state(self.head, "mtp")
+        config: dict[str, Any] = {"model_type": MTP_TYPE}
+        if base.export_spec is not None:
+            config["base_model_type"] = base.export_spec.hf_config["model_type"]
+            config["base_model_name_or_path"] = base.export_spec.base_name
+        config |= {
+            layout.format.fields[0]: layout.num_layers,
+            "hidden_size": base.config.hidden_size,
+            "vocab_size": base.config.vocab_size,
+            "dtype": str(base.dtype).removeprefix("torch."),
+        }
+        config = {name: value for name, value in config.items() if value is not None}
+        tensors, ranks = layout.weight_map.export(state), Ranks(state.values())
+        save_alone(folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)

@@ -10,35 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from ligermodels.archs import family_of
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.dequantize import dequantized
-from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Reader
-from ligermodels.convert.mappings import rename
 from ligermodels.convert.quantization import without_quantization
-from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
-from ligermodels.layers.initialization import persistent_tensors
-from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.extra_heads import MTP_TYPE
 from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
-from ligermodels.speculative.head_files import CONFIG, copies, head_state, save_alone
+from ligermodels.speculative.head_files import CONFIG, copies, head_state
 from ligermodels.speculative.mtp_head import MTPHead
-
-MODEL_TYPE = MTP_TYPE
-"""`model_type` of a head alone."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class MTPLayout:
     """How an MTP head is stored.
 
     format: the format of the base model's family.
@@ -53,7 +42,7 @@ class Layout:
     num_layers: int = 1
 
     @classmethod
-    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[Layout]:
+    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[MTPLayout]:
         """All layouts of heads with `num_layers` layers in checkpoints of the base model's family; for a model built
         from a `DecoderConfig`, the layout of Qwen3.5."""
         mtp_format, family_layouts = _format_of(base)
@@ -69,7 +58,7 @@ class Layout:
         ]
 
     @classmethod
-    def of(cls, base: CausalLM, num_layers: int = 1) -> Layout:
+    def of(cls, base: CausalLM, num_layers: int = 1) -> MTPLayout:
         """The layout for a head on `base`: the family's layout in which the base model itself is stored."""
         layouts, spec = cls.all_of(base, num_layers), base.export_spec
         if spec is None:
@@ -126,7 +115,7 @@ def _layers_among(base: CausalLM, names: Iterable[str]) -> int:
 
 def load_head(
     base: CausalLM, head: MTPHead, folder: Path, progress: Callable[[int, int], None] | None = None
-) -> Layout:
+) -> MTPLayout:
     """Load the weights of an MTP head. On the meta device only names and shapes are checked.
 
     Args:
@@ -141,7 +130,7 @@ def load_head(
     Raises:
         CheckpointError: tensors are missing, damaged, or made for another base model.
     """
-    state, layouts = head_state(head, "mtp"), Layout.all_of(base, head.num_layers)
+    state, layouts = head_state(head, "mtp"), MTPLayout.all_of(base, head.num_layers)
     with reading(folder, partial(_open_head, folder)) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
@@ -167,66 +156,7 @@ def load_head(
     return replace(layout, weight_map=replace(nearest, dtypes=dtypes))
 
 
-def checkpoint_spec(base: CausalLM, head: nn.Module, layout: Layout) -> tuple[ExportSpec, dict[str, Tensor]]:
-    """The export of a base model with the head in its checkpoint.
-
-    Args:
-        base: the base model.
-        head: its MTP head.
-        layout: how the head is stored.
-
-    Returns:
-        The export of both; and the tensors of both, by native name.
-
-    Raises:
-        ConfigError: the base model has no config.json, or no longer matches it.
-        InputError: the base model's weights cannot be written, such as quantised weights.
-    """
-    spec = base.checked_export_spec()
-    reshard(base)
-    reshard(head)
-    state = persistent_tensors(base)
-    repeated = {f"mtp.copies.{i}": (name, state[native]) for i, (name, native) in enumerate(layout.copies.items())}
-    added = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in repeated.items())]
-
-    whole = spec.with_heads(
-        replace(layout.weight_map, mappings=added),
-        partial(layout.format.written, num_layers=layout.num_layers),
-        layout.format.fields,
-        layout.holds,
-    )
-    return whole, {**state, **head_state(head, "mtp"), **{native: tensor for native, (_, tensor) in repeated.items()}}
-
-
-def save_head(base: CausalLM, head: nn.Module, layout: Layout, folder: Path, *, overwrite: bool = False) -> None:
-    """Write an MTP head alone.
-
-    Args:
-        base: the base model, named in config.json.
-        head: the head.
-        layout: how the head is stored.
-        folder: created if need be.
-        overwrite: replace a checkpoint in the folder.
-
-    Raises:
-        CheckpointError: the folder is in use or cannot be written.
-    """
-    reshard(head)
-    state, spec = head_state(head, "mtp"), base.export_spec
-    config: dict[str, Any] = {"model_type": MODEL_TYPE}
-    if spec is not None:
-        config |= {"base_model_type": spec.hf_config["model_type"], "base_model_name_or_path": spec.base_name}
-    config |= {
-        layout.format.fields[0]: layout.num_layers,
-        "hidden_size": base.config.hidden_size,
-        "vocab_size": base.config.vocab_size,
-        "dtype": str(base.dtype).removeprefix("torch."),
-    }
-    config = {name: value for name, value in config.items() if value is not None}
-    save_alone(folder, layout.weight_map.export(state), config, Ranks(state.values()), overwrite=overwrite)
-
-
-def _compare_copies(folder: Path, layout: Layout, reader: Reader, base: CausalLM) -> None:
+def _compare_copies(folder: Path, layout: MTPLayout, reader: Reader, base: CausalLM) -> None:
     """ConfigWarning for each tensor in `layout.copies` that differs from the base model's tensor."""
     for name, native in layout.copies.items():
         if name in reader.headers and not copies(base, native)(reader.read(name)):
@@ -247,7 +177,7 @@ def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
     """Names of the tensors of an MTP head for `base` among checkpoint tensors `names`."""
     try:
         known = set(names)
-        layouts = Layout.all_of(base, _layers_among(base, known) or 1)
+        layouts = MTPLayout.all_of(base, _layers_among(base, known) or 1)
         sources = set[str]().union(*(layout.weight_map.sources() for layout in layouts))
     except ConfigError:  # MTP is not implemented for this model
         return set()

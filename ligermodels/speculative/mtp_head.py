@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import Block, RotaryEmbedding, TreeTokens
+from ligermodels.layers import Block, RotaryEmbedding
 from ligermodels.layers.checkpointing import ActivationCheckpointing, run
 from ligermodels.layers.linear import Linear
 from ligermodels.models.decoder import DecoderConfig
@@ -62,13 +62,9 @@ class MTPHead(nn.Module):
         hidden: Tensor,
         *,
         layer: int = 0,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
         state: Any = None,
-        tree: TreeTokens | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
+        **context: Any,
     ) -> Tensor:
         """Apply one layer of the head.
 
@@ -76,30 +72,21 @@ class MTPHead(nn.Module):
             embeds: (B, T, H), embeddings of the next tokens, e.
             hidden: (B, T, H), hidden states of the model or results of the previous step, h.
             layer: number of the layer, from 0.
-            position_ids: long (B or 1, T); by default counted from 0 in each row or document.
-            cu_seqlens: int32 (n + 1,), bounds of documents over the flattened B * T tokens.
-            seq_lens: in a prefill, with `state`: long (B,), number of tokens of each sequence, padded on the right.
-            cache_seqlens: in a decoding pass, with `state`: long (B,), number of tokens in the cache.
             state: the decoding state of the layer's block.
-            tree: in a decoding pass, the tokens as a tree of drafts.
             activation_checkpointing: "none", "selective" or "full": see `CausalLM.activation_checkpointing`.
+            context: `position_ids`, and the fields of the `ForwardContext` of the pass: see `head_context`.
 
         Returns:
             y (B, T, H), in the dtype of `embeds`.
         """
         if layer and self.separate:
-            return cast(Tensor, self.later[layer - 1](
-                embeds, hidden, position_ids=position_ids, cu_seqlens=cu_seqlens, seq_lens=seq_lens,
-                cache_seqlens=cache_seqlens, state=state, tree=tree, activation_checkpointing=activation_checkpointing,
-            ))  # fmt: skip
+            options = {"state": state, "activation_checkpointing": activation_checkpointing, **context}
+            return cast(Tensor, self.later[layer - 1](embeds, hidden, **options))
         block = self.later[layer - 1] if layer else self.block
         # The head's dtype may differ from the model's; its results go to the model's lm_head.
         dtype = next(self.parameters()).dtype
-        tokens, context = head_context(
-            self.ropes, (embeds.shape[0], embeds.shape[1]), embeds.device, dtype, position_ids,
-            cu_seqlens=cu_seqlens, seq_lens=seq_lens, cache_seqlens=cache_seqlens, tree=tree,
-        )  # fmt: skip
+        tokens, forward_context = head_context(self.ropes, embeds, dtype, **context)
         e, h = tokens.take(embeds.to(dtype)), tokens.take(hidden.to(dtype))
         x = self.fc(torch.cat([self.embedding_norm(e), self.hidden_norm(h)], dim=-1))
-        output = run(activation_checkpointing, block, x, context, state)
+        output = run(activation_checkpointing, block, x, forward_context, state)
         return tokens.restore(self.norm(output.hidden)).to(embeds.dtype)

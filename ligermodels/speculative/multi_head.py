@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -46,6 +46,8 @@ class MultiHeadModel(RefusesDropout):
     """Whether the heads also need the base model's hidden states of tokens without a target."""
     first_ahead: ClassVar[int] = 2
     """How many tokens the target of head 0 at position t lies ahead of t."""
+    loss_options: ClassVar[tuple[str, ...] | None] = None
+    """Options of the loss that a caller may choose; None for all of `ops.linear_cross_entropy`."""
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the heads, without the base model's parameters."""
@@ -88,9 +90,11 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             CheckpointError: the folder is in use or cannot be written.
             ConfigError: the model's config no longer matches its config.json.
-            InputError: the format cannot hold these heads.
+            InputError: the format cannot hold these heads, or no format holds a model together with such heads.
         """
-        raise NotImplementedError
+        raise InputError(
+            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
+        )
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:
         """The input of each of the K heads.
@@ -158,17 +162,15 @@ class MultiHeadModel(RefusesDropout):
             >>> medusa = lm.MedusaModel.from_base(model, num_heads=3)
             >>> medusa(input_ids, labels=input_ids).loss.backward()
         """
-        batch = self.prepare(
-            self.first_ahead,
-            input_ids,
-            labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds,
-            num_items_in_batch=num_items_in_batch,
-            **loss_options,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "inputs_embeds": inputs_embeds,
+        }
+        batch = self.prepare(self.first_ahead, inputs, {"num_items_in_batch": num_items_in_batch, **loss_options})
         return self._output(batch, labels, num_items_in_batch=num_items_in_batch, **given_options(loss_options))
 
     def _output(self, batch: PreparedBatch, labels: Tensor | None, **loss_options: Any) -> MultiHeadOutput:
@@ -179,30 +181,14 @@ class MultiHeadModel(RefusesDropout):
             return MultiHeadOutput(logits=torch.stack(logits))
         return self._heads_loss(states, batch.targets, **loss_options)
 
-    def prepare(
-        self,
-        first: int,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **loss_options: Any,
-    ) -> PreparedBatch:
+    def prepare(self, first: int, inputs: Mapping[str, Any], loss_options: Mapping[str, Any]) -> PreparedBatch:
         """Check the arguments of `forward`, and lay the tokens out in rows without padding.
 
         Args:
             first: how many tokens the labels of the first loss lie ahead: `first_ahead` for the heads' losses; 1, where
                 that is 2, for the base model's loss and then the heads' losses.
-            input_ids: (B, T) long.
-            labels: (B, T) long, or None.
-            attention_mask: (B, T), 1 on tokens and 0 on padding.
-            position_ids: (B, T) long. Positions that do not rise by 1 mark packed documents.
-            cu_seqlens: int32 (n + 1,), bounds of documents packed into one row.
-            inputs_embeds: (B, T, H) in place of `input_ids`.
-            loss_options: options of the loss, checked only.
+            inputs: the tensors of `forward`, from `input_ids` to `inputs_embeds`, by name.
+            loss_options: the other arguments of `forward`, checked only.
 
         Returns:
             The batch.
@@ -210,19 +196,15 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             InputError: an argument is of a wrong type, dtype or shape, does not go with another, or is unknown.
         """
-        check_loss_options(loss_options, labels, of_heads=True)
-        return prepare_batch(
-            self.base,
-            range(first, self.first_ahead + self.num_heads),
-            input_ids=input_ids,
-            labels=labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds,
-            token_weights=loss_options.get("token_weights"),
-            every_token=self.reads_every_token,
-        )
+        if self.loss_options is not None and (
+            others := loss_options.keys() - {*self.loss_options, "num_items_in_batch"}
+        ):
+            names = ", ".join(self.loss_options)
+            raise InputError(f"{min(others)}: is no option of this loss, which takes {names}")
+        check_loss_options(loss_options, inputs["labels"], of_heads=True)
+        ahead, weights = range(first, self.first_ahead + self.num_heads), loss_options.get("token_weights")
+        every_token = self.reads_every_token
+        return prepare_batch(self.base, ahead, **inputs, token_weights=weights, every_token=every_token)
 
     def _heads_loss(
         self,
@@ -301,7 +283,11 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             InputError: a tensor of a wrong dtype or shape.
         """
-        return count_targets(labels, range(first, 2 + self.num_heads), position_ids, cu_seqlens, attention_mask)
+        return self._count_targets(labels, first, (position_ids, cu_seqlens, attention_mask))
+
+    def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
+        """`num_targets`, with `bounds` position_ids, cu_seqlens and attention_mask."""
+        return count_targets(labels, range(first, 2 + self.num_heads), *bounds)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

@@ -22,11 +22,11 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import EAGLE_TYPE, MEDUSA_COUNTS, draft_type
 from ligermodels.pretrained import from_config
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
-from ligermodels.speculative.files import Heads, open_heads
 from ligermodels.speculative.head_files import CONFIG, allocated
-from ligermodels.speculative.heads import ResBlock
 from ligermodels.speculative.hub import heads_folder
 from ligermodels.speculative.load import DRAFT_HEADS
+from ligermodels.speculative.medusa import ResBlock
+from ligermodels.speculative.medusa_files import Heads, open_heads
 from ligermodels.speculative.mtp_files import load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.profiles import HeadsShape

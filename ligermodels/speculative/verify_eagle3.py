@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.arguments import EAGLE_FLAGS
 from ligermodels.speculative.checks import ROWS, compare, random, require
 from ligermodels.speculative.draft_checks import DraftFiles, Formulas, attention
 from ligermodels.speculative.draft_files import EMBEDDING, LM_HEAD
-from ligermodels.speculative.eagle3_formats import FLAGS
 from ligermodels.speculative.eagle3_head import Eagle3Config, Eagle3Head
 
 LENGTH, STEPS = 12, 3
@@ -49,7 +49,7 @@ class Eagle3Files(DraftFiles[Eagle3Config]):
             problem = f"{flag}: {'is set, and' if wanted else 'is not set, but'} the files have {'no ' * wanted}{name}"
             require((name in names) == wanted, problem)
         missing = [name for name in ("norm_before_residual", "norm_output") if name not in self.stored]
-        values = ", ".join(f"{flag} {getattr(config, flag)}" for flag in FLAGS)
+        values = ", ".join(f"{flag} {getattr(config, flag)}" for flag in EAGLE_FLAGS)
         note = f"; {' and '.join(missing)} not in config.json, and servers differ in the default" if missing else ""
         return values + note
 

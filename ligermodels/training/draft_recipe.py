@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ligermodels.arguments import QuantizedFormat
+from ligermodels.arguments import EAGLE_DECAY, EAGLE_FLAGS, EAGLE_STEPS, Divergence, QuantizedFormat
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
 from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names, PathName
@@ -50,10 +50,6 @@ class DraftRecipe(TrainingRecipe, init=False):
     )
 
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Settings with the names of published heads' fields; see `Eagle3Config`."""
-
-
 class EagleRecipe(DraftRecipe, init=False):
     """Settings of a run that trains an EAGLE-3 head. The defaults are SpecForge's.
 
@@ -63,14 +59,16 @@ class EagleRecipe(DraftRecipe, init=False):
 
     kind: ClassVar[str] = "eagle"
     conditions: ClassVar[tuple[Condition, ...]] = draft_conditions(
-        "layer", "boundaries", "draft_vocab_size", "lm_head", *FLAGS
+        "layer", "boundaries", "draft_vocab_size", "lm_head", *EAGLE_FLAGS
     )
 
     num_steps: int = Field(
-        7, ge=1, description="How often the head is applied: tokens predicted beyond the next one. The file names it."
+        EAGLE_STEPS,
+        ge=1,
+        description="How often the head is applied: tokens predicted beyond the next one. The file names it.",
     )
-    decay: float = Field(0.8, ge=0, description="Loss weight of step k, from 0: decay ** k.")
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"] = Field(
+    decay: float = Field(EAGLE_DECAY, ge=0, description="Loss weight of step k, from 0: decay ** k.")
+    divergence: Divergence = Field(
         "forward_kl", description="Loss: divergence of the head's distribution from the model's."
     )
     draft_vocab_size: int = Field(
@@ -123,9 +121,7 @@ class BlockRecipe(DraftRecipe, init=False):
         None, ge=0, le=1, description="Weights of D-PACE with this constant, such as 0.5.  [default: those of gamma]"
     )
     ce_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy to the text.")
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"] = Field(
-        "l1", description="Divergence of the head's distribution from the model's."
-    )
+    divergence: Divergence = Field("l1", description="Divergence of the head's distribution from the model's.")
     divergence_weight: float = Field(0.0, ge=0, description="Weight of the divergence.")
 
     learning_rate: float = Field(6e-4, ge=0, description="Peak learning rate.")

@@ -11,7 +11,7 @@ from ligermodels.training.console import Outcome
 from ligermodels.training.draft_recipe import DFLASH, DSPARK, TRAINING, BlockRecipe, DFlashRecipe, DSparkRecipe
 from ligermodels.training.heads import draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.job import Job, RunOptions, quantize_base
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,8 +43,7 @@ def train_dflash(recipe: DFlashRecipe, out: str | os.PathLike[str], **options: U
         >>> outcome = train_dflash(recipe, "head/", device="cuda")
         >>> outcome.evaluation.metrics()["greedy_tau"]  # on the validation split
     """
-    DFlashRecipe.check_kind(recipe)
-    return run_job(block_job, recipe, out, prepare_base=quantize_base, **options)
+    return DFLASH_KIND.train(recipe, out, **options)
 
 
 def train_dspark(recipe: DSparkRecipe, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
@@ -67,21 +66,12 @@ def train_dspark(recipe: DSparkRecipe, out: str | os.PathLike[str], **options: U
         >>> outcome = train_dspark(recipe, "head/", device="cuda")
         >>> outcome.evaluation.metrics()["tau"]  # on the validation split
     """
-    DSparkRecipe.check_kind(recipe)
-    return run_job(block_job, recipe, out, prepare_base=quantize_base, **options)
+    return DSPARK_KIND.train(recipe, out, **options)
 
 
-def block_job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe.
-
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: not used: a head in `start_from` is read in any case, as it has the sizes.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-    """
+def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. A head in `start_from` is read also when the run resumes, for its sizes. ConfigError if the
+    settings do not fit the model."""
     model_class, shape, how = MODELS[recipe.kind]
     training = {name: getattr(recipe, name) for name in how} | {"seed": recipe.seed}
     if recipe.start_from is not None:
@@ -91,3 +81,7 @@ def block_job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
         with initialized_by(recipe.seed, model):
             head = model_class.from_base(model, **options, **training)
     return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics)
+
+
+DFLASH_KIND = JobKind(DFlashRecipe, _job, quantize_base)
+DSPARK_KIND = JobKind(DSparkRecipe, _job, quantize_base)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ligermodels.arguments import EAGLE_FLAGS
 from ligermodels.data.orders import DocumentOrder, First
 from ligermodels.data.packing import counted
 from ligermodels.models.causal_lm import CausalLM
@@ -15,11 +16,11 @@ from ligermodels.speculative.draft_vocabulary import DraftVocabulary, token_coun
 from ligermodels.speculative.eagle3 import Eagle3Model
 from ligermodels.speculative.eagle3_formats import read_config
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.draft_recipe import FLAGS, EagleRecipe
+from ligermodels.training.draft_recipe import EagleRecipe
 from ligermodels.training.heads import config_without_weights, draft_metrics, frozen_base_job, initialized_by
 from ligermodels.training.inputs import epoch_of
 from ligermodels.training.job import Job, RunOptions, quantize_base
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
 from ligermodels.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -46,21 +47,13 @@ def train_eagle(recipe: EagleRecipe, out: str | os.PathLike[str], **options: Unp
         >>> outcome = train_eagle(recipe, "head/", device="cuda")
         >>> outcome.evaluation.metrics()["tau"]  # on the validation split
     """
-    EagleRecipe.check_kind(recipe)
-    return run_job(eagle_job, recipe, out, prepare_base=quantize_base, before_training=choose_vocabulary, **options)
+    return KIND.train(recipe, out, **options)
 
 
-def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe. The draft tokens of a new head are placeholders until `choose_vocabulary`.
-
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: not used: a head in `start_from` is read in any case, as it has the draft vocabulary.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-    """
+def _job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. The draft tokens of a new head are placeholders until `choose_vocabulary`; a head in
+    `start_from` is read also when the run resumes, for its draft vocabulary. ConfigError if the settings do not fit the
+    model."""
     options: dict[str, Any] = {"num_steps": recipe.num_steps, "decay": recipe.decay, "divergence": recipe.divergence}
     if recipe.start_from is not None:
         stored = config_without_weights(recipe.start_from, model)
@@ -72,7 +65,7 @@ def eagle_job(recipe: EagleRecipe, model: CausalLM, *, resuming: bool) -> Job:
     size, whole = recipe.draft_vocab_size, model.config.vocab_size
     unknown = DraftVocabulary(torch.arange(min(size, whole)), whole)
     options |= {"layer": recipe.layer, "lm_head": recipe.lm_head, "boundaries": recipe.boundaries or None}
-    options |= {name: getattr(recipe, name) for name in FLAGS}
+    options |= {name: getattr(recipe, name) for name in EAGLE_FLAGS}
     with initialized_by(recipe.seed, model):
         eagle = Eagle3Model.from_base(model, vocabulary=unknown, **options)
     return frozen_base_job(eagle, recipe.learning_rate, eagle.save_pretrained, draft_metrics)
@@ -110,3 +103,6 @@ def choose_vocabulary(plan: RunPlan, model: Eagle3Model, console: Console) -> No
         f"{f' in the first {batches.documents_read:,} documents' if recipe.streaming else ''}"
     )
     model.choose(vocabulary)
+
+
+KIND = JobKind(EagleRecipe, _job, quantize_base, choose_vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,15 +17,16 @@ from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.console import Outcome
+from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
-from ligermodels.training.job import BeforeTraining, Job, RunOptions
+from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
 from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.reference import add_reference
 from ligermodels.training.rewards import check_reward_fields
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
+from ligermodels.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,10 +53,7 @@ def fine_tune(recipe: FineTuningRecipe, out: str | os.PathLike[str], **options: 
     """
     FineTuningRecipe.check_kind(recipe)
     check_objective(recipe)
-    before: BeforeTraining | None = add_reference if uses_reference(recipe) else None
-    if recipe.objective == "grpo":
-        before = check_reward_fields
-    return run_job(fine_tuning_job, recipe, out, prepare_base=prepare_lora, before_training=before, **options)
+    return KIND.train(recipe, out, **options)
 
 
 def export_adapter(
@@ -107,14 +105,15 @@ def export_adapter(
     return step
 
 
-def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe; the loss is that of its objective.
+def _before_training(plan: RunPlan, model: CausalLM, console: Console) -> None:
+    recipe = cast(FineTuningRecipe, plan.recipe)
+    if uses_reference(recipe):
+        add_reference(plan, model, console)
+    check_reward_fields(plan)
 
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: whether a checkpoint overwrites the trained parameters afterwards.
-    """
+
+def _job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. The loss is the loss of the recipe's objective."""
     layers = lora_layers(model)
     if layers:
         torch.manual_seed(recipe.seed)  # of the A matrices and of dropout
@@ -140,3 +139,6 @@ def fine_tuning_job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool
         reference=objective.reference,
         batches=objective.batches,
     )
+
+
+KIND = JobKind(FineTuningRecipe, _job, prepare_lora, _before_training)

@@ -17,11 +17,11 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
+from ligermodels.speculative.head_files import CONFIG
 from ligermodels.speculative.multi_head import MultiHeadModel
 from ligermodels.training.job import Job
 from ligermodels.training.reports import OutputMetrics, Value
 
-CONFIG = "config.json"
 CHAINS = {"acceptance": "tau", "agreement": "greedy_tau"}
 """How often the tokens of a head are accepted, by sampling and greedily -> the tokens per step that follow from it."""
 

@@ -17,7 +17,7 @@ from ligermodels.training.console import Outcome
 from ligermodels.training.heads import HeadsEvaluation, frozen_base_job, head_metrics
 from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.medusa_recipe import MedusaRecipe
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,21 +43,11 @@ def train_heads(recipe: MedusaRecipe, out: str | os.PathLike[str], **options: Un
         >>> outcome = train_heads(recipe, "heads/", device="cuda")
         >>> outcome.evaluation.scores.accuracy(1)  # of each head, on the validation split
     """
-    MedusaRecipe.check_kind(recipe)
-    return run_job(medusa_job, recipe, out, **options)
+    return KIND.train(recipe, out, **options)
 
 
-def medusa_job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe.
-
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: whether a checkpoint overwrites the trained parameters afterwards.
-
-    Raises:
-        ConfigError: the heads in `start_from` do not have the shape of the recipe.
-    """
+def _job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. ConfigError if the heads in `start_from` do not have the shape of the recipe."""
     medusa = _heads_on(model, recipe, resuming=resuming)
     if recipe.stage == 1:
         return frozen_base_job(medusa, recipe.learning_rate, medusa.save_pretrained)
@@ -94,3 +84,6 @@ def _heads_on(model: CausalLM, recipe: MedusaRecipe, *, resuming: bool) -> Medus
     if shape != (recipe.num_heads, recipe.num_layers, recipe.lm_head):
         raise ConfigError(f"start_from: num_heads, num_layers and lm_head there are {shape}, not the recipe's")
     return medusa
+
+
+KIND = JobKind(MedusaRecipe, _job)

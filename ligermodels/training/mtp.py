@@ -14,7 +14,7 @@ from ligermodels.training.console import Outcome
 from ligermodels.training.heads import config_without_weights, frozen_base_job, initialized_by
 from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.mtp_recipe import NEW, MTPRecipe
-from ligermodels.training.run import run_job
+from ligermodels.training.run import JobKind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,21 +40,11 @@ def train_mtp(recipe: MTPRecipe, out: str | os.PathLike[str], **options: Unpack[
         >>> outcome = train_mtp(recipe, "mtp-head/", device="cuda")
         >>> outcome.evaluation.scores.accuracy(1)  # of each step, on the validation split
     """
-    MTPRecipe.check_kind(recipe)
-    return run_job(mtp_job, recipe, out, **options)
+    return KIND.train(recipe, out, **options)
 
 
-def mtp_job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:
-    """The `Job` of a recipe.
-
-    Args:
-        recipe: the settings.
-        model: the base model, which may be sharded.
-        resuming: whether a checkpoint overwrites the trained parameters afterwards.
-
-    Raises:
-        ConfigError: the head to start from does not fit the recipe.
-    """
+def _job(recipe: MTPRecipe, model: CausalLM, *, resuming: bool) -> Job:
+    """See `JobFactory`. ConfigError if the head to start from does not fit the recipe."""
     mtp = _head_on(model, recipe, resuming=resuming)
     layers, steps = mtp.head.num_layers, mtp.num_heads
     if steps < layers:
@@ -82,3 +72,6 @@ def _head_on(model: CausalLM, recipe: MTPRecipe, *, resuming: bool) -> MTPModel:
         return MTPModel.from_pretrained(model, start, **options)
     with initialized_by(recipe.seed, model):
         return MTPModel.from_base(model, num_layers=num_layers or recipe.num_layers or 1, **options)
+
+
+KIND = JobKind(MTPRecipe, _job)

@@ -142,7 +142,16 @@ class PreferenceModel(ObjectiveModel):
 
 
 def by_sequence(log_probs: Any, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (S, T) of the `targets` of a row (1, n), 0 without a label; and a mask, false there."""
+    """The log-probabilities of a batch's targets, sequence by sequence.
+
+    Args:
+        log_probs: (1, n), of the labels of a row.
+        labels: long (1, n), -100 where ignored.
+        targets: long (S, T), places of the targets in the row, -1 for none.
+
+    Returns:
+        (S, T), 0 without a label; and a mask, bool (S, T), False there.
+    """
     index = targets.clamp(min=0)
     # A batch that stands in for none has no labels.
     mask = (targets >= 0) & (labels.flatten()[index + 1] != IGNORE_INDEX)

@@ -25,37 +25,28 @@ from ligermodels.models.attention_summary import attention_summary
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.memory import StepMemory
 from ligermodels.parallel.ranks import data_share, planned_ranks, rank_device_type
+from ligermodels.training import dspark, eagle, fine_tuning, medusa, mtp
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.cuda_graph import pays, refusal
-from ligermodels.training.dspark import block_job
-from ligermodels.training.eagle import eagle_job
-from ligermodels.training.fine_tuning import fine_tuning_job
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import epoch_of
-from ligermodels.training.job import Job, prepare_model, quantize_base
-from ligermodels.training.medusa import medusa_job
-from ligermodels.training.mtp import mtp_job
+from ligermodels.training.job import Job, prepare_model
 from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
-from ligermodels.training.prepare_base import prepare_lora
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.rewards import check_reward_fields
-from ligermodels.training.run import named_callbacks
+from ligermodels.training.run import JobKind, named_callbacks
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.run_state import optimizer_of
 from ligermodels.training.step import EagerStep
 
-JOBS: dict[str, tuple[Any, Any]] = {
-    "train": (fine_tuning_job, prepare_lora),
-    "medusa": (medusa_job, None),
-    "mtp": (mtp_job, None),
-    "eagle": (eagle_job, quantize_base),
-    "dflash": (block_job, quantize_base),
-    "dspark": (block_job, quantize_base),
-}
-"""Kind of recipe -> its job, and how it changes the base model."""
+_KINDS: tuple[JobKind[Any], ...] = (
+    fine_tuning.KIND, medusa.KIND, mtp.KIND, eagle.KIND, dspark.DFLASH_KIND, dspark.DSPARK_KIND,
+)  # fmt: skip
+JOBS = {kind.recipe.kind: kind for kind in _KINDS}
+"""`kind` of a recipe -> how it is trained."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +164,12 @@ def check_names(recipe: TrainingRecipe) -> None:
 
 def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:
     """The base model and the job on the meta device."""
-    make_job, prepare_base = JOBS[plan.recipe.kind]
-    prepare = partial(prepare_model, plan.recipe, prepare_base)
+    kind = JOBS[plan.recipe.kind]
+    prepare = partial(prepare_model, plan.recipe, kind.prepare_base)
     model = plan.base.load(plan.recipe, device="meta", attention=attention, prepare=prepare)
     model.activation_checkpointing = plan.recipe.activation_checkpointing
     place = {"reference": "device"} if "reference" in plan.recipe.defaults() else {}  # no copy to the CPU
-    job: Job = make_job(plan.recipe.model_copy(update=place), model, resuming=True)
+    job = kind.make(plan.recipe.model_copy(update=place), model, resuming=True)
     job.trainable.train()
     return model, job
 

@@ -17,7 +17,7 @@ from ligermodels.data.batches import Batch
 from ligermodels.errors import TrainingError
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.speculative.acceptance import chain_length
-from ligermodels.training.router_load import load_metrics
+from ligermodels.training.router_bias import load_metrics
 
 PATIENCE = 10
 """Training ends with an error if the first PATIENCE steps have no target at all."""

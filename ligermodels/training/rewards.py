@@ -88,7 +88,7 @@ class Reward:
         return [math.nan if reward is None else float(reward) for reward in rewards]
 
 
-def check_reward_fields(plan: RunPlan, *_: Any) -> None:
+def check_reward_fields(plan: RunPlan) -> None:
     """Check that the records of a run have the fields that its reward functions, if it has any, need. Raises
     ConfigError."""
     documents: Any = plan.documents

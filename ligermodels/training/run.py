@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
-from ligermodels.training.job import BeforeTraining, JobFactory, Prepare
+from ligermodels.training.job import BeforeTraining, JobFactory, Prepare, RunOptions
 from ligermodels.training.loop import train
 from ligermodels.training.metrics import Metrics, draw_curves
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -27,6 +28,9 @@ from ligermodels.training.run_callbacks import RunCallbacks, SaveCheckpoint
 from ligermodels.training.run_plan import plan_run
 from ligermodels.training.run_state import RunState, build_state
 from ligermodels.training.trackers import Tracker, open_trackers, tracker_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def run_job(
@@ -114,6 +118,27 @@ def run_job(
     if is_ctrl_c:
         raise KeyboardInterrupt(f"stopped after step {outcome.step:,} of {outcome.steps:,}")
     return outcome
+
+
+@dataclass(frozen=True)
+class JobKind(Generic[R]):
+    """A kind of training.
+
+    recipe: class of its recipes.
+    make: makes the `Job` of a recipe.
+    prepare_base, before_training: see `run_job`.
+    """
+
+    recipe: type[R]
+    make: JobFactory[R]
+    prepare_base: Prepare[R] | None = None
+    before_training: BeforeTraining | None = None
+
+    def train(self, recipe: R, out: str | os.PathLike[str], **options: Unpack[RunOptions]) -> Outcome:
+        """`run_job` by `recipe` in the folder `out`; ConfigError if it is a recipe of another kind."""
+        self.recipe.check_kind(recipe)
+        parts: dict[str, Any] = {"prepare_base": self.prepare_base, "before_training": self.before_training}
+        return run_job(self.make, recipe, out, **parts, **options)
 
 
 def named_callbacks(recipe: TrainingRecipe) -> tuple[list[Callback], Any]:

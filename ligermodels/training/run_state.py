@@ -119,19 +119,8 @@ def build_state(
     console: Console,
 ) -> RunState:
     """Load the base model and make the job, the optimizer, the schedule and the batches from it; load the checkpoint
-    that the plan resumes from.
-
-    Args:
-        plan: recipe, inputs and number of steps.
-        make_job: makes the job from the recipe and the base model.
-        checkpoints: the checkpoints in the folder of the run.
-        prepare_base: changes the modules of the base model before it is sharded and loaded.
-        before_training: called with the model of the job before the checkpoint is loaded.
-        device: device of the model.
-        attention: attention backend, or "auto".
-        ranks: the processes of the run.
-        console: where messages and progress go.
-    """
+    that the plan resumes from. See `RunState` for plan, checkpoints, ranks and console; make_job is the `job` of
+    `run_job`, and prepare_base, before_training, device and attention are explained there."""
     recipe = plan.recipe
     shards = is_sharded(recipe.parallel)
     options: dict[str, Any] = {"plan": recipe.parallel} if shards else {}

@@ -31,7 +31,7 @@ from ligermodels.convert.journal import JOURNAL, PLAN
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, LigerModelsError
-from ligermodels.speculative.mtp_files import load_head, save_head
+from ligermodels.speculative.mtp_files import load_head
 from ligermodels.training import adamw
 from ligermodels.training.checkpoints import Checkpoints
 
@@ -149,8 +149,7 @@ def save_medusa(profile: str, seed: int, files: Path, folder: Path, **options: A
 
 
 def save_mtp(seed: int, files: Path, folder: Path, **options: Any) -> None:
-    model = with_mtp(seed, files)
-    save_head(model.base, model.head, model.layout, folder, **options)
+    with_mtp(seed, files).save_head(folder, **options)
 
 
 def save_lora(seed: int, files: Path, folder: Path, **options: Any) -> None:

@@ -25,7 +25,7 @@ from ligermodels.generation.generate import until_eos
 from ligermodels.generation.sampling import warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
-from ligermodels.speculative.decoding import TreeStep, medusa_generate
+from ligermodels.speculative.decoding import TreeStep, speculative_generate
 from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.rules import Rule
 from ligermodels.speculative.sampling import Sampling
@@ -271,7 +271,7 @@ def test_bad_calls(model: Toy, options: dict[str, Any], message: str) -> None:
     assert not model.passes
     if "do_sample" not in call:
         with pytest.raises(InputError, match=message):
-            medusa_generate(model, lambda hidden: hidden, tree=chain(1), **call)
+            speculative_generate(model, HeadsDrafter(lambda hidden: hidden), tree=chain(1), **call)
         assert not model.passes
 
 
@@ -292,7 +292,7 @@ def test_running_ahead_of_the_device_changes_nothing(
             model.passes.clear()
             plain = generate(model, prompts, **options).tolist()
             passes = len(model.passes)
-            out = medusa_generate(model, propose, prompts, tree=chain(2), **options)
+            out = speculative_generate(model, HeadsDrafter(propose), prompts, tree=chain(2), **options)
             assert out.sequences.tolist() == plain
             found[-1].append((plain, out.steps, out.passes, passes))
     waiting, running = found
@@ -438,7 +438,9 @@ def test_medusa_equals_greedy_at_every_length(
     propose = prophet(model, prompts, 20, rank_of)
     expected = [recomputed(model, prompt, 20) for prompt in prompts]
     for new_tokens in (*range(1, 9), 20):
-        out = medusa_generate(model, propose, prompts, tree=tree, max_new_tokens=new_tokens, pad_token_id=99)
+        out = speculative_generate(
+            model, HeadsDrafter(propose), prompts, tree=tree, max_new_tokens=new_tokens, pad_token_id=99
+        )
         assert out.sequences.tolist() == batched(prompts, [row[:new_tokens] for row in expected], 99)
         assert out.new_tokens == new_tokens * len(prompts)
 
@@ -452,11 +454,14 @@ def test_medusa_equals_generate_in_batches_with_eos(
     propose = prophet(model, PROMPTS, 23, rank_of)
     options: dict[str, Any] = {"max_new_tokens": 23, "eos_token_id": eos, "pad_token_id": pad}
     expected = generate(model, PROMPTS, **options)
-    out = medusa_generate(model, propose, PROMPTS, tree=TREES["bushy"], **options)
+    out = speculative_generate(model, HeadsDrafter(propose), PROMPTS, tree=TREES["bushy"], **options)
     assert out.sequences.equal(expected)
     assert out.new_tokens == sum(len(recomputed(model, prompt, 23, eos)) for prompt in PROMPTS)
     # Each row goes at its own pace: its steps are those that it takes alone, and no row waits for another.
-    alone = [medusa_generate(model, propose, [prompt], tree=TREES["bushy"], **options).steps for prompt in PROMPTS]
+    alone = [
+        speculative_generate(model, HeadsDrafter(propose), [prompt], tree=TREES["bushy"], **options).steps
+        for prompt in PROMPTS
+    ]
     assert (out.steps, out.passes) == (sum(alone), max(alone))
 
 
@@ -506,7 +511,7 @@ def test_medusa_takes_padded_tensors(model: Toy) -> None:
     options: dict[str, Any] = {"attention_mask": ids >= 0, "max_new_tokens": 9}
     propose = prophet(model, [[3, 1, 4], [7, 9, 2, 2]], 9, partly)
     model.train()
-    out = medusa_generate(model, propose, ids, tree=TREES["bushy"], **options)
+    out = speculative_generate(model, HeadsDrafter(propose), ids, tree=TREES["bushy"], **options)
     assert model.training and model.qkv.training
     assert out.sequences.equal(generate(model, ids, **options))
 
@@ -530,13 +535,15 @@ def test_tokens_a_step(model: Toy, tree: Tree, rank_of: Callable[[int, int], int
     steps = 5
     propose = prophet(model, PROMPTS[:2], 1 + steps * per_step, rank_of)
     model.passes.clear()
-    out = medusa_generate(model, propose, PROMPTS[:2], tree=tree, max_new_tokens=1 + steps * per_step, pad_token_id=0)
+    out = speculative_generate(
+        model, HeadsDrafter(propose), PROMPTS[:2], tree=tree, max_new_tokens=1 + steps * per_step, pad_token_id=0
+    )
     assert (out.steps, out.passes, out.tokens_per_step) == (2 * steps, steps, per_step)
     assert model.passes == [(2, 5)] + [(2, len(tree))] * steps
 
 
 def test_tokens_a_step_without_a_step(model: Toy) -> None:
-    out = medusa_generate(model, lambda hidden: hidden, [1, 2], tree=chain(1), max_new_tokens=1)
+    out = speculative_generate(model, HeadsDrafter(lambda hidden: hidden), [1, 2], tree=chain(1), max_new_tokens=1)
     assert out.steps == 0 and math.isnan(out.tokens_per_step)
 
 
@@ -551,7 +558,9 @@ def test_tokens_a_step_without_a_step(model: Toy) -> None:
 )
 def test_proposals_too_small_for_the_tree(model: Toy, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        medusa_generate(model, lambda hidden: torch.zeros(shape), [1], tree=TREES["bushy"], max_new_tokens=5)
+        speculative_generate(
+            model, HeadsDrafter(lambda hidden: torch.zeros(shape)), [1], tree=TREES["bushy"], max_new_tokens=5
+        )
 
 
 # -- typical acceptance ------------------------------------------------------------------------------------------------
@@ -625,9 +634,9 @@ def test_typical_decoding_by_hand(model: Toy, tree: Tree, rule: tuple[float, flo
     heads = torch.randn(3, VOCAB, HIDDEN, dtype=torch.float64)
     by_hand = [typical_by_hand(model, heads, prompt, tree, 17, rule) for prompt in PROMPTS]
     names = ("temperature", "epsilon", "delta")
-    out = medusa_generate(
+    out = speculative_generate(
         model,
-        lambda hidden: torch.einsum("kvh,bh->bkv", heads, hidden),
+        HeadsDrafter(lambda hidden: torch.einsum("kvh,bh->bkv", heads, hidden)),
         PROMPTS,
         tree=tree,
         max_new_tokens=17,
@@ -642,9 +651,11 @@ def test_typical_decoding_by_hand(model: Toy, tree: Tree, rule: tuple[float, flo
 def test_typical_is_greedy_when_cold_and_takes_all_when_hot(model: Toy) -> None:
     propose = prophet(model, PROMPTS, 20, partly)
     options: dict[str, Any] = {"tree": TREES["bushy"], "max_new_tokens": 20, "pad_token_id": 0}
-    cold = medusa_generate(model, propose, PROMPTS, temperature=1e-3, **options)
+    cold = speculative_generate(model, HeadsDrafter(propose), PROMPTS, temperature=1e-3, **options)
     assert cold.sequences.equal(generate(model, PROMPTS, max_new_tokens=20, pad_token_id=0))
-    hot = medusa_generate(model, lambda hidden: torch.randn(len(hidden), 3, VOCAB), [1], temperature=1e9, **options)
+    hot = speculative_generate(
+        model, HeadsDrafter(lambda hidden: torch.randn(len(hidden), 3, VOCAB)), [1], temperature=1e9, **options
+    )
     assert hot.tokens_per_step > 3  # 1 / 13 is above 0.3 / 13: four tokens in every step but, perhaps, the last
 
 
@@ -660,7 +671,9 @@ def test_typical_is_greedy_when_cold_and_takes_all_when_hot(model: Toy) -> None:
 )
 def test_bad_acceptance(model: Toy, options: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        medusa_generate(model, lambda hidden: hidden, [1], tree=chain(1), max_new_tokens=2, **options)
+        speculative_generate(
+            model, HeadsDrafter(lambda hidden: hidden), [1], tree=chain(1), max_new_tokens=2, **options
+        )
     assert not model.passes
 
 

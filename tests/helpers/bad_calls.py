@@ -15,8 +15,8 @@ from ligermodels.convert import journal
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.documents import Documents
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.speculative.files import open_heads
 from ligermodels.speculative.head_files import TorchFile
+from ligermodels.speculative.medusa_files import open_heads
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.medusa_recipe import MedusaRecipe
 from ligermodels.training.recipe_file import parse_setting

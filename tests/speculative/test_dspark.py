@@ -19,10 +19,9 @@ from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.layers.targets import shift_labels
 from ligermodels.layers.tokens import KeptPadding, Tokens, Unpadding
-from ligermodels.speculative.block_anchors import Blocks, sample_blocks
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.block_head import BlockDraftConfig
-from ligermodels.speculative.block_training import default_layer_ids
+from ligermodels.speculative.block_training import Blocks, default_layer_ids, sample_blocks
 from ligermodels.speculative.decoding import TreeStep
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary

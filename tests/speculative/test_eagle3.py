@@ -17,8 +17,8 @@ from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative import draft_projection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.step_drafter import TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
-from ligermodels.speculative.tree_drafter import TreeDrafter
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {

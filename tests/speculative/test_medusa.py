@@ -13,7 +13,8 @@ from zoo import BASE, CONFIGS, LLAMA, PHI_LONGROPE, make_checkpoint, relative_er
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import packing
-from ligermodels.speculative.decoding import medusa_generate
+from ligermodels.speculative.decoding import speculative_generate
+from ligermodels.speculative.drafting import HeadsDrafter
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.tree import chain, default_tree
 
@@ -312,7 +313,9 @@ def test_batches_decode_as_each_row_alone(kind: Any, batch: int) -> None:
             options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": 0}
             assert model.generate(prompts, **options)[:, -max(ends) :].tolist() == rows
             gained: list[list[list[int]]] = []
-            out = medusa_generate(model, propose, prompts, tree=tree, **options, on_tokens=gained.append)
+            out = speculative_generate(
+                model, HeadsDrafter(propose), prompts, tree=tree, **options, on_tokens=gained.append
+            )
             assert out.sequences[:, -max(ends) :].tolist() == rows
             assert out.new_tokens == sum(ends)
             # As they come: one of each row from the prefill, then those of each step.
@@ -358,7 +361,7 @@ def decoded(model: lm.CausalLM, texts: list[list[int]], cuda_graph: bool) -> dic
     for case, (wrong, options) in cases.items():
         propose, tree = half_right(model, texts, wrong), default_tree(3, 12) if wrong else chain(3)
         options |= {"max_new_tokens": NEW, "pad_token_id": 0, "cuda_graph": cuda_graph}
-        out = medusa_generate(model, propose, PROMPTS[: len(texts)], tree=tree, **options)
+        out = speculative_generate(model, HeadsDrafter(propose), PROMPTS[: len(texts)], tree=tree, **options)
         found[case] = (out.sequences[:, -NEW:].tolist(), out.steps, out.new_tokens, out.passes)
     tokens, steps, *_ = found["typical"]
     # Some of what is not greedy is accepted, and some is not.

@@ -16,7 +16,7 @@ from zoo import BASE, CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.speculative import head_files
-from ligermodels.speculative.files import open_heads
+from ligermodels.speculative.medusa_files import open_heads
 from ligermodels.speculative.profiles import PROFILES, Fill
 
 HIDDEN, VOCAB = BASE["hidden_size"], BASE["vocab_size"]

@@ -12,10 +12,10 @@ from runs import equal_heads, losses
 from typer.testing import CliRunner
 
 import ligermodels as lm
+from ligermodels.arguments import Divergence
 from ligermodels.cli import app
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
-from ligermodels.ops.loss.divergences import Divergence
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.training import (

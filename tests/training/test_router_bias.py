@@ -19,7 +19,7 @@ from ligermodels.layers import Router, RouterOutput, router_z_loss
 from ligermodels.training import FineTuningRecipe, OutputMetrics, fine_tune, train, update_router_bias
 from ligermodels.training.objective_losses import PREFERENCE
 from ligermodels.training.preference import PreferenceModel
-from ligermodels.training.router_load import load_metrics
+from ligermodels.training.router_bias import load_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 0.05

@@ -5,14 +5,8 @@ order. So the bits of a query depend neither on other documents nor on the other
 it sees no key leaves them as they are.
 """
 
-from ligermodels.ops.attention.triton_attention_kernels import (
-    LOG2_E,
-    LOWEST,
-    attend,
-    kernel_for_any_length,
-    load_tile,
-    store_tile,
-)
+from ligermodels.ops.attention.triton_attention_kernels import kernel_for_any_length
+from ligermodels.ops.attention.triton_attention_steps import LOG2_E, LOWEST, attend, load_tile, store_tile
 from ligermodels.ops.runtime.dispatch import tl, triton
 
 
@@ -38,8 +32,15 @@ def batch_invariant_attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """As `attention_forward_kernel`. `query_bounds` (count + 1,) are the bounds of packed documents among the queries.
-    With `cache_seqlens` (B,), row b has that many keys before the keys of its T queries."""
+    """Each program writes out and lse for one tile of queries of one head and document.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, cu_seqlens, sinks, out,
+            lse, T, S, heads, count, steps, window, scale, softcap, GROUP, DIM, VALUE_DIM, BLOCK_T, BLOCK_S, BLOCK_DIM,
+            BLOCK_VALUE: see `attention_forward_kernel`.
+        query_bounds: int32 (count + 1,), bounds of packed documents among the queries, or None.
+        cache_seqlens: (B,), number of keys of each row before the keys of its T queries, or None: S - T.
+    """
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     tile = tl.program_id(1)
     start_q, start_k, num_queries, num_keys = 0, 0, T, S

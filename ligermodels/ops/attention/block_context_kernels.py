@@ -2,7 +2,7 @@
 
 The A blocks of a row are one sequence of T = A * L slots, the context one of S keys. Each slot sees an interval of the
 context, from the start of the document or of the window to the anchor, and an interval of its own block. Both are flash
-attention over tiles, by the functions of `triton_attention_kernels`. A tile of slots holds several blocks. With
+attention over tiles, by the functions of `triton_attention_steps`. A tile of slots holds several blocks. With
 ascending anchors they see nearly the same context, so that few tiles need a mask. No atomics: each result is written by
 one program, in a fixed order of summation.
 """
@@ -10,7 +10,7 @@ one program, in a fixed order of summation.
 from functools import partial
 from typing import Any
 
-from ligermodels.ops.attention.triton_attention_kernels import (
+from ligermodels.ops.attention.triton_attention_steps import (
     LOWEST,
     attend,
     key_gradient,
@@ -61,8 +61,29 @@ def block_context_forward_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes out (B, T, heads, DIM) and lse (B, heads, T), the base-2 logarithm of the softmax
-    denominator, for one tile of slots of one head. The last tiles, with the most keys, begin first."""
+    """Each program writes out and lse for one tile of slots of one head. The last tiles, with the most keys, begin
+    first.
+
+    Args:
+        q, q_batch, q_token, q_head: queries of the slots (B, T, heads, DIM), and their strides in elements.
+        own_k, own_k_batch, own_k_token, own_k_head: keys of the blocks (B, T, heads // GROUP, DIM), and their strides.
+        own_v, own_v_batch, own_v_token, own_v_head: values of the blocks (B, T, heads // GROUP, VALUE_DIM), and their
+            strides.
+        k, k_batch, k_token, k_head: keys of the context (B, S, heads // GROUP, DIM), and their strides.
+        v, v_batch, v_token, v_head: values of the context (B, S, heads // GROUP, VALUE_DIM), and their strides.
+        anchors: int64 (B, A), number of context keys before each block.
+        starts: int32 (B, A), first context key of each block's document.
+        out: (B, T, heads, VALUE_DIM), contiguous; written.
+        lse: float32 (B, heads, T), base-2 logarithm of the softmax denominator; written.
+        T, S: numbers of slots, A * L, and of context keys.
+        A, L: blocks of a row, and slots of a block.
+        heads: number of query heads.
+        window: keys that a slot sees, its own included, or None.
+        scale: factor on q·k, for scores to base 2.
+        GROUP, DIM, VALUE_DIM: query heads per key/value head, channels of a query, and channels of a value.
+        CAUSAL: whether slots see no later slot of their block.
+        BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: slots and keys of a tile; powers of 2 from DIM and VALUE_DIM on.
+    """
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
@@ -110,8 +131,19 @@ def block_context_query_gradient_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dq (B, T, heads, DIM) for one tile of slots of one head, and delta (B, heads, T): sums of
-    out * dout over channels, for the gradients of keys."""
+    """Each program writes dq and delta, for the gradients of keys, for one tile of slots of one head.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, anchors, starts, own_k,
+            own_k_batch, own_k_token, own_k_head, own_v, own_v_batch, own_v_token, own_v_head, T, S, A, L, heads,
+            window, scale, GROUP, DIM, VALUE_DIM, CAUSAL, BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: see
+            `block_context_forward_kernel`.
+        dout, dout_batch, dout_token, dout_head: gradient of out (B, T, heads, VALUE_DIM), and its strides.
+        out, lse: as the forward kernel writes them.
+        delta: float32 (B, heads, T), sums of out * dout over channels; written.
+        dq: (B, T, heads, DIM), contiguous; written.
+        softmax_scale: factor on q·k.
+    """
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
@@ -190,8 +222,19 @@ def block_context_key_gradient_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dk and dv (B, S, heads // GROUP, DIM) for one tile of keys of one head, summed over the query
-    heads that share it: keys of the context or, if OWN, keys of the blocks (S = T)."""
+    """Each program writes dk and dv for one tile of keys of one head, summed over the query heads that share it.
+
+    Args:
+        q, q_batch, q_token, q_head, anchors, starts, T, S, A, L, heads, window, scale, GROUP, DIM, VALUE_DIM, CAUSAL,
+            BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: see `block_context_forward_kernel`.
+        k, k_batch, k_token, k_head: keys (B, S, heads // GROUP, DIM) of the context or the blocks, and their strides.
+        v, v_batch, v_token, v_head: values (B, S, heads // GROUP, VALUE_DIM), and their strides.
+        dout, dout_batch, dout_token, dout_head: gradient of out (B, T, heads, VALUE_DIM), and its strides.
+        lse, delta: as the forward and the query gradient's kernel write them.
+        dk, dv: (B, S, heads // GROUP, DIM) and (B, S, heads // GROUP, VALUE_DIM), contiguous; written.
+        softmax_scale: factor on q·k.
+        OWN: whether the keys are those of the blocks (S = T), not of the context.
+    """
     kv_heads = heads // GROUP
     head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
     start_s = tl.program_id(1) * BLOCK_S

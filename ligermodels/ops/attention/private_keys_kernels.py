@@ -65,8 +65,22 @@ def private_keys_forward_kernel(
     q, q_batch, q_token, q_head, keys, values, causal, causal_lse, out, lse, B, T, J, heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Writes out (B, T, heads, DIM) and lse (B, heads, T) of the softmax over the keys of `causal` and J private keys
-    (J, B, T, heads // GROUP, DIM)."""
+    """Writes out and lse of the softmax over the keys of causal attention and J private keys of each token.
+
+    Args:
+        q, q_batch, q_token, q_head: queries (B, T, heads, DIM), and their strides in elements.
+        keys, values: private keys and values (J, B, T, heads // GROUP, DIM), contiguous.
+        causal: (B, T, heads, DIM), contiguous, the result of causal attention.
+        causal_lse: float32 (B, heads, T), base-2 logarithm of its softmax denominator.
+        out: (B, T, heads, DIM), contiguous; written.
+        lse: float32 (B, heads, T), base-2 logarithm of the whole denominator; written.
+        B, T, J, heads: numbers of sequences, tokens, private keys of a token, and query heads.
+        scale: factor on q·k, for scores to base 2.
+        GROUP: query heads per key head.
+        DIM: channels of a head.
+        BLOCK_T: tokens of a tile.
+        BLOCK_GROUP, BLOCK_DIM: powers of 2 from GROUP and from DIM on.
+    """
     batch, kv_head, token, head, channel, is_head, is_query, is_key = _place(
         T, heads, GROUP, DIM, BLOCK_T, BLOCK_GROUP, BLOCK_DIM
     )
@@ -96,8 +110,18 @@ def private_keys_gradient_kernel(
     dkeys, dvalues, B, T, J, heads, scale, softmax_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq (B, T, heads, DIM), the sum of causal_dq and the private keys' part, dkeys and dvalues. delta
-    (B, heads, T): sums of the whole result times dout over channels."""
+    """Writes dq, the sum of causal_dq and the private keys' part, dkeys and dvalues.
+
+    Args:
+        q, q_batch, q_token, q_head, keys, values: see `private_keys_forward_kernel`.
+        dout, dout_batch, dout_token, dout_head: gradient of out (B, T, heads, DIM), and its strides.
+        lse: as the forward kernel writes it.
+        delta: float32 (B, heads, T), sums of the whole result times dout over channels.
+        causal_dq: (B, T, heads, DIM), contiguous, gradient of q by causal attention.
+        dq, dkeys, dvalues: contiguous; written.
+        softmax_scale: factor on q·k.
+        B, T, J, heads, scale, GROUP, DIM, BLOCK_T, BLOCK_GROUP, BLOCK_DIM: see `private_keys_forward_kernel`.
+    """
     batch, kv_head, token, head, channel, is_head, is_query, is_key = _place(
         T, heads, GROUP, DIM, BLOCK_T, BLOCK_GROUP, BLOCK_DIM
     )

@@ -11,12 +11,18 @@ Query t is at position S - T + t. `cu_seqlens`, `sinks` and `window` may be None
 
 from functools import partial
 
-from ligermodels.ops.runtime.dispatch import HAS_TRITON, tl, triton
+from ligermodels.ops.attention.triton_attention_steps import (
+    LOG2_E,
+    LOWEST,
+    attend,
+    key_gradient,
+    key_ranges,
+    load_tile,
+    query_gradient,
+    store_tile,
+)
+from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
-
-LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None
-LOWEST = tl.constexpr(-1e30) if HAS_TRITON else None
-"""Below every finite score; the running maximum begins here, because -inf - -inf is NaN."""
 
 kernel_for_any_length = partial(kernel, do_not_specialize=("T", "S", "heads", "count", "steps", "window"))
 """One compiled kernel serves every length, number of documents and window."""
@@ -48,88 +54,6 @@ def _first_visible(position, cu_seqlens, count, steps, window, S):
     return first
 
 
-@triton.jit
-def load_tile(x, row, start, stride, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start + row of x, of DIM channels; zeros beyond `rows` if MASKED.
-
-    Args:
-        x: pointer to the first row.
-        row: indices from 0.
-        start: index of the first row of the tile.
-        stride: elements from row to row.
-        rows: number of rows.
-        DIM: number of channels.
-        BLOCK_DIM: a power of 2 from DIM on.
-        MASKED: whether the tile may reach beyond `rows`.
-    """
-    d = tl.arange(0, BLOCK_DIM)[None, :]
-    at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
-    if MASKED:
-        return tl.load(at, mask=(start + row < rows)[:, None] & (d < DIM), other=0.0)
-    if DIM != BLOCK_DIM:
-        return tl.load(at, mask=d < DIM, other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
-def store_tile(x, row, start, stride, rows, values, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    d = tl.arange(0, BLOCK_DIM)[None, :]
-    at = x + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d
-    tl.store(at, values.to(x.dtype.element_ty), mask=(start + row < rows)[:, None] & (d < DIM))
-
-
-@triton.jit
-def _scores(products, scale, softcap):
-    """Scores to base 2 of q·k, and their derivative's factor that depends on q·k. `scale` and `softcap` are prepared by
-    the host: without a softcap scores are scale * q·k, else softcap * tanh(x) with exp(2x) = exp2(scale * q·k)."""
-    scores = products * scale
-    slope = scores
-    if softcap is not None:
-        share = 1.0 / (1.0 + tl.exp2(scores))
-        slope = 4.0 * share * (1.0 - share)
-        scores = softcap * (1.0 - 2.0 * share)
-    return scores, slope
-
-
-@triton.jit
-def attend(
-    q, k, k_token, v, v_token, start, position, first, top, total, acc, S, scale, softcap,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax (https://arxiv.org/abs/1805.02867) over a tile of keys."""
-    row = tl.arange(0, BLOCK_S)
-    keys = load_tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
-    scores, _ = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
-    if MASKED:
-        key = (start + row)[None, :]
-        scores = tl.where((key <= position[:, None]) & (key >= first[:, None]), scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - highest[:, None])
-    decay = tl.exp2(top - highest)
-    total = total * decay + tl.sum(weights, axis=1)
-    values = load_tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
-    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-    return highest, total, acc
-
-
-@triton.jit
-def key_ranges(position, first, BLOCK_S: tl.constexpr):
-    """The tiles of keys that a tile of queries meets. Tiles in [begin, full) and [rest, end) are to be masked, tiles in
-    [full, rest) are seen by every query as a whole.
-
-    Args:
-        position: index of the key of each query's own token.
-        first: index of the first key that each query sees.
-        BLOCK_S: keys of a tile.
-    """
-    begin = tl.min(first) // BLOCK_S * BLOCK_S
-    end = tl.max(position) + 1
-    rest = (tl.min(position) + 1) // BLOCK_S * BLOCK_S
-    full = tl.minimum(tl.cdiv(tl.max(first), BLOCK_S) * BLOCK_S, rest)
-    return begin, full, rest, end
-
-
 @kernel_for_any_length
 def attention_forward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
@@ -137,8 +61,23 @@ def attention_forward_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes out (B, T, heads, VALUE_DIM) and lse (B, heads, T), the base-2 logarithm of the softmax
-    denominator, for one tile of queries of one head. Tiles with the most keys begin first."""
+    """Each program writes out and lse for one tile of queries of one head. Tiles with the most keys begin first.
+
+    Args:
+        q, q_batch, q_token, q_head: queries (B, T, heads, DIM), and their strides in elements.
+        k, k_batch, k_token, k_head: keys (B, S, heads // GROUP, DIM), and their strides.
+        v, v_batch, v_token, v_head: values (B, S, heads // GROUP, VALUE_DIM), and their strides.
+        cu_seqlens: int32 (count + 1,), bounds of packed documents, or None.
+        sinks: (heads,), the score of one more key of each head, whose value is zero, or None.
+        out: (B, T, heads, VALUE_DIM), contiguous; written.
+        lse: float32 (B, heads, T), base-2 logarithm of the softmax denominator; written.
+        T, S, heads, count: numbers of queries, keys, query heads, and documents in cu_seqlens.
+        steps: steps of a binary search among the documents.
+        window: keys that a query sees, its own included, or None.
+        scale, softcap: see `triton_attention.score_factors`.
+        GROUP, DIM, VALUE_DIM: query heads per key/value head, channels of a query, and channels of a value.
+        BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: queries and keys of a tile; powers of 2 from DIM and VALUE_DIM on.
+    """
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
@@ -174,27 +113,6 @@ def attention_forward_kernel(
     store_tile(out, row, start_t, heads * VALUE_DIM, T, acc / total[:, None], VALUE_DIM, BLOCK_VALUE)
 
 
-@triton.jit
-def query_gradient(
-    q, dout, row_lse, row_delta, k, k_token, v, v_token, start, position, first, dq, S, scale, softcap,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds the share of a tile of keys to the gradient of a tile of queries, up to softmax_scale."""
-    row = tl.arange(0, BLOCK_S)
-    keys = load_tile(k, row, start, k_token, S, DIM, BLOCK_DIM, MASKED)
-    values = load_tile(v, row, start, v_token, S, VALUE_DIM, BLOCK_VALUE, MASKED)
-    scores, slope = _scores(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, softcap)
-    weights = tl.exp2(scores - row_lse[:, None])
-    if MASKED:
-        key = (start + row)[None, :]
-        weights = tl.where((key <= position[:, None]) & (key >= first[:, None]), weights, 0.0)
-    dscores = weights * (tl.dot(dout, tl.trans(values), input_precision="ieee") - row_delta[:, None])
-    if softcap is not None:
-        dscores *= slope
-    return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision="ieee")
-
-
 @kernel_for_any_length
 def attention_query_gradient_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
@@ -203,8 +121,19 @@ def attention_query_gradient_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dq (B, T, heads, DIM) for one tile of queries of one head, and delta (B, heads, T): sums of
-    out * dout over channels. The gradients of keys and sinks need delta too."""
+    """Each program writes dq and delta for one tile of queries of one head. The gradients of keys and sinks need delta
+    too.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, cu_seqlens, T, S, heads,
+            count, steps, window, scale, softcap, GROUP, DIM, VALUE_DIM, BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: see
+            `attention_forward_kernel`.
+        dout, dout_batch, dout_token, dout_head: gradient of out (B, T, heads, VALUE_DIM), and its strides.
+        out, lse: as the forward kernel writes them.
+        delta: float32 (B, heads, T), sums of out * dout over channels; written.
+        dq: (B, T, heads, DIM), contiguous; written.
+        softmax_scale: factor on q·k.
+    """
     head, batch = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
     start_t = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
     row = tl.arange(0, BLOCK_T)
@@ -241,36 +170,6 @@ def attention_query_gradient_kernel(
     store_tile(dq, row, start_t, heads * DIM, T, acc * softmax_scale, DIM, BLOCK_DIM)
 
 
-@triton.jit
-def key_gradient(
-    keys, values, q, q_token, dout, dout_token, lse, delta, start, visible, dk, dv, T, scale, softcap,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Adds the share of a tile of queries to the gradients of a tile of keys, up to softmax_scale, and of values.
-
-    The scores are transposed: (keys, queries). `visible` is their mask; None where every query sees every key."""
-    MASKED: tl.constexpr = visible is not None
-    row = tl.arange(0, BLOCK_T)
-    token = start + row
-    queries = load_tile(q, row, start, q_token, T, DIM, BLOCK_DIM, MASKED)
-    douts = load_tile(dout, row, start, dout_token, T, VALUE_DIM, BLOCK_VALUE, MASKED)
-    if MASKED:
-        row_lse = tl.load(lse + token, mask=token < T, other=0.0)
-        row_delta = tl.load(delta + token, mask=token < T, other=0.0)
-    else:
-        row_lse, row_delta = tl.load(lse + token), tl.load(delta + token)
-    scores, slope = _scores(tl.dot(keys, tl.trans(queries), input_precision="ieee"), scale, softcap)
-    weights = tl.exp2(scores - row_lse[None, :])
-    if MASKED:
-        weights = tl.where(visible, weights, 0.0)
-    dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision="ieee")
-    dscores = weights * (tl.dot(values, tl.trans(douts), input_precision="ieee") - row_delta[None, :])
-    if softcap is not None:
-        dscores *= slope
-    return tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee"), dv
-
-
 @kernel_for_any_length
 def attention_key_gradient_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head,
@@ -279,9 +178,19 @@ def attention_key_gradient_kernel(
     GROUP: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes dk (B, S, heads // GROUP, DIM) and dv (B, S, heads // GROUP, VALUE_DIM) for one tile of keys,
-    summed over GROUP query heads. A key head is shared by PARTS * GROUP query heads. Tiles that the most queries see
-    begin first."""
+    """Each program writes dk and dv for one tile of keys, summed over GROUP query heads. Tiles that the most queries
+    see begin first.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, cu_seqlens, T, S, heads,
+            count, steps, window, scale, softcap, DIM, VALUE_DIM, BLOCK_T, BLOCK_S, BLOCK_DIM, BLOCK_VALUE: see
+            `attention_forward_kernel`.
+        dout, dout_batch, dout_token, dout_head: gradient of out (B, T, heads, VALUE_DIM), and its strides.
+        lse, delta: as the forward and the query gradient's kernel write them.
+        dk, dv: (B, S, heads // GROUP, DIM) and (B, S, heads // GROUP, VALUE_DIM), contiguous; written.
+        softmax_scale: factor on q·k.
+        GROUP, PARTS: query heads per program, and programs per key/value head: PARTS * GROUP query heads share it.
+    """
     groups = heads // GROUP
     head, batch = (tl.program_id(0) % groups).to(tl.int64), (tl.program_id(0) // groups).to(tl.int64)
     start_s = tl.program_id(1) * BLOCK_S

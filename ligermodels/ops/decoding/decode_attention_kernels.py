@@ -50,7 +50,27 @@ def decode_attention_kernel(
     """Each program takes the query heads of a key/value head for some tokens, as rows t * GROUP + g, and an even share
     of the tiles of slots that are filled and in the window. It writes their attention over these slots, and the base-2
     logarithm of the softmax denominator; the first share includes the sinks in it. Without SPLIT there is one share,
-    and its attention is the result."""
+    and its attention is the result.
+
+    Args:
+        q, q_batch, q_token, q_head: queries (B, T, kv_heads * GROUP, DIM), and their strides in elements.
+        k, k_batch, k_slot, k_head: cached keys (B, S, kv_heads, DIM), and their strides.
+        v, v_batch, v_slot, v_head: cached values (B, S, kv_heads, DIM), and their strides.
+        cache_seqlens: (B,), filled slots before the new tokens.
+        tree, tree_batch, tree_node: bytes (B, T, T), the new tokens that each of them sees, or None; and its strides.
+        sinks: (kv_heads * GROUP,), the score of one more slot of each head, whose value is zero, or None.
+        out: (B, T, kv_heads * GROUP, shares, DIM), contiguous, attention of each share; written.
+        log_sums: float32 (B, T, kv_heads * GROUP, shares); written with SPLIT, else None.
+        T, S, kv_heads: numbers of new tokens, of slots, and of key/value heads.
+        tiles: tiles of rows of a key/value head.
+        window: slots that a token sees, its own included; read with WINDOWED.
+        scale, softcap: see `decode_attention._score_factors`.
+        GROUP, DIM: query heads per key/value head, and channels of a head.
+        CAPPED, WINDOWED, TREE: whether there is a softcap, a window, a tree mask.
+        SPLIT: whether there is more than one share.
+        BLOCK_ROWS, BLOCK_SLOTS: rows and slots of a tile.
+        BLOCK_DIM: power of 2 from DIM on.
+    """
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
@@ -143,7 +163,17 @@ def combine_attention_kernel(
     parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program sums some channels of one query's attention over all shares of the slots, weighted by the shares'
-    softmax denominators. A share without a slot that the query sees may hold anything."""
+    softmax denominators. A share without a slot that the query sees may hold anything.
+
+    Args:
+        parts: (rows, SPLITS, DIM), contiguous, the attention of each share.
+        log_sums: float32 (rows, SPLITS), base-2 logarithms of the softmax denominators.
+        out: (rows, DIM), contiguous; written.
+        SPLITS: number of shares.
+        DIM: channels of a head.
+        BLOCK_SPLITS: power of 2 from SPLITS on.
+        BLOCK: channels per program.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -167,8 +167,16 @@ class Launch:
         self, dout: Any, dfinal: Tensor | None, dstates: Tensor, dinitial: Tensor | None, dv: Tensor | None = None,
         dx: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Writes the gradient of the state after each chunk to `dstates`, and of the first state to `dinitial`; with
-        `delta` also dv and dx."""
+        """Writes the gradients of states and, with `delta`, of values.
+
+        Args:
+            dout: gradient of the outputs (B, T, R, V), and its strides: a result of `heads_and_strides`.
+            dfinal: float32 (B, R, K, V), gradient of the last state, or None.
+            dstates: buffer for the gradient of the state after each chunk; written.
+            dinitial: float32 (B, R, K, V), gradient of the first state, or None; written.
+            dv: (B, T, R, V); written with `delta`.
+            dx: buffer for dX; written with `delta`.
+        """
         tiles = self.tiles("states_backward")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         states_backward_kernel[(self.rows * blocks,)](

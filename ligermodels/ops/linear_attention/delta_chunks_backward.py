@@ -41,7 +41,20 @@ def states_backward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first: it writes dS after
-    each chunk and, with DELTA, dX and dV. padded: number of tokens in all chunks, see `states_kernel`."""
+    each chunk and, with DELTA, dX and dV.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
+            attending, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+        dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
+        dfinal, dinitial: float32 (B, heads, K, V), gradients of the last state, read, and of the first, written.
+        dv: (B, T, heads, V), contiguous; written with DELTA.
+        dstates: gradient of the state after each chunk, (rows, chunks, PLANES, K, V); written.
+        dx: dX of each chunk, (rows, chunks, PLANES, CHUNK, V); written with DELTA.
+        T, K, V, heads, repeats, padded, blocks: see `states_kernel`.
+        FINAL, INITIAL: whether the last state has a gradient, and the first one needs one.
+        BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
+    """
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -113,8 +126,19 @@ def pairs_kernel(
     PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head; dpath, dbeta: the parts of dG and dbeta from values and
-    products of pairs."""
+    """Each program takes a chunk of a head, and writes dA, dM, and the parts of dG and dbeta from values and products
+    of pairs.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, T, K, heads,
+            repeats, chunks, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+        v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides.
+        dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
+        updates, dx: U and dX of each chunk, (rows, chunks, PLANES, CHUNK, V).
+        da, dm: dA and dM of each chunk, (rows, chunks, PLANES, CHUNK, CHUNK); written.
+        dpath, dbeta: float32 (rows, chunks * CHUNK), parts of dG and of the gradient of beta; written.
+        V, BLOCK_V, STAGES: channels of a value, channels of them per tile, and stages of the loop's pipeline.
+    """
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
     start = tl.cast(chunk, tl.int64) * CHUNK
@@ -175,7 +199,15 @@ def within_chunks_kernel(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_K channels of a chunk of a group of heads, and the terms of dQ and dK that come from dM
-    and, with DELTA, from dA. heads: number of matrices dM per chunk. dq, dk: (groups of all rows, tokens, K)."""
+    and, with DELTA, from dA.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, T, K, chunks, DELTA, HALF, NARROW, PLANES, CHUNK,
+            BLOCK_K: see `prepare_kernel`.
+        da, dm: as `pairs_kernel` writes them; without DELTA, dm alone.
+        dq, dk: float32 (B * heads / repeats, chunks * CHUNK, K), contiguous; written.
+        heads, repeats, blocks: matrices dM of a chunk, these of a key head, and blocks of BLOCK_K channels of a key.
+    """
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
@@ -219,9 +251,22 @@ def with_states_kernel(
     DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the dq and dk of `within_chunks_kernel` the terms that come from states and their gradients. dpath,
-    dbeta: the parts of dG and dbeta from these channels; one part per block. Without DELTA, `v` stands in for the
-    updates beta V, and beta multiplies the products."""
+    """Adds to the dq and dk of `within_chunks_kernel` the terms that come from states and their gradients.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, T, K, heads,
+            repeats, chunks, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+        v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides. Without DELTA they stand in for the
+            updates beta V, and beta multiplies the products.
+        dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
+        states, updates, dstates, dx: from `states_kernel` and `states_backward_kernel`; updates and dx with DELTA.
+        dq, dk: the results of `within_chunks_kernel`; added to.
+        dpath, dbeta: float32 (blocks, rows, chunks * CHUNK), the blocks' parts of dG and of the gradient of beta;
+            written.
+        V, blocks: channels of a value, and blocks of BLOCK_K channels of a key.
+        dpath_block: elements of a block's part of dpath.
+        BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
+    """
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     of_group = (tl.program_id(0) // blocks // chunks).to(tl.int64)
@@ -307,7 +352,15 @@ def finish_kernel(
     dq, dk, dg, dbeta, T, K, heads, repeats, chunks, parts, dpath_block, scale,
     DELTA: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a group of heads."""
+    """Each program takes a chunk of a group of heads.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, first, q_factor, k_factor, scale, T, K, heads,
+            repeats, chunks, DELTA, PACKED, CHUNK, BLOCK_K: see `prepare_kernel`.
+        dquery, dkey: the dq and dk of `with_states_kernel`.
+        dpath, dweight: float32 (parts, rows, chunks * CHUNK), of dpath_block elements each: parts of dG and dbeta.
+        dq, dk, dg, dbeta: (B, T, heads / repeats, K) and (B, T, heads), contiguous; written.
+    """
     chunk, of_group = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     groups = heads // repeats
     batch, group = of_group // groups, of_group % groups

@@ -120,7 +120,15 @@ def ancestors_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
-    """`ancestors_of_chunk` transposed: whether token i is token j or after it in its document, at [j, i]."""
+    """`ancestors_of_chunk` transposed: whether token i is token j or after it in its document, at [j, i].
+
+    Args:
+        first: int32 (T,), first token of each token's document; read with PACKED.
+        start: index of the chunk's first token.
+        n: (CHUNK,), indices within the chunk.
+        T: number of tokens.
+        PACKED: whether several documents are packed into the row.
+    """
     found = n[:, None] <= n[None, :]
     if PACKED:
         begin = tl.load(first + tl.minimum(start + n, T - 1))
@@ -164,8 +172,28 @@ def prepare_kernel(
     DELTA: tl.constexpr, ATTENDING: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
     PLANES: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head. path: sums of g in fp64; `solved` is T, with DELTA, and `attending` M, with
-    ATTENDING."""
+    """Each program takes a chunk of a head.
+
+    Args:
+        q, q_batch, q_token, q_head: queries (B, T, heads / repeats, K), and their strides in elements.
+        k, k_batch, k_token, k_head: keys (B, T, heads / repeats, K), and their strides.
+        g, beta: (B, T, heads), contiguous, logarithms of the decays, and weights of the tokens.
+        first: int32 (T,), first token of each token's document; read with PACKED.
+        path: fp64 (rows, chunks * CHUNK), sums of g within chunks and documents, for B * heads rows; written.
+        q_factor, k_factor: float32 (B * heads / repeats, chunks * CHUNK), which normalise queries and keys; written.
+        solved, attending: T and M of each chunk, (rows, chunks, PLANES, CHUNK, CHUNK); written with DELTA, with
+            ATTENDING.
+        T, K, heads, repeats, chunks: numbers of tokens, channels of a key, value heads, value heads per key head,
+            chunks.
+        scale: factor on the normalised queries.
+        DELTA: whether the delta rule is used; else Mamba2's sum.
+        ATTENDING: whether M is written.
+        PACKED: whether documents are packed into the row.
+        HALF, PLANES: dtype and number of the halves of a buffer; for float32 None and 1.
+        NARROW: whether queries, keys and values have no low halves.
+        EPS: added to the squared lengths of queries and keys.
+        CHUNK, BLOCK_K: tokens of a chunk, and a power of 2 from K on.
+    """
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
@@ -218,10 +246,26 @@ def states_kernel(
     PLANES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
-    writes the outputs, else the state before each chunk and, with DELTA, its `updates`, U. padded: the tokens of all
-    chunks; Triton makes a constant of an argument that is 1, and does not pipeline a loop of constant length 1, see
-    `MIN_WIDTH`. SKIP: `skip` v is added to the outputs, with `skip` (heads,)."""
+    """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last.
+
+    Args:
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
+            attending, T, K, heads, repeats, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+        v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides.
+        skip: (heads,), factors of v in the outputs; read with SKIP.
+        initial, final: float32 (B, heads, K, V), contiguous, the first state, read with INITIAL, and the last, written
+            with FINAL.
+        out: (B, T, heads, V), contiguous, the outputs; written with OUTPUT.
+        states: the state before each chunk, (rows, chunks, PLANES, K, V); written without OUTPUT.
+        updates: U of each chunk, (rows, chunks, PLANES, CHUNK, V); written without OUTPUT, with DELTA.
+        V: channels of a value.
+        padded: tokens of all chunks of a row. Triton makes a constant of an argument that is 1, and does not pipeline a
+            loop of constant length 1, see `MIN_WIDTH`.
+        blocks: blocks of BLOCK_V columns of a state.
+        SKIP, INITIAL, FINAL, OUTPUT: whether there is a skip, a first state, a last state; outputs, or states and
+            updates.
+        BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
+    """
     chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -58,7 +58,7 @@ def delta_gates(
 def delta_gates_reference(
     a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor, lower_bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The specification of `delta_gates`, in plain torch, with the same arguments."""
+    """The specification of `delta_gates`, in plain torch: the same a, b, log_rate, bias and lower_bound."""
     wide = torch.promote_types(a.dtype, torch.float32)
     rate = log_rate.to(wide).exp()
     rate = rate[:, None] if a.dim() == 4 else rate

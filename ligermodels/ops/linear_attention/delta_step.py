@@ -81,9 +81,28 @@ def step_kernel(
     DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head. DELTA: by the delta rule, with normalised keys and
-    queries. BY_CHANNEL: g has a decay for each of K channels. SKIP: the output is added skip v, with `skip`
-    (heads,)."""
+    """Each program takes BLOCK_V columns of the state of a head.
+
+    Args:
+        q, q_batch, q_token, q_head: queries (B, 1, heads / repeats, K), and their strides in elements.
+        k, k_batch, k_token, k_head: keys (B, 1, heads / repeats, K), and their strides.
+        v, v_batch, v_token, v_head: values (B, 1, heads, V), and their strides.
+        g: (B, 1, heads), contiguous, logarithms of the decays; (B, 1, heads, K) with BY_CHANNEL.
+        beta: (B, 1, heads), contiguous, weights of the token.
+        skip: (heads,), factors of v in the output; read with SKIP.
+        state: float32 (B, heads, K, V), contiguous; updated in place.
+        out: (B, 1, heads, V), contiguous; written.
+        heads, repeats: numbers of value heads, and of value heads per key head.
+        blocks: blocks of BLOCK_V columns of a state.
+        scale: factor on the normalised queries.
+        K, V: channels of a key and of a value.
+        DELTA: whether the delta rule is used, with normalised keys and queries.
+        BY_CHANNEL: whether g has a decay for each of K channels.
+        SKIP: whether skip v is added to the output.
+        EPS: added to the squared lengths of queries and keys.
+        BLOCK_K: power of 2 from K on.
+        BLOCK_V: columns of a state per program.
+    """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     i, j = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)

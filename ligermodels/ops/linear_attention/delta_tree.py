@@ -107,9 +107,31 @@ def tree_kernel(
     DELTA: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. DELTA and SKIP: see
-    `step_kernel`. Products of q and k before
-    the normalisation are exact for 16 bits; products with the state and with updates are float32, with PRECISION."""
+    """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k before
+    the normalisation are exact for 16 bits; products with the state and with updates are float32.
+
+    Args:
+        q, q_batch, q_node, q_head: queries (B, N, heads / repeats, K), and their strides in elements.
+        k, k_batch, k_node, k_head: keys (B, N, heads / repeats, K), and their strides.
+        v, v_batch, v_node, v_head: values (B, N, heads, V), and their strides.
+        g: (B, N, heads), contiguous, logarithms of the decays.
+        beta: (B, N, heads), contiguous, weights of the nodes.
+        skip: (heads,), factors of v in the outputs; read with SKIP.
+        state: float32 (B, heads, K, V), contiguous, the state before the root.
+        ancestors, tree_batch: bytes (B or 1, N, N), 1 at [i, j] if node j is node i or above it; elements from tree to
+            tree.
+        out: (B, N, heads, V), contiguous; written.
+        decay, keys, values: the tensors of `TreeUpdates`, contiguous; written.
+        N, K, V: numbers of nodes, of channels of a key, and of channels of a value.
+        heads, repeats: numbers of value heads, and of value heads per key head.
+        blocks: blocks of BLOCK_V columns of a state.
+        scale: factor on the normalised queries.
+        DELTA, SKIP, EPS: see `step_kernel`.
+        PRECISION: of products with the state and with updates.
+        BLOCK_N: power of 2 from N on.
+        BLOCK_K, BLOCK_V: channels of a key per step, and columns of a state per program.
+        STAGES: stages of the loop's pipeline.
+    """
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads

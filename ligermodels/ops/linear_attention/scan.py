@@ -93,8 +93,13 @@ def scan_tree(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, weight: Tensor, initial_state: Tensor, ancestors: Tensor, *,
     delta: bool,
 ) -> tuple[Tensor, TreeUpdates]:  # fmt: skip
-    """The recurrence over trees: the arguments of `scan_sequence`, with N nodes in place of T tokens, and ancestors,
-    bool (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
+    """The recurrence over trees.
+
+    Args:
+        q, k, v, g, weight: operands of `scan_sequence`, with N nodes in place of T tokens.
+        initial_state: (B, R, K, V), the state before the root.
+        ancestors: bool (N, N) or (B, N, N), True at [i, j] if node j is node i or one of its ancestors.
+        delta: whether the delta rule is used; else Mamba2's sum.
 
     Returns:
         o (B, N, R, V) of q's dtype, and the updates of the state before the root.

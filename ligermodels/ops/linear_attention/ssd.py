@@ -88,7 +88,7 @@ def ssd_reference(
 def scan_operands(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operands q, k, v, g and weight of `scan`, at least fp32."""
+    """The operands q, k, v, g and weight of `scan`, at least fp32, from x, dt, A, B and C of `ssd`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return C.to(wide), B.to(wide), x.to(wide), dt.to(wide) * A.to(wide), dt.to(wide)
 
@@ -102,8 +102,14 @@ def check_ssd(
     op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None,
     *dtypes: torch.dtype,
 ) -> None:  # fmt: skip
-    """Raises InputError, naming `op`, unless the operands and `state` (the state before them, or None) fit together,
-    and `state` has one of `dtypes`, if there are any."""
+    """Raises InputError unless the operands of `ssd` fit together.
+
+    Args:
+        op: name of the op, for messages.
+        x, dt, A, B, C, D: see `ssd`.
+        state: (B, R, N, P), the state before the operands, or None.
+        dtypes: allowed dtypes of `state`; none given: any.
+    """
     reject_dtensors(op, state)
     _TENSORS.check(op, x, dt, A, B, C, D)
     (batch, tokens, heads, width), (groups, size) = x.shape, B.shape[2:]

@@ -7,8 +7,8 @@ backward pass takes twice as many, for states and their gradients; the forward p
 With the notation of `delta_chunks_backward` and U = dt x, the gradients are
 
     dS before the chunk = kept_last dS + C^T (kept dY)              `states_backward_kernel`, the last chunk first
-    dx = dt (M^T dY + decay_last B dS) + D dY                       `values_kernel`
-    dM = dY U^T * decay, summed over the heads of a group           `group_pairs_kernel`
+    dx = dt (M^T dY + decay_last B dS) + D dY                       `_values_kernel`
+    dM = dY U^T * decay, summed over the heads of a group           `_group_pairs_kernel`
     dC = dM B + kept dY S^T                                         `within_chunks_kernel`, `with_states_kernel`
     dB = dM^T C + decay_last U dS^T
 
@@ -41,7 +41,7 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, heads_and_strides
 
 HEADS = 16
-"""Most heads of a program of `group_pairs_kernel`: fewer make more programs, and more sums of dM."""
+"""Most heads of a program of `_group_pairs_kernel`: fewer make more programs, and more sums of dM."""
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
 
 
 @kernel
-def values_kernel(
+def _values_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, skip,
     first, path, dstates, dv, T, K, V, heads, repeats, chunks,
     SKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
@@ -98,7 +98,7 @@ def values_kernel(
 
 
 @kernel
-def group_pairs_kernel(
+def _group_pairs_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
     dout_token, dout_head, beta, first, path, dm, dpath, dbeta, dskip, T, K, V, heads, repeats, chunks, slices,
     GROUPS: tl.constexpr, DSKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
@@ -160,7 +160,7 @@ def group_pairs_kernel(
 
 
 def _values(launch: Launch, dout: Any, dstates: Tensor, dv: Tensor) -> None:
-    values_kernel[(launch.rows * launch.chunks,)](
+    _values_kernel[(launch.rows * launch.chunks,)](
         *launch.keys, *dout, launch.beta, launch.skip, launch.first, launch.path, dstates, dv, launch.tokens,
         launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks,
         **launch.tiles("values", "DELTA"), SKIP=launch.skip is not None,
@@ -181,7 +181,7 @@ def _groups(
         squares = launch.batch * launch.groups * slices, launch.chunks, launch.planes, CHUNK, CHUNK
         dm = empty(squares, dtype=launch.dtype)
         of_pairs = [dm, dpath[-1], dweight[-1]]
-    group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
+    _group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
         *launch.keys, *launch.v, *dout, launch.beta, launch.first, launch.path, *of_pairs, of_heads, launch.tokens,
         launch.key_dim, launch.value_dim, launch.heads, launch.repeats, launch.chunks, slices,
         **launch.tiles("group_pairs", "DELTA"), GROUPS=of_groups is not None, DSKIP=of_heads is not None, HEADS=HEADS,

@@ -28,12 +28,10 @@ the mean of a over the batch. With s = sign(q - p), 0 where they are equal, the 
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"]
 
 
 class DistillationOptions(NamedTuple):

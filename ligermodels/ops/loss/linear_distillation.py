@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import Divergence
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import chunk_rows, chunks_of_logits, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
-from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, Divergence, DivergenceRows
+from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, DivergenceRows
 from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.checks import Signature

@@ -21,8 +21,16 @@ def _tanh_near(x):
 
 @triton.jit
 def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Effective logits of given ones in float32, accurate to a few units in the last place, and, if CAPPED, their slope
-    1 - tanh^2, accurate to 1e-5 of itself even where tanh is near 1. scale: logit_scale, over softcap if CAPPED."""
+    """Effective logits in float32, accurate to a few units in the last place, and, if CAPPED, their slope 1 - tanh^2,
+    accurate to 1e-5 of itself even where tanh is near 1.
+
+    Args:
+        x: logits, of any floating dtype.
+        scale: logit_scale, divided by softcap if CAPPED; read with SCALED or CAPPED.
+        softcap: bound of the logits; read with CAPPED.
+        SCALED: whether the logits are scaled.
+        CAPPED: whether they have a softcap.
+    """
     x = x.to(tl.float32)
     if SCALED or CAPPED:
         x = x * scale
@@ -38,7 +46,14 @@ def effective(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 
 @triton.jit
 def tempered(inverse_temperature, scale, softcap, logit_scale, CAPPED: tl.constexpr):
-    """scale, softcap and logit_scale of effective logits over a temperature, which follows the softcap."""
+    """scale, softcap and logit_scale of effective logits over a temperature, which follows the softcap.
+
+    Args:
+        inverse_temperature: 1 / temperature.
+        scale, softcap: of `effective`.
+        logit_scale: derivative of effective logits by plain ones, at 0.
+        CAPPED: whether the logits have a softcap.
+    """
     if CAPPED:
         softcap *= inverse_temperature
     else:

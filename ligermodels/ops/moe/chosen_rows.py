@@ -138,7 +138,7 @@ def _rows_sum(y: Tensor, weights: Tensor | None, rows: Tensor) -> Tensor:
         return _rows_sum_reference(y, weights, rows)
     y, out = as_rows(y), y.new_empty(tokens, y.shape[1])
     if out.numel():
-        sum_kernel[(tokens, -(-y.shape[1] // BLOCK))](
+        _sum_kernel[(tokens, -(-y.shape[1] // BLOCK))](
             y, y.stride(0), contiguous(weights), rows.contiguous(), out, y.shape[0], y.shape[1], COPIES=copies,
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _rows_sum_backward(
         return dy, dweights
     if C and H:
         d_out, y = as_rows(d_out), None if y is None else as_rows(y)
-        sum_gradient_kernel[(C,)](
+        _sum_gradient_kernel[(C,)](
             d_out, d_out.stride(0), y, 0 if y is None else y.stride(0), weights.contiguous(), choices.contiguous(),
             dy if need_rows else None, None if y is None else dweights, H, COPIES=copies, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def _rows_sum_backward(
 
 
 @kernel
-def sum_kernel(y, y_stride, weights, rows, out, C, H, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(y, y_stride, weights, rows, out, C, H, COPIES: tl.constexpr, BLOCK: tl.constexpr):
     """out[n]: the sum of weight * y[row] over the rows of token n, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -188,7 +188,7 @@ def sum_kernel(y, y_stride, weights, rows, out, C, H, COPIES: tl.constexpr, BLOC
 
 
 @kernel
-def sum_gradient_kernel(
+def _sum_gradient_kernel(
     d_out, d_out_stride, y, y_stride, weights, choices, dy, dweights, H, COPIES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dy[r]: the weight of choice r times the gradient of its token; dweights of the choice: the product of the

@@ -115,8 +115,22 @@ def few_rows_product(
 ):  # fmt: skip
     """Float32 (BLOCK_N, BLOCK_M): some channels of the weight times some rows of x.
 
-    rows: int64 (BLOCK_M,), offsets of the rows in x; with ONE, x is the only row. there: whether each row exists.
-    channel: int64 (BLOCK_N,), rows of the weight. The others: see `_few_rows_kernel`."""
+    Args:
+        x: pointer to the first row.
+        rows: int64 (BLOCK_M,), offsets of the rows in x; with ONE, x is the only row.
+        there: (BLOCK_M,), whether each row exists.
+        codes, scales: codes of the weight and their scales, see `ops.quantized.weights`; of a plain weight, itself and
+            None.
+        channel: int64 (BLOCK_N,), rows of the weight.
+        K, G, steps: inputs, groups of inputs, and steps of PARTS * STEP inputs.
+        KIND: the format of the codes, or "plain".
+        NATIVE: see `unpack`.
+        ONE: whether x has one row.
+        WHOLE: whether K is a multiple of PARTS * STEP.
+        BLOCK_M, BLOCK_N: rows of x, and channels of the weight.
+        PARTS, STEP: parts of the inputs per step, and inputs per part.
+        STAGES: steps in flight.
+    """
     if KIND == "int4" or KIND == "nf4" or KIND == "mxfp4":
         # Units are bytes of codes whose low four bits share a scale, and so do their high four bits.
         PER_GROUP: tl.constexpr = 2 if KIND == "mxfp4" else 1
@@ -173,8 +187,21 @@ def few_rows_store(
     result, y, row, there, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores the result of `few_rows_product`, channels from `first` on, with the bias of each channel and a gated
-    activation, to the rows `row` (BLOCK_M,) of y that are `there`."""
+    """Stores the result of `few_rows_product`, with the bias of each channel and a gated activation.
+
+    Args:
+        result: float32 (BLOCK_N, BLOCK_M), channels of rows.
+        y: (M, N), or (M, N / 2) with an activation, contiguous; written.
+        row: (BLOCK_M,), rows of y.
+        there: (BLOCK_M,), whether each row exists.
+        bias: (N,), or None.
+        channel: int64 (BLOCK_N,), the channels' places in `bias`.
+        gate_multiplier, down_multiplier, limit, up_offset: see `gated_values`.
+        first: first channel of the result.
+        N: number of channels.
+        ACTIVATION: name of the gated activation of pairs of channels, or "".
+        BLOCK_M, BLOCK_N: rows and channels of the result.
+    """
     if bias is not None:
         result += tl.load(bias + channel).to(tl.float32)[:, None]
     result, row = result.to(y.dtype.element_ty), row.to(tl.int64)[None, :]

@@ -49,11 +49,17 @@ def float8_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def int4_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The integers q in the low four bits and in the high four bits of bytes, each as DTYPE, bfloat16 or float16.
+    """The integers q in the low four bits and in the high four bits of bytes, each as DTYPE.
 
     In bfloat16, neighbours of 128 are 1 apart: the bits of 128 with c in the lowest bits are 128 + c. In float16 the
     bits of 1024 with c in the lowest bits are 1024 + c, and with c four bits higher 1024 + 16 c. One fused
-    multiply-add, which is exact, then gives q = c - 8."""
+    multiply-add, which is exact, then gives q = c - 8.
+
+    Args:
+        codes: uint8 bytes of two codes.
+        DTYPE: bfloat16 or float16.
+        NATIVE: whether the GPU has the instructions of the assembly.
+    """
     if IN_INTERPRETER or not NATIVE:
         low, high = ((codes & 15).to(tl.float32) - 8).to(DTYPE), ((codes >> 4).to(tl.float32) - 8).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -124,7 +130,13 @@ _LEVELS = _constant(NF4_LEVELS)
 
 @triton.jit
 def nf4_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The levels of the low four bits and of the high four bits of bytes, each as DTYPE, bfloat16 or float16."""
+    """The levels of the low four bits and of the high four bits of bytes, each as DTYPE.
+
+    Args:
+        codes: uint8 bytes of two codes.
+        DTYPE: bfloat16 or float16.
+        NATIVE: whether the GPU has the instructions of the assembly.
+    """
     if IN_INTERPRETER or not NATIVE:
         low, high = nf4_levels(codes & 15).to(DTYPE), nf4_levels(codes >> 4).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -166,8 +178,13 @@ _BFLOAT16_FP4, _FLOAT16_FP4 = _constant(_fp4_assembly(torch.bfloat16)), _constan
 
 @triton.jit
 def mxfp4_values(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The numbers of E2M1 in the low four bits and in the high four bits of bytes, each as DTYPE, bfloat16 or
-    float16."""
+    """The numbers of E2M1 in the low four bits and in the high four bits of bytes, each as DTYPE.
+
+    Args:
+        codes: uint8 bytes of two codes.
+        DTYPE: bfloat16 or float16.
+        NATIVE: whether the GPU has the instructions of the assembly.
+    """
     if IN_INTERPRETER or not NATIVE:
         low, high = mxfp4_numbers(codes & 15).to(DTYPE), mxfp4_numbers(codes >> 4).to(DTYPE)
     elif tl.bfloat16 == DTYPE:

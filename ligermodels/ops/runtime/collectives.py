@@ -90,7 +90,8 @@ def reduce_scatter_rows(x: Tensor, ranks: int, group: str) -> Tensor:
 
 @custom_op()
 def all_to_all_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """x (ranks * n, ...) of each rank, the rows for rank 0 first -> the rows for this rank, those of rank 0 first."""
+    """x (ranks * n, ...) of each of the `ranks` of the `group`, the rows for rank 0 first -> the rows for this rank,
+    those of rank 0 first."""
     if is_fake(x):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     each = [x.shape[0] // ranks] * ranks
