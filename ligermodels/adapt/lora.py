@@ -37,7 +37,7 @@ def add_lora(
     target_modules: str | Sequence[str] = "all-linear",
     target_parameters: Sequence[str] | None = None,
     experts_shared_outer_loras: bool = False,
-    modules_to_save: Sequence[str] = (),
+    modules_to_save: Sequence[str] | None = None,
     use_rslora: bool = False,
     dtype: DtypeLike | None = None,
 ) -> Model:

@@ -20,46 +20,57 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.untie import EMBEDDING, HEAD, untie
 
 
-def chosen_modules(model: CausalLM, names: Sequence[str], adapted: Collection[str] = ()) -> tuple[WeightMapping, ...]:
+def chosen_modules(
+    model: CausalLM, names: Sequence[str] | None, adapted: Collection[str] = ()
+) -> tuple[WeightMapping, ...]:
     """The parameters of the modules that are named, mapped to their tensors in PEFT's files.
 
     Args:
         model: the model.
         names: ends of paths in transformers, as in PEFT: "norm" names every norm. Either name of a tied weight stands
-            for the weight.
+            for the weight. None for no modules.
         adapted: native names of modules with LoRA.
 
     Raises:
         InputError: a name matches no module; the native model computes a module together with others; or a module is
             quantised, or has LoRA.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
     layout = transformers_layout(model)
     mappings = [*layout.mappings, *_heads(layout)]
-    paths = {container(source) for mapping in mappings for source in _sources(mapping)}
-    chosen = {path for path in paths if path.endswith(tuple(names))}
+    chosen = _named(mappings, names or ())
+    tied = {container(name) for pair in layout.aliases.items() for name in pair}
+    if tied & chosen:
+        chosen |= tied
+    found = [mapping for mapping in mappings if not chosen.isdisjoint(_paths(mapping))]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for mapping in found:
+        if reason := _refusal(mapping, chosen, parameters, adapted):
+            raise InputError(f"modules_to_save: {reason}")
+    return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
+
+
+def _refusal(
+    mapping: WeightMapping, chosen: set[str], parameters: Collection[str], adapted: Collection[str]
+) -> str | None:
+    """Why a parameter of the `chosen` paths cannot be trained whole, if it cannot."""
+    first, left = _paths(mapping)[0], [path for path in _paths(mapping) if path not in chosen]
+    if left:
+        return f"{left[0]} is one weight with modules that are named; name it too, or adapt these layers by LoRA"
+    if mapping.target not in parameters:
+        return f"{first} is quantised and cannot be trained"
+    return f"{first} has LoRA; leave it out of target_modules" if container(mapping.target) in adapted else None
+
+
+def _named(mappings: Iterable[WeightMapping], names: Sequence[str]) -> set[str]:
+    """The paths of modules that end with one of the names. InputError for a name that matches none."""
+    paths = {path for mapping in mappings for path in _paths(mapping)}
     for name in names:
         if not any(path.endswith(name) for path in paths):
             known = ", ".join(sorted({leaf(path) for path in paths}))
             raise InputError(f"modules_to_save: {name!r} matches no module; there are {known}")
-    if layout.aliases and any(container(source) in chosen for pair in layout.aliases.items() for source in pair):
-        chosen |= {container(source) for pair in layout.aliases.items() for source in pair}
-    found = [m for m in mappings if chosen & {container(source) for source in _sources(m)}]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for mapping in found:
-        if left := [source for source in _sources(mapping) if container(source) not in chosen]:
-            raise InputError(
-                f"modules_to_save: {container(left[0])} is one weight with modules that are named; name it too, or "
-                "adapt these layers by LoRA"
-            )
-        if mapping.target not in parameters:
-            raise InputError(f"modules_to_save: {container(_sources(mapping)[0])} is quantised and cannot be trained")
-        if container(mapping.target) in adapted:
-            raise InputError(
-                f"modules_to_save: {container(_sources(mapping)[0])} has LoRA; leave it out of target_modules"
-            )
-    return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
+    return {path for path in paths if path.endswith(tuple(names))}
 
 
 def stored_modules(
@@ -152,6 +163,11 @@ def _path(name: str) -> str:
 def _heads(layout: WeightMap) -> Iterator[WeightMapping]:
     """The mapping of a tied head, which repeats the embedding."""
     return (rename(HEAD, alias) for alias in layout.aliases)
+
+
+def _paths(mapping: WeightMapping) -> list[str]:
+    """The paths of the modules whose tensors make up a parameter."""
+    return [container(source) for source in _sources(mapping)]
 
 
 def _sources(mapping: WeightMapping) -> list[str]:
