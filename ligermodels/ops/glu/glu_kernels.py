@@ -66,9 +66,12 @@ def bounded_gradients(d, g, u, p, slope, g0, u0, limit, up_factor, ACTIVATION: t
     if up_factor is not None:
         u = u * up_factor
     of_gate = d * u * (p + g * slope)
-    of_up = d * passed(g, p, limit, ACTIVATION)
+    of_up = d * g * p
     if limit is not None:  # no gradient beyond the bounds; the bounds count as within, and NaN stays
-        limited = g * p if ACTIVATION == "clamped_silu" else g0
+        limited = g0
+        if ACTIVATION == "clamped_silu":
+            limited = g * p
+            of_up = d * passed(g, p, limit, ACTIVATION)
         of_gate = tl.where(limited > limit, 0.0, of_gate)
         of_up = tl.where(tl.abs(u0) > limit, 0.0, of_up)
     return of_gate, of_up
