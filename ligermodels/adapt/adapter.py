@@ -25,7 +25,7 @@ from ligermodels.convert.export_spec import as_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, TOKENIZER, Companions
 from ligermodels.convert.input_files import folder_to_write, is_present
 from ligermodels.convert.mappings import WeightMapping
-from ligermodels.convert.placement import DtypeLike
+from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -104,7 +104,7 @@ def write_adapter(
         overwrite: replace an adapter in `folder`; other files stay. Default: False.
     """
     check_expert_format(expert_format)
-    whole = {each.target: tensors[each.target if each.target in tensors else EMBEDDING] for each in modules}
+    whole = {each.target: tensors[EMBEDDING if each.target == HEAD not in tensors else each.target] for each in modules}
     tensors = {name: tensors[name] for name in lora_tensors(updates)}
     ranks = Ranks([*tensors.values(), *whole.values()])  # before conversions, which gather
     updates, tensors = _in_format(updates, tensors, expert_format)
@@ -125,7 +125,7 @@ def write_adapter(
     if replaced and source and generation not in (None, Companions.of(source.folder).generation_config):
         own[GENERATION_CONFIG] = as_json(generation)
     config = adapter_config(updates, adaptable, spec.base_name, expert_format, module_paths(modules))
-    if HEAD in whole and whole[HEAD] is whole.get(EMBEDDING):
+    if model.config.head.tied and {HEAD, EMBEDDING} <= whole.keys() and _are_equal(whole[HEAD], whole[EMBEDDING]):
         config["ensure_weight_tying"] = True  # PEFT would otherwise train two copies
     save_checkpoint(
         folder,
@@ -215,11 +215,13 @@ def rewrite_adapter(
     """
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
-        stored = functools.reduce(torch.promote_types, (header.dtype for header in checkpoint.headers.values()))
+        headers = checkpoint.headers
+        stored = functools.reduce(torch.promote_types, (h.dtype for name, h in headers.items() if ".lora_" in name))
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in lora_tensors(updates).items()}
-        values = saved_values(model, modules, "cpu").items()
-        tensors |= {name: value.to(dtype or stored) for name, value in values}
+        values, given = saved_values(model, modules, "cpu"), resolve_dtype(dtype, None)
+        for each in modules:
+            tensors[each.target] = values[each.target].to(given or headers[each.views[0].source].dtype)
         adapter_map(updates, form, modules).load(checkpoint, tensors)
     options: dict[str, Any] = {"expert_format": expert_format or form, "overwrite": overwrite}
     write_adapter(model, updates, tensors, folder, modules=modules, **options)
@@ -272,6 +274,10 @@ def lora_tensors(updates: Mapping[str, AnyLoRA]) -> dict[str, Tensor]:
         for name, update in updates.items()
         for own, tensor in update.lora_parameters().items()
     }
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or torch.equal(one, other)
 
 
 def _in_format(

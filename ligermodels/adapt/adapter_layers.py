@@ -10,7 +10,7 @@ from ligermodels.adapt.adapter_base import check_family
 from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_part, values_by_path
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
-from ligermodels.adapt.saved_modules import stored_modules
+from ligermodels.adapt.saved_modules import check_unquantized, stored_modules
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
 from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
@@ -25,7 +25,7 @@ from ligermodels.models.state_dict import layout_in_memory
 
 
 class Adapter(NamedTuple):
-    """What an adapter's file has for a model."""
+    """The contents of an adapter's file, for a model."""
 
     updates: dict[str, AnyLoRA]  # empty, not yet in the model
     expert_format: ExpertFormat
@@ -51,6 +51,7 @@ def adapter_of_file(
     layouts = _layouts(model)
     linear, experts = _targets(model, layouts, paths)
     modules = stored_modules(layouts, whole, config)
+    check_unquantized(model, modules, "load the model unquantised, or exclude these layers")
     try:
         found = find_experts(paths, experts, config.get("target_parameters"))
     except CheckpointError as error:

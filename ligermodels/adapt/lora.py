@@ -128,6 +128,8 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     if dequantize:
         for layer in quantized_layers(model).values():  # layers without LoRA
             layer.make_dense(model.dtype)
+    for mapping in model.modules_to_save:
+        model.get_parameter(mapping.target).requires_grad_(False)
     model.modules_to_save = ()
     return model
 
@@ -209,7 +211,7 @@ def lora_disabled(model: CausalLM) -> Iterator[None]:
     """
     if model.modules_to_save:
         paths = ", ".join(module_paths(model.modules_to_save))
-        raise InputError(f"lora_disabled: the model does not keep what {paths} are in the base")
+        raise InputError(f"lora_disabled: the base's values of {paths} are not kept; copy the model before training")
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in lora_layers(model)}
     updates = {name: layer.update for name, layer in layers.items()}
     try:

@@ -68,6 +68,7 @@ def quantize(
     layers = _layers_to_quantize(model, exclude, _stored_unquantized(model, kind))
     if not layers and head is None:
         raise InputError("exclude: leaves no linear layer to quantise")
+    _check_trained_whole(model, {*layers, *(["head"] if head is not None else [])})
     if head is not None:
         _check_head(model.head)
     for name in list(layers):
@@ -81,10 +82,22 @@ def quantize(
         if model.config.head.tied:
             untie(model)
     trained = [p for update in lora_layers(model).values() for p in update.parameters() if p.requires_grad]
+    trained += [p for p in map(model.get_parameter, _trained_whole(model)) if p.requires_grad]
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_()
     return model
+
+
+def _trained_whole(model: CausalLM) -> list[str]:
+    """Native names of the parameters that are trained whole beside LoRA."""
+    return [mapping.target for mapping in model.modules_to_save]
+
+
+def _check_trained_whole(model: CausalLM, layers: Collection[str]) -> None:
+    """Raise InputError if one of these layers is trained whole."""
+    if whole := [name for name in _trained_whole(model) if name.rpartition(".")[0] in layers]:
+        raise InputError(f"exclude: {', '.join(whole)} are trained whole (modules_to_save); exclude these layers")
 
 
 def _stored_unquantized(model: CausalLM, kind: QuantizedFormat) -> Collection[str]:

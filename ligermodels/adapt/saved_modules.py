@@ -27,27 +27,33 @@ def chosen_modules(
 
     Args:
         model: the model.
-        names: ends of paths in transformers, as in PEFT: "norm" names every norm. Either name of a tied weight stands
-            for the weight. None for no modules.
+        names: ends of paths in transformers, as in PEFT: "norm" names every norm, "mlp" all layers of every MLP. Either
+            name of a tied weight stands for the weight. None for no modules.
         adapted: native names of modules with LoRA.
 
     Raises:
-        InputError: a name matches no module; the native model computes a module together with others; or a module is
-            quantised, or has LoRA.
+        InputError: a name matches no module; the native model fuses a module with others that are not named; or a
+            module is quantised, or has LoRA.
     """
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
     layout = transformers_layout(model)
     mappings = [*layout.mappings, *_heads(layout)]
-    chosen = _named(mappings, names or ())
+    chosen = {path for name in names or () for path in _named(mappings, name)}
     tied = {container(name) for pair in layout.aliases.items() for name in pair}
     if tied & chosen:
         chosen |= tied
     found = [mapping for mapping in mappings if not chosen.isdisjoint(_paths(mapping))]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     for mapping in found:
-        if reason := _refusal(mapping, chosen, parameters, adapted):
-            raise InputError(f"modules_to_save: {reason}")
+        left = [path for path in _paths(mapping) if path not in chosen]
+        if left:
+            fused = ", ".join(dict.fromkeys(map(leaf, _paths(mapping))))
+            raise InputError(
+                f"modules_to_save: {fused} are one fused weight; name all of them, or use LoRA for {left[0]}"
+            )
+        if container(mapping.target) in adapted:
+            raise InputError(f"modules_to_save: {_paths(mapping)[0]} has LoRA; leave it out of target_modules")
+    check_unquantized(model, found, "they cannot be trained whole")
     return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
 
 
@@ -63,14 +69,27 @@ def _refusal(
     return f"{first} has LoRA; leave it out of target_modules" if container(mapping.target) in adapted else None
 
 
-def _named(mappings: Iterable[WeightMapping], names: Sequence[str]) -> set[str]:
-    """The paths of modules that end with one of the names. InputError for a name that matches none."""
+def _named(mappings: Iterable[WeightMapping], name: str) -> set[str]:
+    """The paths of the modules with this name. InputError if there are none."""
     paths = {path for mapping in mappings for path in _paths(mapping)}
-    for name in names:
-        if not any(path.endswith(name) for path in paths):
-            known = ", ".join(sorted({leaf(path) for path in paths}))
-            raise InputError(f"modules_to_save: {name!r} matches no module; there are {known}")
-    return {path for path in paths if path.endswith(tuple(names))}
+    if not (found := {path for path in paths if _is_named(path, name)}):
+        known = ", ".join(sorted({leaf(path) for path in paths}))
+        raise InputError(f"modules_to_save: {name!r} matches no module; there are {known}")
+    return found
+
+
+def _is_named(path: str, name: str) -> bool:
+    """Whether a name is the end of a path, or of the path of a module around it, as in PEFT."""
+    parts = path.split(".")
+    return any(".".join(parts[:end]).endswith(name) for end in range(1, len(parts) + 1))
+
+
+def check_unquantized(model: CausalLM, modules: Iterable[WeightMapping], advice: str) -> None:
+    """Raise InputError, with this advice, if the model has quantised one of the modules."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if quantized := [mapping for mapping in modules if mapping.target not in parameters]:
+        paths = ", ".join(module_paths(quantized))
+        raise InputError(f"modules_to_save: {paths} are quantised; {advice}")
 
 
 def stored_modules(
@@ -98,10 +117,10 @@ def stored_modules(
     if left := sorted(set(names) - used):
         raise CheckpointError(
             f"{ADAPTER}: has {len(left)} tensors that are no A or B of a linear layer and no whole parameter of this "
-            f"model, such as {left[0]}"
+            f"model (it may fuse the weights of several layers), such as {left[0]}"
         )
     for name in config.get("modules_to_save") or ():
-        if not any(container(path).endswith(name) for path in stored):
+        if not any(_is_named(container(path), name) for path in stored):
             raise CheckpointError(f"{ADAPTER}: has no tensor of {name!r} in modules_to_save of {ADAPTER_CONFIG}")
     return tuple(found.values())
 

@@ -33,7 +33,8 @@ def sample_with_log_probs(
 
     Returns:
         Long (B, T + n), as of `generate`; and float32 (B, n), log softmax(logits / temperature) of the new tokens, over
-        all tokens, before `top_k`, `top_p` and `min_p`, with 0 on the padding of shorter sequences.
+        all tokens: after `repetition_penalty` and `logits_processor`, before `top_k`, `top_p` and `min_p`; with 0 on
+        the padding of shorter sequences.
 
     Raises:
         InputError: arguments that `generate` refuses; or a tensor-parallel model.
@@ -44,6 +45,8 @@ def sample_with_log_probs(
         >>> ids.shape, log_probs.shape
         (torch.Size([1, 8]), torch.Size([1, 5]))
     """
+    if own := {"do_sample", "on_token", "streamer", "num_beams"} & options.keys():
+        raise InputError(f"sample_with_log_probs: takes no {', '.join(sorted(own))}; it always samples")
     if any(map(is_tensor_parallel, model.modules())):
         raise InputError("sample_with_log_probs: the model is tensor-parallel; model.log_probs(ids, ids) computes them")
     decoding = Decoding(model, input_ids, max_new_tokens, temperature=temperature, do_sample=True, **options)

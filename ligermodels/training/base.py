@@ -116,7 +116,7 @@ class Base:
         if tokens := untrained_tokens(self.config, self.tokenizer, weights, template):
             warnings.warn(
                 f"chat_template: the embeddings of {', '.join(tokens)} in {weights} are zero: the base model was not "
-                "trained on them, and LoRA and heads do not train them. Train all parameters, or with LoRA also "
+                "trained on them, and this run does not train them. Train all parameters, or with LoRA also "
                 "embed_tokens and lm_head (lora_modules_to_save), or give a template without special tokens (alpaca, "
                 "mistral, zephyr)",
                 CheckpointWarning,

@@ -118,4 +118,5 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
 
     @property
     def trains_embeddings(self) -> bool:
-        return self.trains_configs or bool(self.lora_modules_to_save)
+        whole = {name.rpartition(".")[2] for name in self.lora_modules_to_save}
+        return self.trains_configs or whole >= {"embed_tokens", "lm_head"}

@@ -23,6 +23,7 @@ from zoo import BASE, CONFIGS, make_checkpoint, relative_error
 
 import ligermodels as lm
 from ligermodels.adapt import patterns
+from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.adapt.lora import lora_disabled, lora_layers
 from ligermodels.cli import app
 from ligermodels.convert.mappings import TensorView, grouped_qkv
@@ -476,9 +477,10 @@ def test_bad_files(tmp_path: Path) -> None:
         ("embed_tokens", "must be a list of names"),
         ([3], "must be a list of names"),
         (["wte"], "'wte' matches no module; there are .*embed_tokens.*norm"),
-        (["up_proj"], "gate_proj is one weight with modules that are named"),
+        (["up_proj"], "gate_proj, up_proj are one fused weight; name all of them, or use LoRA for .*gate_proj"),
         (["gate_proj", "up_proj"], "has LoRA; leave it out of target_modules"),
         (["o_proj"], "o_proj has LoRA"),
+        (["mlp"], "has LoRA"),
     ],
     ids=str,
 )
@@ -494,9 +496,51 @@ def test_a_whole_module_has_no_base() -> None:
     model = build(target_modules=["q_proj"], modules_to_save=["layers.1.mlp.gate_proj", "layers.1.mlp.up_proj"])
     trained = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
     assert trained == {"decoder.blocks.1.mlp.gate_up.weight"}
-    with pytest.raises(InputError, match=r"layers.1.mlp.gate_proj.* in the base"), lora_disabled(model):
+    with pytest.raises(InputError, match=r"values of .*layers.1.mlp.gate_proj.* are not kept"), lora_disabled(model):
         pass
-    assert not lm.merge_lora(model).modules_to_save
+    whole = build(target_modules=["q_proj"], modules_to_save=["layers.1.mlp"])
+    assert trained | {"decoder.blocks.1.mlp.down.weight"} == {
+        name for name, p in whole.named_parameters() if p.requires_grad and "lora_" not in name
+    }
+    merged = lm.merge_lora(model)
+    assert not merged.modules_to_save and not any(p.requires_grad for p in merged.parameters())
+
+
+def test_whole_modules_and_quantised_layers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["o_proj", "embed_tokens"]}
+    model = build(**options)
+    with pytest.raises(InputError, match=r"exclude: decoder.blocks.0.mixer.o.weight.* are trained whole"):
+        lm.quantize(model, "int4")
+    lm.quantize(model, "int4", exclude=["*mixer.o"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert trained == {"decoder.embed.weight", *(f"decoder.blocks.{i}.mixer.o.weight" for i in range(3))}
+    lm.save_adapter(model, tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(
+        stored["base_model.model.model.layers.1.self_attn.o_proj.weight"], model.decoder.blocks[1].mixer.o.weight
+    )
+    base = lm.quantize(lm.from_config(LLAMA), "int4")
+    with pytest.raises(InputError, match=r"modules_to_save: .*o_proj are quantised; load the model unquantised"):
+        lm.load_adapter(base, tmp_path)
+    assert not lora_layers(base)
+    with pytest.raises(InputError, match=r"modules_to_save: .*o_proj.* are quantised"):
+        lm.add_lora(base, **options)
+
+
+def test_an_adapter_with_whole_modules_is_written_again(tmp_path: Path) -> None:
+    """Each tensor in its dtype, or all in the one that is given; the embedding and the head stay tied."""
+    tied = {**LLAMA, "tie_word_embeddings": True}
+    model = lm.add_lora(lm.from_config(tied), 2, dtype="bfloat16", modules_to_save=SAVED)
+    lm.save_adapter(model, tmp_path / "first")
+    rewrite_adapter(lm.from_config(tied), tmp_path / "first", tmp_path / "again")
+    first, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("first", "again"))
+    assert {x.dtype for x in first.values()} == {torch.bfloat16, torch.float32}
+    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+    assert all(first[n].dtype == again[n].dtype for n in first)
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("first", "again")]
+    assert configs[0] == configs[1] and configs[0]["ensure_weight_tying"]
+    rewrite_adapter(lm.from_config(tied), tmp_path / "first", tmp_path / "half", dtype="float16")
+    assert {x.dtype for x in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {torch.float16}
 
 
 @pytest.mark.parametrize(
@@ -504,7 +548,7 @@ def test_a_whole_module_has_no_base() -> None:
     [
         ({"model.layers.0.mlp.up_proj.weight": (84, 36)}, "up_proj"),
         ({"model.embed_tokens.weight": (133, 36)}, r"embed_tokens.weight \[133, 36\] instead of"),
-        ({"model.wte.weight": (131, 36)}, "no whole parameter of this model, such as base_model.model.model.wte"),
+        ({"model.wte.weight": (131, 36)}, "no whole parameter of this model .*such as base_model.model.model.wte"),
     ],
     ids=["a part", "grown", "unknown"],
 )

@@ -49,7 +49,7 @@ class EngineStates(MambaBase):
 
     @kv_cache.setter
     def kv_cache(self, tensors: Sequence[Tensor]) -> None:
-        """Called by vLLM with the layer's tensors (blocks, ...), and with nothing to free them."""
+        """vLLM sets the layer's tensors (blocks, ...), and an empty sequence to free them."""
         self.tensors = tuple(tensors)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
