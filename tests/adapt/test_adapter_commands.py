@@ -195,6 +195,7 @@ def test_info_of_an_adapter(adapter: Path, speaker: Path, tmp_path: Path) -> Non
         "rank": 3,
         "alpha": 24,
         "use_rslora": False,
+        "modules_to_save": [],
         "adapted_layers": len(tensors) // 2,
         "parameters": count,
         "weights_bytes": 4 * count,
