@@ -45,14 +45,7 @@ def chosen_modules(
         chosen |= tied
     found = [mapping for mapping in mappings if not chosen.isdisjoint(_paths(mapping))]
     for mapping in found:
-        left = [path for path in _paths(mapping) if path not in chosen]
-        if left:
-            fused = ", ".join(dict.fromkeys(map(leaf, _paths(mapping))))
-            raise InputError(
-                f"modules_to_save: {fused} are one fused weight; name all of them, or use LoRA for {left[0]}"
-            )
-        if container(mapping.target) in adapted:
-            raise InputError(f"modules_to_save: {_paths(mapping)[0]} has LoRA; leave it out of target_modules")
+        _check_whole(mapping, chosen, adapted)
     check_unquantized(model, found, "they cannot be trained whole")
     return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
 
@@ -67,6 +60,15 @@ def _refusal(
     if mapping.target not in parameters:
         return f"{first} is quantised and cannot be trained"
     return f"{first} has LoRA; leave it out of target_modules" if container(mapping.target) in adapted else None
+
+
+def _check_whole(mapping: WeightMapping, chosen: Collection[str], adapted: Collection[str]) -> None:
+    """Raise InputError for a parameter of which only some layers are `chosen`, or which is `adapted` by LoRA."""
+    if left := [path for path in _paths(mapping) if path not in chosen]:
+        fused = ", ".join(dict.fromkeys(map(leaf, _paths(mapping))))
+        raise InputError(f"modules_to_save: {fused} are one fused weight; name all of them, or use LoRA for {left[0]}")
+    if container(mapping.target) in adapted:
+        raise InputError(f"modules_to_save: {_paths(mapping)[0]} has LoRA; leave it out of target_modules")
 
 
 def _named(mappings: Iterable[WeightMapping], name: str) -> set[str]:
