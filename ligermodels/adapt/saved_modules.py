@@ -35,8 +35,7 @@ def chosen_modules(
         InputError: a name matches no module; the native model fuses a module with others that are not named; or a
             module is quantised, or has LoRA.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
-        raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
+    _check_names(names)
     layout = transformers_layout(model)
     mappings = [*layout.mappings, *_heads(layout)]
     chosen = {path for name in names or () for path in _named(mappings, name)}
@@ -60,6 +59,11 @@ def _refusal(
     if mapping.target not in parameters:
         return f"{first} is quantised and cannot be trained"
     return f"{first} has LoRA; leave it out of target_modules" if container(mapping.target) in adapted else None
+
+
+def _check_names(names: Any) -> None:
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
+        raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
 
 
 def _check_whole(mapping: WeightMapping, chosen: Collection[str], adapted: Collection[str]) -> None:
