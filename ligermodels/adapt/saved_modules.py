@@ -49,19 +49,8 @@ def chosen_modules(
     return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
 
 
-def _refusal(
-    mapping: WeightMapping, chosen: set[str], parameters: Collection[str], adapted: Collection[str]
-) -> str | None:
-    """Why a parameter of the `chosen` paths cannot be trained whole, if it cannot."""
-    first, left = _paths(mapping)[0], [path for path in _paths(mapping) if path not in chosen]
-    if left:
-        return f"{left[0]} is one weight with modules that are named; name it too, or adapt these layers by LoRA"
-    if mapping.target not in parameters:
-        return f"{first} is quantised and cannot be trained"
-    return f"{first} has LoRA; leave it out of target_modules" if container(mapping.target) in adapted else None
-
-
 def _check_names(names: Any) -> None:
+    """Raise InputError unless these are names, or None."""
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise InputError(f"modules_to_save: must be a list of names, got {short(names)}")
 

@@ -378,6 +378,9 @@ def test_log_probabilities_of_samples(model: Toy, options: dict[str, Any]) -> No
         assert not found[len(new) :].any()
         lengths.add(len(new))
     assert len(lengths) > 1
+    for name in ("do_sample", "num_beams"):
+        with pytest.raises(InputError, match=f"sample_with_log_probs: takes no {name}"):
+            sample_with_log_probs(model, PROMPTS, 9, **{name: 1})
 
 
 # -- Medusa ------------------------------------------------------------------------------------------------------------
