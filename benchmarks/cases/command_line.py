@@ -1,5 +1,5 @@
 """`python -m benchmarks command_line [CASE ...] [--attention NAME ...] [--cuda-graph MODE ...] [--out FILE]`:
-`ligermodels train` by its settings.
+`ligermodels train` by its settings, with `--peers` beside TRL's SFTTrainer.
 
 The command trains models from random weights on Python's sources. Its speed comes from its metrics and includes data
 loading and clipping. All settings run in turns, in processes of their own. `--bare` also times the bare training step,
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.models import CONFIGS
+from benchmarks.cases.sft_peer import SETTINGS
 from benchmarks.reporting import recording
 from ligermodels.demo.corpus import python_sources, train_tokenizer
 
@@ -74,6 +75,15 @@ def of_bare_step(case: str, out: Path) -> float:
     return float(next(record["tokens_per_s"] for record in reversed(records) if record["case"] == case))
 
 
+def of_peer(folder: Path, case: str, setting: str, steps: int) -> float:
+    """Tokens per second of TRL's SFTTrainer, on one GPU."""
+    model, batch, length, _ = CASES[case]
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[model], "torch_dtype": "bfloat16"}))
+    command = [sys.executable, "-m", "benchmarks.cases.sft_peer", str(folder), *map(str, (batch, length, steps))]
+    done = subprocess.run([*command, setting], check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
@@ -81,6 +91,7 @@ def main() -> None:
     parser.add_argument("--attention", nargs="+", default=["auto"], help="attention backends")
     parser.add_argument("--cuda-graph", nargs="+", default=["auto"], choices=["auto", "on", "off"])
     parser.add_argument("--bare", action="store_true", help="also time the bare training step")
+    parser.add_argument("--peers", nargs="*", default=[], choices=SETTINGS, help="settings of TRL's SFTTrainer")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run; five reports")
     parser.add_argument("--rounds", type=int, default=2, help="runs with each setting; the median counts")
     arguments = parser.parse_args()
@@ -96,6 +107,8 @@ def main() -> None:
                 options["report_every"] = max(1, arguments.steps // 5)
                 key = case, f"ligermodels train, attention {attention}, CUDA graph {graph}"
                 speeds.setdefault(key, []).append(of_command(folder, case, options))
+            for peer in arguments.peers:
+                speeds.setdefault((case, f"TRL, {peer}"), []).append(of_peer(folder, case, peer, arguments.steps))
             if arguments.bare:
                 speeds.setdefault((case, "bare step"), []).append(of_bare_step(case, folder / "bare.jsonl"))
     facts = recording.facts()

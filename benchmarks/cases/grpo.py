@@ -1,7 +1,8 @@
-"""`python -m benchmarks grpo [--providers NAME ...] [--out FILE]`: steps of GRPO on one GPU, beside TRL.
+"""`python -m benchmarks grpo [--model NAME] [--providers NAME ...] [--out FILE]`: steps of GRPO on one GPU, beside TRL.
 
-`fine_tune` samples with our decoding, TRL's GRPOTrainer with transformers' `generate`. Both train the same random
-weights in bf16 with AdamW on the same prompts, and sample as many tokens: random weights hardly ever write an EOS.
+`fine_tune` samples with our decoding, from the weights or from a copy in 4 or 8 bits, TRL's GRPOTrainer with
+transformers' `generate`. All train the same random weights in bf16 with AdamW on the same prompts, and sample as many
+tokens: random weights hardly ever write an EOS.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,8 @@ def files(case: Case, folder: Path) -> None:
     (folder / "grpo_rewards.py").write_text(REWARD)
 
 
-def ours(case: Case, folder: Path) -> list[float]:
-    """Times of the ends of our steps, in seconds."""
+def ours(case: Case, folder: Path, **settings: Any) -> list[float]:
+    """Times of the ends of our steps, in seconds. `settings`: more settings of the recipe."""
     clock, length = _Clock(), 2 * case.tokens
     recipe = FineTuningRecipe(
         base=str(folder / "model"),
@@ -84,6 +86,7 @@ def ours(case: Case, folder: Path) -> list[float]:
         steps=case.steps,
         checkpoint_every=None,
         validation_tokens=1,
+        **settings,
     )
     fine_tune(recipe, folder / "run", overwrite=True, callbacks=[clock])
     return clock.times
@@ -133,7 +136,12 @@ def trl(case: Case, folder: Path) -> list[float]:
     return times
 
 
-PROVIDERS: dict[str, Callable[[Case, Path], list[float]]] = {"ligermodels": ours, "trl": trl}
+PROVIDERS: dict[str, Callable[[Case, Path], list[float]]] = {
+    "ligermodels": ours,
+    "ligermodels, float8 sampling": partial(ours, sampling_quantize="float8"),
+    "ligermodels, int4 sampling": partial(ours, sampling_quantize="int4"),
+    "trl": trl,
+}
 
 
 def run(case: Case, provider: str, folder: Path) -> dict[str, Any]:
@@ -152,9 +160,10 @@ def run(case: Case, provider: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
+    parser.add_argument("--model", default=Case.model, choices=CONFIGS)
     parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS)
     arguments = parser.parse_args()
-    case = Case()
+    case = Case(arguments.model)
     with tempfile.TemporaryDirectory() as temporary:
         files(case, Path(temporary))
         sys.path.insert(0, temporary)  # the module of rewards
