@@ -77,4 +77,5 @@ def tokens_per_s(folder: Path, batch: int, length: int, steps: int, setting: str
 
 
 if __name__ == "__main__":
-    print(tokens_per_s(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]))
+    batch, length, steps = map(int, sys.argv[2:5])
+    print(tokens_per_s(Path(sys.argv[1]), batch, length, steps, sys.argv[5]))
