@@ -8,12 +8,15 @@ a case of `python -m benchmarks training`.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,21 @@ def of_peer(folder: Path, case: str, setting: str, steps: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
+def runs(case: str, arguments: argparse.Namespace, folder: Path) -> list[tuple[str, Callable[[], float]]]:
+    """Name of each setting of the command, of each peer and of the bare step, and the function that times it."""
+    found: list[tuple[str, Callable[[], float]]] = []
+    for attention, graph in itertools.product(arguments.attention, arguments.cuda_graph):
+        options = {"attention": attention, "cuda_graph": graph, "steps": arguments.steps}
+        options["report_every"] = max(1, arguments.steps // 5)
+        name = f"ligermodels train, attention {attention}, CUDA graph {graph}"
+        found.append((name, partial(of_command, folder, case, options)))
+    for peer in arguments.peers:
+        found.append((f"TRL, {peer}", partial(of_peer, folder, case, peer, arguments.steps)))
+    if arguments.bare:
+        found.append(("bare step", partial(of_bare_step, case, folder / "bare.jsonl")))
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
@@ -97,25 +115,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(unknown)}; there are {', '.join(CASES)}")
-    speeds: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
-        for _, case in itertools.product(range(arguments.rounds), arguments.cases):
-            for attention, graph in itertools.product(arguments.attention, arguments.cuda_graph):
-                options = {"attention": attention, "cuda_graph": graph, "steps": arguments.steps}
-                options["report_every"] = max(1, arguments.steps // 5)
-                key = case, f"ligermodels train, attention {attention}, CUDA graph {graph}"
-                speeds.setdefault(key, []).append(of_command(folder, case, options))
-            for peer in arguments.peers:
-                speeds.setdefault((case, f"TRL, {peer}"), []).append(of_peer(folder, case, peer, arguments.steps))
-            if arguments.bare:
-                speeds.setdefault((case, "bare step"), []).append(of_bare_step(case, folder / "bare.jsonl"))
-    facts = recording.facts()
-    records: list[dict[str, Any]] = [
-        {"case": case, "provider": name, "tokens_per_s": statistics.median(found), "rounds": found, **facts}
-        for (case, name), found in speeds.items()
-    ]
-    recording.write(arguments.out, records)
-    for record in records:
-        print(f"{record['case']}: {record['provider']}: {record['tokens_per_s']:,.0f} tokens/s")
+        for case in arguments.cases:
+            speeds: dict[str, list[float]] = {}
+            for _, (name, measure) in itertools.product(range(arguments.rounds), runs(case, arguments, folder)):
+                speeds.setdefault(name, []).append(measure())
+                print(f"{case}: {name}: {speeds[name][-1]:,.0f} tokens/s", flush=True)
+            facts = {"case": case, **recording.facts()}
+            records: list[dict[str, Any]] = [
+                {**facts, "provider": name, "tokens_per_s": statistics.median(found), "rounds": found}
+                for name, found in speeds.items()
+            ]
+            recording.write(arguments.out, records)

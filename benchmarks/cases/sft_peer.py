@@ -51,8 +51,9 @@ def tokens_per_s(folder: Path, batch: int, length: int, steps: int, setting: str
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.decode([0])
-    ids = tokenizer((folder / "text.txt").read_text())["input_ids"]
-    ids = (ids * -(-steps * batch * length // len(ids)))[: steps * batch * length]
+    total = steps * batch * length
+    ids = tokenizer((folder / "text.txt").read_text()[: 4 * total])["input_ids"]
+    ids = (ids * -(-total // len(ids)))[:total]
     rows = [ids[i : i + length] for i in range(0, len(ids), length)]
     on_gpu = torch.cuda.is_available()
     arguments = SFTConfig(
