@@ -29,16 +29,16 @@ MULTIPLE = 64
 """A larger vocabulary is rounded up to this multiple, as in TRL: products of other sizes are slower on GPUs."""
 
 
-def config_for(config: Path, size: int) -> tuple[dict[str, Any], int, int]:
+def config_for(config: Path, size: int, multiple: int = MULTIPLE) -> tuple[dict[str, Any], int, int]:
     """The content of config.json for a vocabulary of at least `size` tokens.
 
     Args:
         config: path of config.json.
         size: number of tokens.
+        multiple: a new size is rounded up to a multiple of this number.
 
     Returns:
-        The content, and the old and the new size of the vocabulary. The new size is a multiple of MULTIPLE, if it
-        differs from the old size.
+        The content, and the old and the new size of the vocabulary.
 
     Raises:
         ConfigError: embeddings of this model cannot be resized.
@@ -51,7 +51,7 @@ def config_for(config: Path, size: int) -> tuple[dict[str, Any], int, int]:
         return joined(configs), sizes[-1], sizes[-1]
     if any(PER_LAYER in part for part in configs.values()):
         raise ConfigError(f"{config}: {PER_LAYER}: no token can be added to embeddings of the layers")
-    new = -(-size // MULTIPLE) * MULTIPLE
+    new = -(-size // multiple) * multiple
     more = {key: {**part, "vocab_size": new} if "vocab_size" in part else part for key, part in configs.items()}
     return joined(more), sizes[-1], new
 

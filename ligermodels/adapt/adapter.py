@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from ligermodels.adapt.adapter_config import adapter_config
 from ligermodels.adapt.adapter_layers import adapter_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
-from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, written_modules
+from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, stored_vocab_size, written_modules
 from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
 from ligermodels.arguments import ExpertFormat, check_flag
 from ligermodels.convert import hub
@@ -36,12 +37,18 @@ from ligermodels.layers.expert_lora import ExpertLoRA
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.untie import EMBEDDING, HEAD
+from ligermodels.models.vocabulary import grow_vocabulary
 
 ONE_FILE = 2**63 - 1
 """PEFT reads one file, so the adapter is written without shards."""
 GENERATION_CONFIG = "generation_config.json"
 BESIDE = (*TOKENIZER, CHAT_TEMPLATES, GENERATION_CONFIG)
 """Names of the files of the base checkpoint that an adapter's folder may contain too, changed."""
+
+
+_COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.\w+$)")
+"""In a name in PEFT's file: a further copy of a whole module. PEFT writes them if embeddings were resized, and does not
+read them."""
 
 
 def save_adapter(
@@ -153,7 +160,8 @@ def load_adapter(
     """Freeze a model and add an adapter in PEFT's format to it, in place: LoRA, and modules that were trained whole.
 
     Whole modules replace those of the model. If it ties its head to the embedding and they differ in the adapter, it is
-    untied, and `save_pretrained` after `merge_lora` writes both.
+    untied, and `save_pretrained` after `merge_lora` writes both. If the adapter has embedding and head with rows for
+    more tokens, the model's vocabulary grows.
 
     Args:
         model: a model without LoRA, not sharded.
@@ -185,8 +193,11 @@ def load_adapter(
     folder = hub.resolve_adapter(name_or_path, revision=revision, **options)
     with open_adapter(folder) as (config, checkpoint):
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype)
-        values = saved_values(model, modules)
+        vocab_size = stored_vocab_size(model, modules, checkpoint.headers)
+        values = saved_values(model, modules, vocab_size)
         adapter_map(updates, form, modules).load(checkpoint, {**lora_tensors(updates), **values})
+    if vocab_size > model.config.vocab_size:
+        grow_vocabulary(model, vocab_size)
     insert(model, updates, trainable=is_trainable)
     set_modules(model, modules, values, is_trainable)
     return model
@@ -219,7 +230,8 @@ def rewrite_adapter(
         stored = functools.reduce(torch.promote_types, (h.dtype for name, h in headers.items() if ".lora_" in name))
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in lora_tensors(updates).items()}
-        values, given = saved_values(model, modules, "cpu"), resolve_dtype(dtype, None)
+        vocab_size, given = stored_vocab_size(model, modules, headers), resolve_dtype(dtype, None)
+        values = saved_values(model, modules, vocab_size, "cpu")
         for each in modules:
             tensors[each.target] = values[each.target].to(given or headers[each.views[0].source].dtype)
         adapter_map(updates, form, modules).load(checkpoint, tensors)
@@ -240,7 +252,12 @@ def open_adapter(folder: Path) -> Iterator[tuple[dict[str, Any], Checkpoint]]:
             raise CheckpointError(
                 f"{folder}: no {ADAPTER}; pickles (adapter_model.bin) are not loaded: save it by PEFT anew"
             )
-        return config, opened.enter_context(Checkpoint(folder, single=ADAPTER))
+        checkpoint = opened.enter_context(Checkpoint(folder, single=ADAPTER))
+        names = checkpoint.headers.keys()
+        copies = [name for name in names if (module := _COPY.sub("", name)) != name and module in names]
+        for name in copies:
+            del checkpoint.headers[name]
+        return config, checkpoint
 
     with reading(folder, open_both) as adapter:
         yield adapter

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from ligermodels.adapt.expert_files import PREFIX
 from ligermodels.adapt.targets import container, leaf, transformers_layout
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
+from ligermodels.convert.loading import Spec
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, InputError, short
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.untie import EMBEDDING, HEAD, untie
+from ligermodels.models.vocabulary import token_parameters
 
 
 def chosen_modules(
@@ -120,14 +122,42 @@ def stored_modules(
     return tuple(found.values())
 
 
-def saved_values(model: CausalLM, modules: Iterable[WeightMapping], device: str | None = None) -> dict[str, Tensor]:
-    """Memory for the parameters of modules, by native name, with their shapes and dtypes, on their devices by
-    default."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        mapping.target: torch.empty_like(parameters[mapping.target], device=device, requires_grad=False)
-        for mapping in modules
-    }
+def saved_values(
+    model: CausalLM, modules: Iterable[WeightMapping], vocab_size: int, device: str | None = None
+) -> dict[str, Tensor]:
+    """Memory for the parameters of modules, by native name, with their dtypes.
+
+    Args:
+        model: the model.
+        modules: the parameters.
+        vocab_size: rows of the parameters that have a row for each token.
+        device: device of the memory; by default those of the parameters.
+    """
+    parameters, by_token = dict(model.named_parameters(remove_duplicate=False)), token_parameters(model)
+    values: dict[str, Tensor] = {}
+    for name in (mapping.target for mapping in modules):
+        old = parameters[name]
+        shape = (vocab_size, *old.shape[1:]) if name in by_token else old.shape
+        values[name] = torch.empty(shape, dtype=old.dtype, device=device or old.device)
+    return values
+
+
+def stored_vocab_size(model: CausalLM, modules: Iterable[WeightMapping], headers: Mapping[str, Spec]) -> int:
+    """The vocabulary of an adapter: the model's, or a larger one if the adapter has all parameters with a row for each
+    token whole, with more rows. Other shapes are for the loader to reject.
+
+    Args:
+        model: the model.
+        modules: the parameters that the adapter's file has whole, mapped to its tensors.
+        headers: name -> dtype and shape of the file's tensors.
+    """
+    size, by_token = model.config.vocab_size, token_parameters(model)
+    rows = {each.target: headers[each.views[0].source].shape[0] for each in modules if each.target in by_token}
+    missing = by_token.keys() - rows.keys()
+    if model.config.head.tied and not {EMBEDDING, HEAD}.isdisjoint(rows):
+        missing -= {EMBEDDING, HEAD}
+    same = len(set(rows.values())) == 1
+    return max(size, *rows.values()) if same and not missing and model.config.per_layer_inputs is None else size
 
 
 def set_modules(model: CausalLM, modules: Sequence[WeightMapping], values: Mapping[str, Tensor], trains: bool) -> None:

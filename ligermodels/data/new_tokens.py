@@ -12,7 +12,7 @@ import tokenizers
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import PROCESSORS, tokenizer_files
 from ligermodels.convert.input_files import is_present
-from ligermodels.convert.more_rows import config_for, write_more_rows, zero_rows
+from ligermodels.convert.more_rows import MULTIPLE, config_for, write_more_rows, zero_rows
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import TOKENS
 from ligermodels.data.converted import cached
@@ -38,7 +38,9 @@ def untrained_tokens(config: Path, tokenizer: Path, weights: Path, template: str
     return [ids[row] for row in zero_rows(weights, config_for(config, 0)[1], ids)]
 
 
-def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str]) -> Path:
+def with_tokens(
+    config: Path, tokenizer: Path, weights: Path | None, tokens: Sequence[str], multiple: int = MULTIPLE
+) -> Path:
     """A folder in the cache with a copy of a checkpoint that has new special tokens.
 
     Only files that differ are written; the others are links. Each new row of the embeddings and the LM head is the mean
@@ -49,6 +51,7 @@ def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Seq
         tokenizer: folder of the tokenizer files.
         weights: folder of the weights; None leaves them out.
         tokens: texts of the new tokens.
+        multiple: a larger vocabulary is rounded up to a multiple of this number.
 
     Returns:
         The folder, with config.json, the tokenizer and the weights.
@@ -63,7 +66,7 @@ def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Seq
     def write(target: Path) -> None:
         target.mkdir()
         used, size = _write_tokenizer(tokenizer, target, tokens)
-        fields, vocab_size, new_size = config_for(config, size)
+        fields, vocab_size, new_size = config_for(config, size, multiple)
         (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False))
         if weights is not None:
             size = new_size if new_size > vocab_size else size
@@ -72,7 +75,7 @@ def with_tokens(config: Path, tokenizer: Path, weights: Path | None, tokens: Seq
             if is_present(config.parent / name, CheckpointError):
                 (target / name).symlink_to((config.parent / name).resolve())
 
-    key = json.dumps([str(config.parent.absolute()), files, list(tokens)])
+    key = json.dumps([str(config.parent.absolute()), files, list(tokens), multiple])
     return cached("checkpoints", key, config.parent.name, write)
 
 

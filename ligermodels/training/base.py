@@ -13,6 +13,7 @@ import torch
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import chat_templates, tokenizer_files
+from ligermodels.convert.more_rows import MULTIPLE
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
@@ -40,14 +41,18 @@ class Base:
     config: path of the config.json.
     tokenizer: folder of the tokenizer.
     weights: folder of the weights; None for a config without weights.
+    repo_id: name of the checkpoint on the hub; None for a local folder.
     new_tokens: special tokens that a built-in chat template added.
+    original: folder of the checkpoint that has no rows for the new tokens, for an adapter that has them.
     reads_weights: whether the weights are read; False if they may be absent, or lack rows for the new tokens.
     """
 
     config: Path
     tokenizer: Path
     weights: Path | None
+    repo_id: str | None = None
     new_tokens: tuple[str, ...] = ()
+    original: Path | None = None
     reads_weights: bool = True
 
     @classmethod
@@ -74,6 +79,7 @@ class Base:
         path = Path(str(recipe.base)).expanduser()
         if not (recipe.trains_configs and _is_config(path)):
             base = cls.of_checkpoint(hub.resolve(str(recipe.base), weights=not on_meta), recipe.tokenizer)
+            base = replace(base, repo_id=None if path.is_dir() else str(recipe.base))
             if on_meta and (not path.is_dir() or missing_tokens(base.tokenizer, recipe.chat_template)):
                 base = replace(base, reads_weights=False)
             return base.with_template_tokens(recipe)
@@ -101,15 +107,25 @@ class Base:
             if not recipe.trains_embeddings and self.weights is not None and self.reads_weights:
                 self._warn_of_untrained(self.weights, recipe.chat_template)
             return self
-        if not recipe.trains_configs:
+        if not recipe.trains_embeddings:
             raise ConfigError(
                 f"chat_template: {recipe.chat_template} needs {', '.join(tokens)}, which the tokenizer in "
-                f"{self.tokenizer} lacks, and the embeddings of new tokens are not trained by LoRA or heads: train all "
-                "parameters, or give a template without new tokens (alpaca, mistral, zephyr)"
+                f"{self.tokenizer} lacks, and this run does not train the embeddings of new tokens. Train all "
+                "parameters, or with LoRA also embed_tokens and lm_head (lora_modules_to_save), or give a template "
+                "without new tokens (alpaca, mistral, zephyr)"
             )
-        folder = with_tokens(self.config, self.tokenizer, self.weights if self.reads_weights else None, tokens)
-        weights = None if self.weights is None else folder
-        return Base(folder / "config.json", folder, weights, tuple(tokens), self.reads_weights)
+        # PEFT gives the base model of an adapter a row for each token, and no padding.
+        original, multiple = (None, MULTIPLE) if recipe.trains_configs else (self.weights, 1)
+        weights = self.weights if self.reads_weights else None
+        folder = with_tokens(self.config, self.tokenizer, weights, tokens, multiple)
+        return replace(
+            self,
+            config=folder / "config.json",
+            tokenizer=folder,
+            weights=None if self.weights is None else folder,
+            new_tokens=tuple(tokens),
+            original=original,
+        )
 
     def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
@@ -171,7 +187,11 @@ class Base:
             named = chat_templates(self.tokenizer)  # A named template would be used instead for chats with tools.
             files = {name: path for name, path in files.items() if name not in named}
             files["chat_template.jinja"] = template_file(recipe.chat_template)
-        model.export_spec = replace(model.require_export_spec(), files=files)
+        spec = model.require_export_spec()
+        source = spec.source
+        if source is not None:
+            source = replace(source, folder=self.original or source.folder, repo_id=self.repo_id)
+        model.export_spec = replace(spec, files=files, source=source)
         return model
 
     def _check_vocabulary(self, vocab_size: int) -> None:

@@ -119,4 +119,4 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     @property
     def trains_embeddings(self) -> bool:
         whole = {name.rpartition(".")[2] for name in self.lora_modules_to_save}
-        return self.trains_configs or whole >= {"embed_tokens", "lm_head"}
+        return self.trains_configs or ("lm_head" in whole and any("embed" in name for name in whole))

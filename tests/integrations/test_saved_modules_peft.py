@@ -99,3 +99,29 @@ def test_peft_saves_the_embedding_of_a_model_whose_head_it_adapts(tmp_path: Path
     assert "base_model.model.model.embed_tokens.weight" in load_file(tmp_path / "theirs" / "adapter_model.safetensors")
     model = lm.load_adapter(lm.from_pretrained(tmp_path / "base"), tmp_path / "theirs").eval()
     assert relative_error(model(IDS).logits, theirs(IDS).logits) < TOLERANCE and model.config.head.tied
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens", "lm_head"], None], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_larger_vocabulary(kind: str, modules: list[str] | None, tmp_path: Path) -> None:
+    """PEFT writes embedding and head of a resized model too, and loads ours on a base that is resized."""
+    oracle = make_checkpoint(tmp_path / "base", KINDS[kind])
+    size = oracle.config.vocab_size + 3
+    resized = copy.deepcopy(oracle)
+    resized.resize_token_embeddings(size, mean_resizing=False)
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj"], modules_to_save=modules)
+    theirs = changed(get_peft_model(copy.deepcopy(resized), config))
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    ids = torch.arange(size - 9, size)[None]
+    wanted = theirs(ids).logits
+    model = lm.load_adapter(lm.from_pretrained(tmp_path / "base"), tmp_path / "theirs").eval()
+    assert model.config.vocab_size == size and relative_error(model(ids).logits, wanted) < TOLERANCE
+
+    lm.save_adapter(model, tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(resized, tmp_path / "ours").eval()
+    assert relative_error(loaded(ids).logits, wanted) < TOLERANCE
+
+    lm.merge_lora(model).save_pretrained(tmp_path / "merged")
+    options = {"experts_implementation": "eager"} if kind == "experts" else {}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, **options).eval()
+    assert merged.config.vocab_size == size and relative_error(merged(ids).logits, wanted) < TOLERANCE

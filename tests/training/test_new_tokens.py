@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import LLAMA, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.convert.config_json import read_json
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import with_tokens
@@ -23,6 +24,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
 from ligermodels.training import Console, FineTuningRecipe, fine_tune
 from ligermodels.training.base import Base
+from ligermodels.training.fine_tuning import export_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = ("<|im_start|>", "<|im_end|>")
@@ -130,7 +132,7 @@ def test_a_config_without_weights_gets_a_larger_vocabulary(tmp_path: Path, chats
 def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Path) -> None:
     base = tmp_path / "base"
     make_base(base)
-    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.* not trained by LoRA"):
+    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.*lora_modules_to_save"):
         fine_tune(recipe_of(base, chats, lora_rank=2), tmp_path / "out")
     fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
     assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
@@ -138,6 +140,61 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
         ChatTemplate.from_folder(base, "chatml")
     found = Base.find(recipe_of(base, chats, chat_template="llama3"))
     assert found.tokenizer == base and not found.new_tokens
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool, spare: int) -> None:
+    """The adapter has the rows and the tokenizer, and names the original base, whose vocabulary grows with it."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    used = make_base(base, spare=spare, tie_word_embeddings=tied)
+    names = ["embed_tokens", "lm_head"]
+    settings = {"lora_rank": 2, "lora_modules_to_save": names, "learning_rate": 0.01, "dtype": "float32"}
+    fine_tune(recipe_of(base, chats, checkpoint_every=1, **settings), out)
+    assert read_json(out / "adapter_config.json")["base_model_name_or_path"] == str(base)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    end, size = tokenizer.convert_tokens_to_ids("<|im_end|>"), max(used + 2, used + spare)
+    assert end == used + 1 and len(tokenizer) == used + 2
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+
+    model = lm.load_adapter(lm.from_pretrained(base), out).eval()
+    assert model.config.vocab_size == size and model.config.head.tied == tied
+    logits = model(ids).logits
+    lm.save_adapter(model, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    stored = load_file(out / "adapter_model.safetensors")
+    assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+    rewrite_adapter(lm.from_pretrained(base, device="meta"), out, tmp_path / "rewritten")
+    assert load_file(tmp_path / "rewritten" / "adapter_model.safetensors").keys() == stored.keys()
+
+    lm.merge_lora(model)
+    model.save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.vocab_size == size
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+    export_adapter(out, tmp_path / "checkpoint")  # the last checkpoint of the run
+    found = load_file(tmp_path / "checkpoint" / "adapter_model.safetensors")
+    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_an_adapter_names_the_base_on_the_hub(
+    template: str, tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the folder of the hub's cache, nor that of a copy with new tokens."""
+    make_base(tmp_path / "snapshot")
+    monkeypatch.setattr(
+        "ligermodels.convert.hub.resolve",
+        lambda name, **_: tmp_path / "snapshot" if str(name) == "some/base" else Path(name),
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = {"lora_rank": 2, "lora_modules_to_save": ["embed_tokens", "lm_head"], "chat_template": template}
+    fine_tune(recipe_of(Path("some/base"), chats, **settings), tmp_path / "out")
+    assert read_json(tmp_path / "out" / "adapter_config.json")["base_model_name_or_path"] == "some/base"
 
 
 def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:

@@ -1,0 +1,55 @@
+"""Rows for new tokens in a model: its embedding, LM head, and configs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.convert.config_json import joined, nested_configs
+from ligermodels.convert.export_spec import ExportSpec
+from ligermodels.models.untie import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from ligermodels.models.causal_lm import CausalLM
+
+HEAD_BIAS = "head.bias"
+SIZE = "vocab_size"
+
+
+def token_parameters(model: CausalLM) -> dict[str, Tensor]:
+    """The parameters with a row for each token, by native name; a tied weight has both its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: parameters[name] for name in (EMBEDDING, HEAD, HEAD_BIAS) if name in parameters}
+
+
+def grow_vocabulary(model: CausalLM, size: int) -> None:
+    """Give a model a larger vocabulary, in place, in its config and export spec too. The new rows are zero.
+
+    Args:
+        model: a model that is not sharded, with a plain embedding and head.
+        size: number of tokens, at least the present number.
+    """
+    made: dict[int, nn.Parameter] = {}  # a tied weight stays one
+    for name, old in token_parameters(model).items():
+        if id(old) not in made:
+            rows = old.new_zeros(size - len(old), *old.shape[1:])
+            made[id(old)] = nn.Parameter(torch.cat([old.detach(), rows]), requires_grad=old.requires_grad)
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, made[id(old)])
+    model.decoder.embed.num_embeddings = model.head.out_features = size
+    model.config = model.decoder.config = replace(model.config, vocab_size=size)
+    if model.export_spec is not None:
+        model.export_spec = _with_size(model.export_spec, size)
+
+
+def _with_size(spec: ExportSpec, size: int) -> ExportSpec:
+    source = spec.source
+    if source is not None:
+        levels = nested_configs(source.hf_config) if source.nested else {"": source.hf_config}
+        config = joined({name: {**level, SIZE: size} if SIZE in level else level for name, level in levels.items()})
+        loaded: dict[str, Any] = {**source.loaded, SIZE: size}
+        source = replace(source, hf_config=config, loaded=loaded)
+    return replace(spec, hf_config={**spec.hf_config, SIZE: size}, source=source)
