@@ -25,7 +25,7 @@ from ligermodels.layers.quantized import QuantizedCompute, quantized_weights
 
 KINDS = ("float8", "int4", "nf4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
-LLAMA: dict[str, Any] = {**BASE, **SIZES, "model_type": "llama"}
+LLAMA: dict[str, Any] = {**BASE, **SIZES, "model_type": "llama", "num_hidden_layers": 3}
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (LLAMA, []),
     "qwen2, with biases": ({**LLAMA, "model_type": "qwen2"}, []),

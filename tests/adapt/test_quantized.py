@@ -100,7 +100,7 @@ def make_quantised(folder: Path, config: dict[str, Any], form: str, *, nested: b
     assert stored.keys() != plain.keys()
     save_checkpoint(
         folder, [(n, tuple(t.shape), t.dtype, lambda t=t: t) for n, t in stored.items()], overwrite=True,
-        files={"config.json": json.dumps(config)}, max_shard_size="60KB",
+        files={"config.json": json.dumps(config)}, max_shard_size="40KB",
     )  # fmt: skip
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     where = {**config["text_config"]} if nested else {**config}

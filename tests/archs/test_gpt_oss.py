@@ -130,7 +130,7 @@ def test_compiled_with_packed_documents() -> None:
         ({"swiglu_limit": None}, "'swiglu_limit' is missing"),
         ({"swiglu_alpha": -1.0}, "'swiglu_alpha' must be above 0"),
         ({"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is missing"),
-        ({"layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of num_hidden_layers = 3"),
+        ({"layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of num_hidden_layers = 2"),
         ({"attention_bias": 1}, "'attention_bias' must be true or false"),
         ({"attention_dropout": -0.1}, "'attention_dropout' must be 0 or above"),
     ],

@@ -71,7 +71,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 4096},
     "gemma3_text": {"_sliding_window_pattern": 6, "use_cache": True},
-    "smollm3": {"pretraining_tp": 2, "use_sliding_window": False, "layer_types": ["full_attention"] * 5},
+    "smollm3": {"pretraining_tp": 2, "use_sliding_window": False, "layer_types": ["full_attention"] * 4},
     "olmo2": {"clip_qkv": None},
     "mistral": {"use_sliding_window": False, "max_window_layers": 28},
 }

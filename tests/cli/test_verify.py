@@ -39,7 +39,8 @@ def changed(checkpoint: Path, folder: Path, tensor: str | None = None, **config:
 def test_equal_models_agree_at_every_place(checkpoint: Path) -> None:
     report = verify(checkpoint, tokens=33)
     inner = ["mixer_norm", "mixer", "mlp_norm", "mlp"]
-    blocks = [[*(f"decoder.blocks.{i}.{name}" for name in inner), f"decoder.blocks.{i}"] for i in range(3)]
+    layers = range(json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"])
+    blocks = [[*(f"decoder.blocks.{i}.{name}" for name in inner), f"decoder.blocks.{i}"] for i in layers]
     assert [place.name for place in report.places] == [
         "decoder.embed",
         *chain(*blocks),

@@ -223,7 +223,7 @@ def test_layers_that_are_stored_unquantised_stay_so(how: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("options", "sizes", "count"),
-    [({"block": 32}, {}, 12), ({"table": None}, {}, 12), ({}, {"intermediate_size": 150}, 3)],
+    [({"block": 32}, {}, 8), ({"table": None}, {}, 8), ({}, {"intermediate_size": 150}, 2)],
     ids=["blocks of 32", "other levels", "blocks cross rows"],
 )
 def test_4_bits_that_nf4_cannot_take_over(
@@ -236,7 +236,7 @@ def test_4_bits_that_nf4_cannot_take_over(
     wanted = lm.quantize(lm.from_pretrained(tmp_path / "plain", dtype=torch.float32), "nf4").state_dict()
     found = model.state_dict()
     same = [torch.equal(found[name], tensor) for name, tensor in wanted.items() if name.endswith("codes")]
-    assert len(same) == 12 and all(same)
+    assert len(same) == 8 and all(same)
 
 
 def loaded_on_two_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:

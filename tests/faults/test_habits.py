@@ -228,7 +228,7 @@ def test_outputs_in_export_and_compile() -> None:
 def test_repr_shows_sizes() -> None:
     shown = repr(lm.from_config(CONFIGS["qwen3"]))
     for part in (
-        "vocab_size=131, hidden_size=60, num_layers=3", "RMSNorm(60, eps=1e-05)", "Embedding(131, 60",
+        "vocab_size=131, hidden_size=60, num_layers=2", "RMSNorm(60, eps=1e-05)", "Embedding(131, 60",
         "group_size=3, head_dim=14, qk_norm over each head", "LMHead(in_features=60, out_features=131, bias=False)",
     ):  # fmt: skip
         assert part in shown.replace("(\n  vocab", "(vocab")

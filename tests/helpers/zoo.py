@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **BASE,
         "model_type": "ministral",
         "sliding_window": 9,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "ministral3": {**BASE, "model_type": "ministral3", "rope_parameters": {**YARN, **MINISTRAL3}},
     "ministral3-window": {
@@ -51,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         **SANDWICH,
         "model_type": "gemma3_text",
-        "num_hidden_layers": 7,
+        "num_hidden_layers": 4,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -78,7 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "num_experts": 6,
         "decoder_sparse_step": 2,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 4,
         "mlp_only_layers": [3],
     },
     "qwen3_moe-normalised": {**BASE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 5, "norm_topk_prob": True},
@@ -103,7 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 128,
     },
     "phi3-short": {**BASE, **PHI_LONGROPE, "original_max_position_embeddings": 128},
-    "phi3-long": {**BASE, **PHI_LONGROPE, "original_max_position_embeddings": 4},
+    "phi3-long": {**BASE, **PHI_LONGROPE, "num_hidden_layers": 3, "original_max_position_embeddings": 4},
     "olmo2": {**BASE, "model_type": "olmo2", "head_dim": 10},
     "granite": {
         **BASE,
@@ -114,7 +114,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.21,
     },
-    "smollm3": {**BASE, "model_type": "smollm3", "head_dim": 10, "num_hidden_layers": 5},
+    "smollm3": {**BASE, "model_type": "smollm3", "head_dim": 10, "num_hidden_layers": 4},
     "vaultgemma": {**SANDWICH, "model_type": "vaultgemma", "attn_logit_softcapping": 3.0},
     "olmo3": {  # As transformers 4 writes it.
         **BASE,
@@ -130,7 +130,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "olmo3",
         "head_dim": 10,
         "sliding_window": 9,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {**YARN, "rope_theta": 7e4},
@@ -152,7 +152,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "exaone4",
         "sliding_window": None,
         "sliding_window_pattern": None,
-        "layer_types": ["full_attention"] * 3,
+        "layer_types": ["full_attention"] * 2,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
@@ -186,6 +186,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "mellum",
         "num_experts": 5,
         "sliding_window": 9,
+        "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "mlp_layer_types": ["sparse", "sparse", "dense"],
         "rope_parameters": {

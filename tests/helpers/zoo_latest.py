@@ -53,7 +53,7 @@ LATEST: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "head_dim": 18,
         "v_head_dim": 11,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 9,
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

@@ -8,7 +8,7 @@ BASE: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 60,
     "intermediate_size": 97,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 14,
@@ -41,7 +41,7 @@ MAMBA = {
     "mamba_chunk_size": 16,
 }
 GEMMA = {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 1}
-SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11, "num_hidden_layers": 4}
+SANDWICH = {**GEMMA, "query_pre_attn_scalar": 19, "sliding_window": 11}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 31}
 GLM4_MOE = {**BASE, **EXPERTS, "model_type": "glm4_moe", "n_routed_experts": 8, "routed_scaling_factor": 1.7}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -69,6 +69,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**GLM4_MOE, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
     "glm4_moe-qk-norm": {
         **GLM4_MOE,
+        "num_hidden_layers": 3,
         "attention_bias": True,
         "use_qk_norm": True,
         "norm_topk_prob": False,
@@ -115,6 +116,7 @@ PHI_LONGROPE = {
 }
 LLAMA = {
     **BASE,
+    "num_hidden_layers": 3,  # for tests that leave out the first and the last
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
@@ -136,19 +138,20 @@ MINISTRAL3 = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+TWO_LAYERS = {**LLAMA, "num_hidden_layers": 2}
 LLAMAS: dict[str, dict[str, Any]] = {
     # Fields left out on purpose: head_dim, num_key_value_heads, rope.
     "llama-2": {**{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")}, "hidden_size": 84},
-    "llama-3": {**LLAMA, "rope_theta": 500_000.0, "rope_scaling": None, "torch_dtype": "float32"},
+    "llama-3": {**TWO_LAYERS, "rope_theta": 500_000.0, "rope_scaling": None, "torch_dtype": "float32"},
     "llama-3.1": {**LLAMA, "rope_theta": 500_000.0, "rope_scaling": LLAMA3_SCALING},
     "llama-3.2": {
-        **LLAMA,
+        **TWO_LAYERS,
         "tie_word_embeddings": True,
         "eos_token_id": [2, 7],
         "rope_parameters": {**LLAMA3_SCALING, "factor": 32.0, "rope_theta": 500_000.0},
     },
     "biases-linear-one-kv-head": {
-        **LLAMA,
+        **TWO_LAYERS,
         "attention_bias": True,
         "mlp_bias": True,
         "num_key_value_heads": 1,
@@ -172,8 +175,8 @@ GEMMA4: dict[str, dict[str, Any]] = {
     "gemma4_text": {**GEMMA4_BASE, "num_hidden_layers": 7, "layer_types": None, "num_key_value_heads": 2},
     "gemma4_text-keys-as-values": {
         **GEMMA4_BASE,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
         "num_key_value_heads": 3,
         "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
@@ -238,6 +241,7 @@ LATENT: dict[str, dict[str, Any]] = {
     "deepseek_v3": {  # With the fields of published checkpoints.
         **LATENT_BASE,
         "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,  # two with experts
         "num_experts_per_tok": 3,
         "n_shared_experts": 2,
         "n_group": 4,
@@ -314,7 +318,7 @@ LATENT: dict[str, dict[str, Any]] = {
     "glm4_moe_lite-layer-types": {
         **{name: value for name, value in LATENT_BASE.items() if name != "first_k_dense_replace"},
         "model_type": "glm4_moe_lite",
-        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "mlp_layer_types": ["sparse", "dense"],
         "n_group": 2,
         "q_lora_rank": None,
         "norm_topk_prob": False,

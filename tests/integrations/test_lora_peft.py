@@ -23,7 +23,7 @@ from ligermodels.adapt.targets import layouts_of, leaf, targets
 from ligermodels.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-5
-LLAMA = {**BASE, "model_type": "llama"}
+LLAMA = {**BASE, "model_type": "llama", "num_hidden_layers": 3}
 
 
 # PEFT takes a model of these types to have experts, and adapts nothing in dense layers.

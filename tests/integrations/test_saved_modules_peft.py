@@ -18,7 +18,7 @@ import ligermodels as lm
 TOLERANCE = 1e-5
 TIED = {**CONFIGS["qwen3"], "tie_word_embeddings": True}
 KINDS = {
-    "untied": {**BASE, "model_type": "llama"},
+    "untied": {**BASE, "model_type": "llama", "num_hidden_layers": 3},
     "tied": TIED,
     "scaled embedding": CONFIGS["gemma2"],  # tied, and norms are stored minus 1
     "experts": CONFIGS["mixtral"],

@@ -205,7 +205,7 @@ def test_a_null_means_false_where_transformers_takes_it_so() -> None:
             "rope_parameters: .*'factor' is miss",
         ),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2 contradicts mlp_layer_types"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must be a list of num_hidden_layers = 3"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must be a list of num_hidden_layers = 2"),
         ("glm4_moe_lite", {"head_dim": 8}, "qk_rope_head_dim = 6 contradicts head_dim = 8"),
         ("mistral4", {"head_dim": 6}, r"head_dim = 6 .* by qk_nope_head_dim \+ qk_rope_head_dim it must be 16"),
         ("mistral4", {"partial_rotary_factor": 0.5}, "partial_rotary_factor gives 8 of .* qk_rope_head_dim is 6"),

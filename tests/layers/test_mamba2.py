@@ -97,7 +97,7 @@ def test_rates_stay_in_full_precision_and_go_out_as_they_came(tmp_path: Path) ->
         (BAMBA, {"z_loss_coefficient": 0.1}, "z_loss_coefficient = 0.1 is not implemented"),
         (BAMBA, {"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 is not implemented"),
         (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not implemented"),
-        (GRANITE, {"layer_types": ["mamba", "mamba"]}, "field 'layer_types' must be a list of num_hidden_layers = 3"),
+        (GRANITE, {"layer_types": ["mamba"]}, "field 'layer_types' must be a list of num_hidden_layers = 2"),
         (GRANITE, {"normalization_function": "layernorm"}, "normalization_function = 'layernorm' is not implemented"),
     ],
 )

@@ -101,7 +101,7 @@ def test_they_are_the_loss_and_an_objective_trains_the_model() -> None:
     mask = torch.nn.functional.pad(pair["labels"][:, 1:] != -100, (0, 1))
     with torch.no_grad():
         reference = model.log_probs(**pair).log_probs
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for _ in range(3):
         result = losses.dpo_loss(model.log_probs(**pair).log_probs, reference, mask, beta=1.0)

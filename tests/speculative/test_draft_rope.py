@@ -32,8 +32,8 @@ FORMATS = [
     [
         ("cohere2", {"rope_theta": 50000.0}, 50000.0),  # full attention has no positions
         ("cohere2_moe", {"rope_theta": 70000.0}, 70000.0),
-        ("smollm3", {"rope_theta": 2e6, "no_rope_layers": [1, 1, 1, 1, 0]}, 2e6),  # the last layer has no positions
-        ("smollm3", {"rope_theta": 2e6, "no_rope_layers": [0] * 5}, 10000.0),  # no layer has
+        ("smollm3", {"rope_theta": 2e6, "no_rope_layers": [1, 1, 1, 0]}, 2e6),  # the last layer has no positions
+        ("smollm3", {"rope_theta": 2e6, "no_rope_layers": [0] * 4}, 10000.0),  # no layer has
         ("gemma3_text", {"rope_theta": 3e6, "rope_local_base_freq": 2e4}, 3e6),  # that of full attention
         ("nemotron_h", {}, 10000.0),
     ],
