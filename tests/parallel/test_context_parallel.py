@@ -68,6 +68,11 @@ def inputs_of_all_kinds() -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def some_inputs(index: int, models: int) -> list[dict[str, Tensor]]:
+    """Of the kinds of inputs, those for the model of this index, so that neighbouring `models` have every kind."""
+    return list(inputs_of_all_kinds().values())[index % models :: models]
+
+
 def check_pass(model: lm.CausalLM, plain: lm.CausalLM, inputs: dict[str, Any], **options: Any) -> None:
     """Loss and gradients, as a user's own loop has them."""
 
@@ -87,26 +92,26 @@ def families(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for i, (name, mode) in enumerate(FAMILIES.items()):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
-        for inputs in list(inputs_of_all_kinds().values())[i % 2 :: 2]:
+        for inputs in some_inputs(i, 2):
             check_pass(model, plain, inputs)
         if name in ("llama-3.2", "qwen3_moe"):
             check_training(model, plain, torch.optim.SGD, tensor=2)
 
 
 def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for name, mode in SHARED.items():
+    for i, (name, mode) in enumerate(SHARED.items()):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
         assert any(getattr(block.mixer, "kv_from", None) is not None for block in model.config.blocks)
-        for inputs in inputs_of_all_kinds().values():
+        for inputs in some_inputs(i, 2):
             check_pass(model, plain, inputs)
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    for name, (mode, sizes) in RECURRENT.items():
+    for i, (name, (mode, sizes)) in enumerate(RECURRENT.items()):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name, **sizes), lm.parallelize(build(name, **sizes), plan)
-        for inputs in inputs_of_all_kinds().values():
+        for inputs in some_inputs(i, 2):
             check_pass(model, plain, inputs)
     with pytest.raises(ConfigError, match=r"context: blocks\[1\].mixer: num_key_heads .*: 3 cannot be split"):
         lm.parallelize(build("qwen3_5_text-other-sizes"), PLAN)
@@ -212,10 +217,10 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         each = lm.from_config(config)
         both.append(lm.parallelize(each, lm.ParallelPlan(context=2, tensor=2)) if spread else each)
-    for inputs in list(inputs_of_all_kinds().values())[::2]:
+    for inputs in some_inputs(0, 3):
         check_pass(both[1], both[0], inputs)
     assert torch.equal(whole(next(both[1].parameters())), next(both[0].parameters()))
-    for name, fields in (
+    recurrent_sizes = (
         ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "intermediate_size": 96}),
         ("bamba", {"mamba_n_groups": 2, "intermediate_size": 96}),
         ("kimi_linear", {"intermediate_size": 96, "moe_intermediate_size": 30}),
@@ -227,16 +232,16 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
                 **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 30),
             },
         ),
-    ):
+    )
+    for i, (name, fields) in enumerate(recurrent_sizes, start=1):
         recurrent = build(name, **fields)
         spread_out = lm.parallelize(build(name, **fields), lm.ParallelPlan(context=2, tensor=2))
-        for inputs in list(inputs_of_all_kinds().values())[1::2]:
+        for inputs in some_inputs(i, 3):
             check_pass(spread_out, recurrent, inputs)
     # Four parts of each sequence; of the heads of stage 2 too.
-    every = inputs_of_all_kinds()
     for i, name in enumerate(("llama-3.2", "gemma2", "qwen3_moe")):
         plain, model = build(name), lm.parallelize(build(name), lm.ParallelPlan(context=4))
-        for inputs in list(every.values())[i % 3 :: 3]:
+        for inputs in some_inputs(i, 3):
             check_pass(model, plain, inputs)
     joint = []
     for spread in (False, True):
