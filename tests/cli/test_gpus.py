@@ -2,17 +2,16 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
+from children import Command
 from runs import losses, recipe_for
 from typer.testing import CliRunner
 
@@ -36,49 +35,42 @@ def recipe_file(base: Path, data: Path, tmp_path: Path) -> Path:
     return path
 
 
-@contextmanager
-def started(*arguments: object, gpus: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """The command on two ranks of the CPU, with its standard error as stdout."""
-    command = [sys.executable, "-m", "ligermodels", "train", f"--gpus={gpus}", "--device", "cpu", *map(str, arguments)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGINT)
-
-
-def run(*arguments: object, shown: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code, and what the two ranks show, of the command in this process."""
-    with pytest.raises(SystemExit) as ended:
+def run(*arguments: object, folder: Path, shown: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code, and what is shown, of the command in this process, whose two ranks have imported everything."""
+    said = folder / "said"
+    said.write_text("")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(launch.subprocess, "Popen", partial(Command, out=said))
         app(["train", "--gpus=2", "--device", "cpu", *map(str, arguments)])
     out, err = shown.readouterr()
-    return int(ended.value.code or 0), out + err
+    return int(ended.value.code or 0), out + err + said.read_text()
 
 
-def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+def stop_after(out: Path, step: int) -> None:
+    """Send this process SIGTERM once the run in `out` has taken a step; without a run, after a long time."""
     deadline = time.monotonic() + 200
-    while not [taken for taken, *_ in losses(out) if taken >= step]:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+    while not [taken for taken, *_ in losses(out) if taken >= step] and time.monotonic() < deadline:
         time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_run_on_two_ranks_is_stopped_and_resumed(
     base: Path, data: Path, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    with started("--recipe", recipe_file, "--out", out) as process:
-        wait_for_step(process, out, 3)
-        process.terminate()
-        shown, _ = process.communicate(timeout=100)
-    assert process.returncode == 143, shown
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # should it come when there are no ranks
+    stopper = Thread(target=stop_after, args=(out, 3))
+    stopper.start()
+    code, shown = run("--recipe", recipe_file, "--out", out, folder=tmp_path, shown=capfd)
+    stopper.join()
+    signal.signal(signal.SIGTERM, before)
+    assert code == 143, shown
     (step,) = Checkpoints(out / "checkpoints").steps()
     assert 3 <= step < 24 and losses(out)[-1][0] == step
     assert shown.count(f"stopped after step {step} of 24; --resume continues") == 1, shown
     assert "error" not in shown and "Traceback" not in shown, shown
 
-    code, shown = run("--resume", "--out", out, shown=capfd)
+    code, shown = run("--resume", "--out", out, folder=tmp_path, shown=capfd)
     assert code == 0, shown
     assert shown.count(f"wrote {out}") == shown.count("\nvalidation loss") == shown.count("attention: ") == 1, shown
     fine_tune(tuning(base, data, steps=24), tmp_path / "whole")
@@ -89,7 +81,8 @@ def test_a_run_on_two_ranks_is_stopped_and_resumed(
 def test_an_error_of_all_ranks_is_printed_once(
     recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, shown = run("--recipe", recipe_file, "--out", tmp_path / "out", "--max-bad-lines", 0, shown=capfd)
+    arguments = ("--recipe", recipe_file, "--out", tmp_path / "out", "--max-bad-lines", 0)
+    code, shown = run(*arguments, folder=tmp_path, shown=capfd)
     assert code == 1, shown
     assert shown.count("error: ") == shown.count("data.jsonl:31: not an object") == 1, shown
 

@@ -2,9 +2,13 @@
 
 import multiprocessing
 import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +45,42 @@ def forks() -> ForkServerContext:
         first.start()
     first.join()
     return context
+
+
+class Command:
+    """`subprocess.Popen` of `python -m MODULE ...`, as far as the launcher of ranks uses it: a fork runs the module.
+
+    Args:
+        command: the Python, "-m", the module, and its arguments.
+        env: all environment variables of the process.
+        out: a file that gets what the process writes, to stdout and to stderr.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, out: Path) -> None:
+        assert list(command[:2]) == [sys.executable, "-m"], command
+        self._process: Any = forks().Process(target=_run_module, args=(list(command[2:]), dict(env), os.getcwd(), out))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._process.pid, number)
+
+
+def _run_module(command: list[str], env: dict[str, str], folder: str, out: Path) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
