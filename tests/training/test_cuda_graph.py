@@ -29,7 +29,8 @@ DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=
 
 def llama(**changes: Any) -> lm.CausalLM:
     config = {**BASE, "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96}
-    return lm.from_config({**config, "num_attention_heads": 4, "head_dim": 16, **changes}, dtype=torch.bfloat16)
+    sizes = {"num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
+    return lm.from_config({**config, **sizes, **changes}, dtype=torch.bfloat16)
 
 
 def lora() -> lm.CausalLM:
@@ -102,9 +103,9 @@ def run(
     train(
         model,
         batches(256 if kind == "medusa" else 128),  # the last head has no target for three tokens of a row
-        steps=4,
+        steps=3,
         optimizer=optimizer,
-        schedule=warmup_cosine(optimizer, 4, warmup_steps=2),
+        schedule=warmup_cosine(optimizer, 3, warmup_steps=1),
         on_step=reports.append,
         report_every=1,
         cuda_graph=cuda_graph,  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_streamed_run_resumes_with_the_same_losses(
     base: Path, data: Path, tmp_path: Path, every_size: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_for(base, data, streaming=True, shuffle_buffer_size=8, steps=30)
+    recipe = recipe_for(base, data, streaming=True, shuffle_buffer_size=8, steps=18)
     outcome = train_heads(recipe, tmp_path / "out")
     assert outcome.finished and outcome.evaluation is not None and not every_size.exists()
     with monkeypatch.context() as patched:
