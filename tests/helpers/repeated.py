@@ -11,8 +11,11 @@ import torch
 def leave_out() -> None:
     """Of the modules that are imported by now: build the command line once, not for each call of a test; let
     transformers log the kind of a config, not its text, which is made for each model though nothing shows it; and write
-    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some). Without a GPU,
+    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some); and save models of
+    transformers without importing DeepSpeed, to see whether its engine is around them. Without a GPU,
     `torch.manual_seed` does not write down, for each kind of GPU, the stack that it is called from."""
+    if accelerate := sys.modules.get("accelerate.utils.other"):
+        accelerate.is_deepspeed_available = lambda: False
     if not torch.cuda.is_available():
         for kind in (torch.cuda, torch.xpu, torch.mtia):
             kind.manual_seed_all = lambda seed: None
