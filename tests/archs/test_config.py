@@ -324,8 +324,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str) -> None
 # -- garbage -----------------------------------------------------------------------------------------------------------
 
 odd = st.sampled_from([2**31, 2**63, 10**400, -(10**400), float("nan"), float("inf"), 1e300, 5e-324, "é\0"])
+letters = st.text("aZ09 _./é\0\n☃", max_size=3)  # of all characters, a list is made first, which takes seconds
 garbage = st.recursive(
-    scalars | odd | st.text(max_size=3),
+    scalars | odd | letters,
     lambda each: st.lists(each, max_size=4) | st.dictionaries(words, each, max_size=3) | ropes(each),
     max_leaves=5,
 )
@@ -365,7 +366,8 @@ def test_garbage(model_type: str) -> None:
         except ConfigError as refusal:
             assert names_one(refusal, {*changed, *lost}), refusal
             return
-        if sum(parameter.numel() for parameter in model.parameters()) < 1e6:
+        changes = changed or lost  # the config itself works in all other tests
+        if changes and sum(parameter.numel() for parameter in model.parameters()) < 1e6:
             works(config)
 
     fuzz()

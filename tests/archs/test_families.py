@@ -61,7 +61,7 @@ def tokens(batch: int = 3, length: int = 41) -> torch.Tensor:
     return torch.randint(3, BASE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@of_each_family
+@of_each_kind
 def test_every_module(pair: Pair) -> None:
     report = verify(pair[0], tokens=41, tolerance=TOLERANCE)
     assert len(report.places) >= 4 * len(pair[2].decoder.blocks)

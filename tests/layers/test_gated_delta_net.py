@@ -77,9 +77,9 @@ def test_greedy_tokens_of_long_padded_prompts(pair: Pair) -> None:
     mask[1, :20] = mask[2, :88] = 0
     ids[mask == 0] = 0
     wanted = oracle.generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, attention_mask=mask, **options), wanted)
     medusa = lm.MedusaModel.from_base(model, num_heads=3)
     assert torch.equal(medusa.generate(ids, attention_mask=mask, **options), wanted)

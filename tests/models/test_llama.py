@@ -55,7 +55,7 @@ def test_every_module_and_the_logits(pair: tuple[Path, LlamaForCausalLM, lm.Caus
         logits, wanted = model(tokens()).logits, oracle(tokens()).logits
     for hook in hooks:
         hook.remove()
-    assert len(seen["theirs"]) == 2 + 5 * BASE["num_hidden_layers"]
+    assert len(seen["theirs"]) == 2 + 5 * len(model.decoder.blocks)
     errors = {name: relative_error(seen["ours"][name], wanted) for name, wanted in seen["theirs"].items()}
     assert max(errors.values()) < TOLERANCE, errors
     assert relative_error(logits, wanted) < TOLERANCE
@@ -166,21 +166,23 @@ PADDED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"),
+    ("name", "kinds", "backend"),
     [
-        ("llama-3.2", ["left", "right", "both", "none"]),
-        ("llama-3.2", ["positions"]),
-        ("qwen3_moe", ["both"]),
-        ("gemma2", ["left"]),
+        ("llama-3.2", ["left", "right", "both", "none"], "aot_eager"),
+        ("llama-3.2", ["positions"], "eager"),
+        ("qwen3_moe", ["both"], "aot_eager"),
+        ("gemma2", ["left"], "eager"),
     ],
 )
-def test_padding_and_positions_in_one_graph(name: str, kinds: list[str]) -> None:
-    """One graph has the numbers of eager calls, for any padding; padding may hold any id and label."""
+def test_padding_and_positions_in_one_graph(name: str, kinds: list[str], backend: str) -> None:
+    """One graph has the numbers of eager calls, for any padding; padding may hold any id and label.
+
+    The backend "eager" makes no graph of the backward pass, which takes half of the time."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = lm.from_config({**CONFIGS[name], "num_hidden_layers": 1 + (name != "llama-3.2")}, dtype=torch.float64)
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    count = torch.compile(model.num_targets, fullgraph=True, backend="aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    count = torch.compile(model.num_targets, fullgraph=True, backend="eager")
     for kind in kinds:
         given = torch.tensor(PADDED[kind])
         inputs = {"position_ids" if kind == "positions" else "attention_mask": given}
@@ -204,7 +206,7 @@ def test_padding_and_positions_in_one_graph(name: str, kinds: list[str]) -> None
 def test_padding_between_tokens_is_named_in_a_graph() -> None:
     torch.compiler.reset()
     model = lm.from_config({**LLAMAS["llama-3.2"], "num_hidden_layers": 1})
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match=r"torch\.compile takes no padding between the tokens of a row"):
         step(torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 0, 1]]))
 
