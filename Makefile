@@ -6,6 +6,8 @@ JOBS ?= 2
 OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
+# Where it is set, each of the processes that tests start would compile all modules again, which takes a second or more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-gpu test-compile test-slow test-integrations test-transformers4 test-serving test-python lint format matrix gpus docs package bench
 .DELETE_ON_ERROR:
