@@ -51,6 +51,13 @@ def chosen_modules(
     return tuple(_in_file(mapping, {source: f"{PREFIX}{source}" for source in _sources(mapping)}) for mapping in found)
 
 
+def token_modules(model: CausalLM) -> list[str]:
+    """Names in transformers of the embedding and the LM head."""
+    layout = transformers_layout(model)
+    found = [mapping for mapping in (*layout.mappings, *_heads(layout)) if mapping.target in (EMBEDDING, HEAD)]
+    return [leaf(path) for mapping in found for path in _paths(mapping)]
+
+
 def _check_names(names: Any) -> None:
     """Raise InputError unless these are names, or None."""
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ligermodels.adapt.saved_modules import token_modules
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import chat_templates, tokenizer_files
@@ -24,7 +25,7 @@ from ligermodels.errors import CheckpointWarning, ConfigError
 from ligermodels.models.extra_heads import require_model
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
-from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.recipe import R, TrainingRecipe
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -100,19 +101,20 @@ class Base:
         The embeddings get rows for the new tokens: see `new_tokens.with_tokens`.
 
         Raises:
-            ConfigError: the recipe does not train the embeddings, or they cannot be resized.
+            ConfigError: the recipe trains heads, or the embeddings cannot be resized.
         """
         tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
             if not recipe.trains_embeddings and self.weights is not None and self.reads_weights:
                 self._warn_of_untrained(self.weights, recipe.chat_template)
             return self
-        if not recipe.trains_embeddings:
+        if recipe.trains_heads:
             raise ConfigError(
                 f"chat_template: {recipe.chat_template} needs {', '.join(tokens)}, which the tokenizer in "
-                f"{self.tokenizer} lacks, and this run does not train the embeddings of new tokens. Train all "
-                "parameters, or with LoRA also embed_tokens and lm_head (lora_modules_to_save), or give a template "
-                "without new tokens (alpaca, mistral, zephyr)"
+                f"{self.tokenizer} lacks, and draft heads add no tokens to their base model. Train the base model on "
+                f"chats first (ligermodels train --chat-template {recipe.chat_template}; "
+                "merge an adapter by lora merge) and give the result as base, or give a template without new tokens "
+                "(alpaca, mistral, zephyr)"
             )
         # PEFT gives the base model of an adapter a row for each token, and no padding.
         original, multiple = (None, MULTIPLE) if recipe.trains_configs else (self.weights, 1)
@@ -126,6 +128,13 @@ class Base:
             new_tokens=tuple(tokens),
             original=original,
         )
+
+    def with_token_modules(self, recipe: R) -> R:
+        """The recipe; with LoRA and new tokens, it also trains the embedding and the LM head whole."""
+        if not self.new_tokens or recipe.trains_embeddings:
+            return recipe
+        names = [*recipe.settings()["lora_modules_to_save"], *token_modules(from_config(self.config, device="meta"))]
+        return recipe.model_copy(update={"lora_modules_to_save": tuple(dict.fromkeys(names))})
 
     def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""

@@ -159,6 +159,8 @@ def plan_run(
         return ranks.from_first(str(out), function)
 
     _check_recipe(recipe)
+    base = Base.find(recipe, on_meta=on_meta)
+    recipe = base.with_token_modules(recipe)
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
@@ -168,9 +170,10 @@ def plan_run(
         _check_start(recipe)
         date = recipe.date or on_first_rank(lambda: datetime.now().date().isoformat())
         recipe = recipe.model_copy(update={"date": date})
-    base = Base.find(recipe, on_meta=on_meta)
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
+        if whole := recipe.settings().get("lora_modules_to_save"):
+            console.say(f"lora_modules_to_save: is {', '.join(whole)}, which trains the rows of the new tokens")
     on_first_rank(lambda: require_apart(out, base, recipe))
     if recipe.dtype is None and dtype_of(read_json(base.config)) == torch.float16:
         raise ConfigError(

@@ -22,7 +22,7 @@ from ligermodels.data.new_tokens import with_tokens
 from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
-from ligermodels.training import Console, FineTuningRecipe, fine_tune
+from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, fine_tune, train_heads
 from ligermodels.training.base import Base
 from ligermodels.training.fine_tuning import export_adapter
 
@@ -132,8 +132,9 @@ def test_a_config_without_weights_gets_a_larger_vocabulary(tmp_path: Path, chats
 def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Path) -> None:
     base = tmp_path / "base"
     make_base(base)
-    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.*lora_modules_to_save"):
-        fine_tune(recipe_of(base, chats, lora_rank=2), tmp_path / "out")
+    heads = MedusaRecipe(base=base, data=chats, chat_template="chatml")
+    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.*Train the base model on chats first"):
+        train_heads(heads, tmp_path / "out")
     fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
     assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
     with pytest.raises(CheckpointError, match=r"the tokenizer lacks <\|im_start\|>.* of the chat template chatml"):
@@ -148,9 +149,11 @@ def test_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool, spare: in
     """The adapter has the rows and the tokenizer, and names the original base, whose vocabulary grows with it."""
     base, out = tmp_path / "base", tmp_path / "out"
     used = make_base(base, spare=spare, tie_word_embeddings=tied)
-    names = ["embed_tokens", "lm_head"]
-    settings = {"lora_rank": 2, "lora_modules_to_save": names, "learning_rate": 0.01, "dtype": "float32"}
-    fine_tune(recipe_of(base, chats, checkpoint_every=1, **settings), out)
+    settings = {"lora_rank": 2, "learning_rate": 0.01, "dtype": "float32"}
+    recipe, said = recipe_of(base, chats, checkpoint_every=1, **settings), list[str]()
+    fine_tune(recipe.changed({"steps": 1}), out, console=Console(say=said.append))
+    assert "lora_modules_to_save: is embed_tokens, lm_head, which trains the rows of the new tokens" in said
+    assert fine_tune(recipe, out, resume=True).step == 2
     assert read_json(out / "adapter_config.json")["base_model_name_or_path"] == str(base)
     tokenizer = AutoTokenizer.from_pretrained(out)
     end, size = tokenizer.convert_tokens_to_ids("<|im_end|>"), max(used + 2, used + spare)
