@@ -119,8 +119,19 @@ def build_state(
     console: Console,
 ) -> RunState:
     """Load the base model and make the job, the optimizer, the schedule and the batches from it; load the checkpoint
-    that the plan resumes from. See `RunState` for plan, checkpoints, ranks and console; make_job is the `job` of
-    `run_job`, and prepare_base, before_training, device and attention are explained there."""
+    that the plan resumes from.
+
+    Args:
+        plan: recipe, inputs and number of steps.
+        make_job: makes the `Job` from the recipe and the base model.
+        checkpoints: the checkpoints in the folder of the run.
+        prepare_base: changes the modules of the base model while it is on the meta device; None for no change.
+        before_training: called with the plan, the job's model and the console before a checkpoint is loaded, or None.
+        device: device of the model.
+        attention: attention backend, or "auto".
+        ranks: the processes of the run.
+        console: where messages and progress go.
+    """
     recipe = plan.recipe
     shards = is_sharded(recipe.parallel)
     options: dict[str, Any] = {"plan": recipe.parallel} if shards else {}

@@ -133,7 +133,9 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
     base = tmp_path / "base"
     make_base(base)
     heads = MedusaRecipe(base=base, data=chats, chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.*Train the base model on chats first"):
+    with pytest.raises(
+        ConfigError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>.*Train the base model on chats first"
+    ):
         train_heads(heads, tmp_path / "out")
     fine_tune(recipe_of(base, chats, lora_rank=2, chat_template="llama3"), tmp_path / "adapter")
     assert "<|eot_id|>" in (tmp_path / "adapter/chat_template.jinja").read_text()
