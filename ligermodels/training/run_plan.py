@@ -170,10 +170,7 @@ def plan_run(
         _check_start(recipe)
         date = recipe.date or on_first_rank(lambda: datetime.now().date().isoformat())
         recipe = recipe.model_copy(update={"date": date})
-    if base.new_tokens:
-        console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
-        if whole := recipe.settings().get("lora_modules_to_save"):
-            console.say(f"lora_modules_to_save: is {', '.join(whole)}, which trains the rows of the new tokens")
+    _tell_of_new_tokens(recipe, base, console)
     on_first_rank(lambda: require_apart(out, base, recipe))
     if recipe.dtype is None and dtype_of(read_json(base.config)) == torch.float16:
         raise ConfigError(
@@ -208,6 +205,14 @@ def plan_run(
     return RunPlan(
         recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out, counts
     )
+
+
+def _tell_of_new_tokens(recipe: TrainingRecipe, base: Base, console: Console) -> None:
+    """Say which tokens the chat template adds, and which modules LoRA trains whole for them."""
+    if base.new_tokens:
+        console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
+        if whole := recipe.settings().get("lora_modules_to_save"):
+            console.say(f"lora_modules_to_save: is {', '.join(whole)}, which trains the rows of the new tokens")
 
 
 def _check_start(recipe: TrainingRecipe) -> None:
