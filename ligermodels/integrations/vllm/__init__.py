@@ -17,16 +17,23 @@ ARCHITECTURE = "LigerModelsForCausalLM"
 HYBRID_ARCHITECTURE = "LigerModelsHybridForCausalLM"
 """Name of the model class for models with recurrent mixers: Gated DeltaNet, Mamba2 or short convolutions."""
 
+RECEIVER = f"{__name__}.receiver.WeightReceiver"
+"""vLLM's `worker_extension_cls` of engines that take new weights, by default of all with these classes."""
+
 
 def register() -> None:
     """Register the model classes with vLLM under their names above. They are imported when a model asks for them."""
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from ligermodels.integrations.vllm.engine_defaults import EngineDefaults
 
     for name in (ARCHITECTURE, HYBRID_ARCHITECTURE):
+        MODELS_CONFIG_MAP[name] = EngineDefaults
         if name not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(name, f"{__name__}.model:{name}")
 
 
 __getattr__, __dir__ = lazy_names(__name__, {"weights": ("update_weights",)})
 
-__all__ = ["ARCHITECTURE", "HYBRID_ARCHITECTURE", "register", "update_weights"]
+__all__ = ["ARCHITECTURE", "HYBRID_ARCHITECTURE", "RECEIVER", "register", "update_weights"]

@@ -168,14 +168,22 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         Raises:
             CheckpointError: a tensor is unknown or does not fit; the message names it.
         """
-        self._stream.begin()
-        for name, tensor in weights:
-            self._stream.load(name, tensor)
+        self.begin_update()
+        self.update(weights)
         return {f"{NATIVE}.{name}" for name in self._stream.loaded()}
 
-    def parameter_names(self) -> set[str]:
-        """The names that `load_weights` returns for a whole checkpoint."""
-        return {f"{NATIVE}.{name}" for name in self._tensors}
+    def begin_update(self) -> None:
+        """Begin to count the tensors of `update`."""
+        self._stream.begin()
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy checkpoint tensors into the model, as `load_weights` does: one of several parts of an update."""
+        for name, tensor in weights:
+            self._stream.load(name, tensor)
+
+    def not_updated(self) -> list[str]:
+        """Names of the parameters of which the parts since `begin_update` have not had all values."""
+        return sorted(f"{NATIVE}.{name}" for name in self._tensors.keys() - self._stream.loaded())
 
 
 class _DividedEmbedding(nn.Module):

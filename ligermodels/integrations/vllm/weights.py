@@ -1,29 +1,44 @@
-"""New weights for a running engine in the same process, from a native model that is being trained."""
+"""New weights for a running engine on the same host, from a native model that is being trained."""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.integrations.vllm import ARCHITECTURE, RECEIVER
+from ligermodels.integrations.vllm.shared_buckets import SharedBuckets
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
+Buckets = Iterable[list[tuple[str, Tensor]]]
+
 
 def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1GB") -> None:
-    """Copy the weights of a native model into a vLLM engine of this process that serves the same architecture.
+    """Copy the weights of a native model into a vLLM engine on this host that serves the same architecture.
 
-    The engine's tensors are overwritten in place, one bucket after another, and cast to its dtype: its memory grows by
-    at most one bucket. Its prefix cache is emptied, because cached keys and values belong to the old weights.
+    The engine's tensors are overwritten in place, one bucket after another, and cast to its dtype. Its prefix cache is
+    emptied, because cached keys and values belong to the old weights. Draft heads keep their weights.
+
+    An engine in this process copies from the model's tensors. The workers of other engines, also of tensor parallelism,
+    copy their parts from a buffer of one bucket: in the model's GPU if all of them read it directly (CUDA IPC), else
+    in shared memory of the host.
 
     Args:
-        engine: a `vllm.LLM` of `LigerModelsForCausalLM`, started with VLLM_ENABLE_V1_MULTIPROCESSING=0.
+        engine: a `vllm.LLM` of `LigerModelsForCausalLM` or `LigerModelsHybridForCausalLM`. On several ranks, rank 0 has
+            the engine, and the others give None, or engines of their own.
         model: the model with the new weights, of any parallel plan; if it is sharded, all ranks call this.
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
     Raises:
-        InputError: the engine runs in other processes, as with tensor_parallel_size > 1, serves another class, or has
-            unfinished requests; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
+        InputError: the engine serves another class, has unfinished requests, or runs on another host or as another
+            user; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
             it. Tensors that came before have their new values.
 
@@ -32,40 +47,89 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
         >>> engine = LLM("model/", hf_overrides={"architectures": ["LigerModelsForCausalLM"]})  # doctest: +SKIP
         >>> update_weights(engine, model)  # doctest: +SKIP
     """
-    served = _served(engine)
-    weights = (weight for bucket in model.iter_hf_weights(bucket_bytes=bucket_bytes) for weight in bucket)
+    buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
     try:
-        loaded = served.load_weights(weights)
+        if engine is not None or Ranks.of_group().rank == 0:
+            _update(engine, buckets, model.device)
+    finally:
+        for _ in buckets:  # takes part in gathering, without an engine and after an error
+            pass
+
+
+def _update(engine: Any, buckets: Buckets, device: torch.device) -> None:
+    """Copy the buckets of a model on `device` into an engine."""
+    core = _idle_core(engine)
+    served = _served_here(core)
+    if served is None:
+        _check_receiver(core)
+    try:
+        missing = _update_workers(core, buckets, device) if served is None else _update_here(served, buckets)
     finally:
         engine.reset_prefix_cache()  # after an error too: some weights are new by then
-    missing = sorted(served.parameter_names() - loaded)
     if missing:
         raise CheckpointError(f"the served model has tensors that the update does not: {', '.join(missing[:20])}")
 
 
-def _served(engine: Any) -> Any:
-    """The `LigerModelsForCausalLM` of an engine in this process; InputError if there is none."""
+def _update_here(served: Any, buckets: Buckets) -> list[str]:
+    """Copy buckets into a model of this process. Returns names of tensors that were not sent."""
+    served.begin_update()
+    for bucket in buckets:
+        served.update(bucket)
+    missing: list[str] = served.not_updated()
+    return missing
+
+
+def _update_workers(core: Any, buckets: Buckets, device: torch.device) -> list[str]:
+    """Copy buckets into the models of an engine's workers. Returns names of tensors that were not sent."""
+    readers = core.collective_rpc("begin_weight_update")
+    if None in readers:
+        raise _serves_another_class(core)
+    with SharedBuckets(device, readers) as shared:
+        for bucket in buckets:
+            errors = core.collective_rpc("load_shared_weights", args=shared.pack(bucket))
+            for error in filter(None, errors):
+                raise CheckpointError(error)
+    missing: list[str] = core.collective_rpc("missing_weights")[0]
+    return missing
+
+
+def _idle_core(engine: Any) -> Any:
+    """The `llm_engine` of an engine without requests."""
     core = getattr(engine, "llm_engine", None)
     if core is None:
         raise InputError(f"engine: must be a vllm.LLM, got a {type(engine).__name__}")
     if core.has_unfinished_requests():
         raise InputError("engine: has unfinished requests, which would mix old and new weights; finish them first")
-    executor = getattr(core, "model_executor", None)
-    if executor is None:
-        raise InputError(
-            "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is made, or use vLLM's "
-            "weight transfer with model.iter_hf_weights"
-        )
-    if (size := core.vllm_config.parallel_config.world_size) > 1:
-        raise InputError(
-            f"engine: runs in {size} workers, other processes; use vLLM's weight transfer with model.iter_hf_weights"
-        )
+    return core
+
+
+def _served_here(core: Any) -> Any:
+    """The model of an engine whose only worker is this process; None for an engine with workers in others."""
+    if getattr(core, "model_executor", None) is None or core.vllm_config.parallel_config.world_size > 1:
+        return None
     from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
 
     (model,) = core.apply_model(lambda model: model)
     if not isinstance(model, LigerModelsForCausalLM):
-        raise InputError(
-            f"engine: serves {type(model).__name__}; start it with "
-            f'hf_overrides={{"architectures": ["{LigerModelsForCausalLM.__name__}"]}}'
-        )
+        raise _serves_another_class(core)
     return model
+
+
+def _check_receiver(core: Any) -> None:
+    """InputError if workers in other processes have no methods to take weights."""
+    extension = core.vllm_config.parallel_config.worker_extension_cls
+    if not extension:
+        raise _serves_another_class(core)
+    if extension == RECEIVER:
+        return
+    from ligermodels.integrations.vllm.receiver import WeightReceiver
+
+    if not issubclass(pkgutil.resolve_name(extension), WeightReceiver):
+        raise InputError(f"engine: worker_extension_cls is {extension}; let it inherit from {RECEIVER}, or leave it out")
+
+
+def _serves_another_class(core: Any) -> InputError:
+    return InputError(
+        f"engine: serves {core.vllm_config.model_config.architecture}; start it with "
+        f'hf_overrides={{"architectures": ["{ARCHITECTURE}"]}}'
+    )
