@@ -15,6 +15,7 @@ from ligermodels.training.recipe import TrainingRecipe
 if TYPE_CHECKING:
     from ligermodels.parallel.memory import StepMemory
     from ligermodels.training.preview import DryRun
+    from ligermodels.training.sampling_memory import SamplingMemory
 
 MOST_DOCUMENTS, MOST_CHARACTERS, MOST_SOURCES = 8, 4000, 200
 """Documents of the first batch to show; characters of each document, and of the names of files and lines."""
@@ -72,6 +73,8 @@ def _facts(run: DryRun) -> Iterator[tuple[str, str]]:
     yield "step", f"{run.sequences:,} {noun} of {length:,} tokens: {passes} x {size} {noun}{ranks}"
     yield "optimizer", ", ".join(_optimizer_settings(run))
     yield "memory", run.memory if isinstance(run.memory, str) else _memory(run.memory) + ranks
+    if run.sampling is not None:
+        yield "sampling", run.sampling if isinstance(run.sampling, str) else _memory(run.sampling) + ranks
     yield "attention", run.attention
     yield "CUDA graph", f"no: {run.cuda_graph}" if run.cuda_graph else "yes"
 
@@ -87,14 +90,7 @@ def _optimizer_settings(run: DryRun) -> Iterator[str]:
             yield f"{name} {values[name]}"
 
 
-def _memory(memory: StepMemory) -> str:
-    parts = {
-        "weights": memory.weights,
-        "optimizer": memory.optimizer_states,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-        "backward": memory.backward,
-        "reference": memory.reference,
-    }
+def _memory(memory: StepMemory | SamplingMemory) -> str:
+    parts = {name.removesuffix("_states"): size for name, size in vars(memory).items()}
     each = ", ".join(f"{name} {readable_bytes(size)}" for name, size in parts.items() if size)
     return f"{readable_bytes(memory.total)} ({each})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -115,6 +115,15 @@ def trace(
     logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * itemsize
     complete = dict(allocations.gradients.values())
     return Trace(changes, parameter_of[storages], complete, forward, min(workspace, logits), exchanged)
+
+
+def held_bytes(make: Callable[[], object]) -> int:
+    """Bytes that the result of `make` holds of the memory that it allocates on the meta device."""
+    with _Allocations(nn.Module(), None) as allocations:
+        kept = make()
+        held = sum(change for _, change in allocations.events)
+    del kept
+    return held
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjectiv
 from ligermodels.training.objective_recipe import OBJECTIVES as SETTINGS_OF
 from ligermodels.training.policy import PolicyModel, check_loss, loss_options
 from ligermodels.training.preference import PreferenceModel, check_settings
-from ligermodels.training.prepare_base import prepare_lora
+from ligermodels.training.prepare_base import prepare_sampling
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.rewards import Rewards
 from ligermodels.training.rollouts import Rollouts, Sampler, evaluate_rewards
@@ -137,8 +137,7 @@ def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
 
     def sampler_of(kind: str | None) -> Sampler:
         """Samples from the current weights, rounded to this format if it is given."""
-        sampled = recipe if kind is None else recipe.model_copy(update={"quantize": kind})
-        sampling = SamplingModel(model, partial(prepare_lora, sampled), quantizes=kind is not None)
+        sampling = SamplingModel(model, partial(prepare_sampling, recipe, kind), quantizes=kind is not None)
         return Sampler(sampling, rewards, {**settings, "sampling_quantize": kind}, recipe.seed, rank, size)
 
     sampler, plain_sampler = sampler_of(kind), sampler_of(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ligermodels.adapt.lora import add_lora
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import ConfigError, arguments_named
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
@@ -25,6 +26,12 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
                 target_modules=recipe.lora_targets or "all-linear",
                 modules_to_save=recipe.lora_modules_to_save,
             )
+
+
+def prepare_sampling(recipe: FineTuningRecipe, kind: QuantizedFormat | None, model: CausalLM) -> None:
+    """Make the changes of `prepare_lora` to a copy that completions are sampled from, and round its weights to `kind`,
+    if given, except the layers of `quantize_exclude`."""
+    prepare_lora(recipe if kind is None else recipe.model_copy(update={"quantize": kind}), model)
 
 
 def prepare_routers(recipe: FineTuningRecipe, model: CausalLM) -> None:

@@ -40,6 +40,7 @@ from ligermodels.training.rewards import check_reward_fields
 from ligermodels.training.run import JobKind, named_callbacks
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.run_state import optimizer_of
+from ligermodels.training.sampling_memory import SamplingMemory, sampling_memory
 from ligermodels.training.step import EagerStep
 
 _KINDS: tuple[JobKind[Any], ...] = (
@@ -61,6 +62,7 @@ class DryRun:
     micro_batches: sequences per forward pass, and forward passes per step, of each rank.
     sequences: sequences per step, of all ranks.
     memory: memory of each GPU; or why it is not counted.
+    sampling: memory of each GPU while completions are sampled; or why it is not counted; None if none are.
     attention: attention backends.
     cuda_graph: why the steps run without a CUDA graph; empty if they are recorded.
     sources: files and lines of the first micro-batch of rank 0.
@@ -76,6 +78,7 @@ class DryRun:
     micro_batches: tuple[int, int]
     sequences: int
     memory: StepMemory | str
+    sampling: SamplingMemory | str | None
     attention: str
     cuda_graph: str
     sources: str
@@ -134,6 +137,7 @@ def dry_run(
         parts = list(islice(batches, micro_batches[1]))
         batches.close()
         parameters = list(job.model.parameters())
+        memory = planned_memory(plan, job, model, gpus)
         return DryRun(
             plan=plan,
             gpus=gpus,
@@ -143,7 +147,8 @@ def dry_run(
             left_out=plan.documents.notes.totals(),
             micro_batches=micro_batches,
             sequences=math.prod(micro_batches) * data_share(recipe.parallel)[1],
-            memory=planned_memory(plan, job, model, gpus),
+            memory=memory,
+            sampling=sampling_memory(plan, model, memory, gpus),
             attention=attention_summary(model.config, torch.device(device), model.dtype, recipe.seq_len),
             cuda_graph=_eager_reason(recipe, job, optimizer, parts, device, gpus),
             sources=parts[0].where() if parts[0].where else "",

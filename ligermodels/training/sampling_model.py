@@ -12,6 +12,7 @@ from ligermodels.layers.initialization import allocate, initialize_buffers, pers
 from ligermodels.layers.quantized import quantized_weights
 from ligermodels.layers.sharding import gathered, is_sharded, reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.plan import DtypeName
 from ligermodels.parallel.ranks import parallelism_of
 
 
@@ -34,7 +35,9 @@ class SamplingModel:
 
     def __init__(self, model: CausalLM, prepare: Callable[[CausalLM], object], *, quantizes: bool = False) -> None:
         self.model = model
-        self._copy = _empty_copy(model, prepare) if quantizes or is_sharded(model) else None
+        spread = parallelism_of(model)
+        dtype = None if spread is None else spread.plan.param_dtype
+        self._copy = empty_copy(model, prepare, dtype) if quantizes or is_sharded(model) else None
 
     @contextmanager
     def __call__(self) -> Iterator[CausalLM]:
@@ -56,10 +59,10 @@ class SamplingModel:
             copy.to_empty(device="meta")  # frees the memory
 
 
-def _empty_copy(model: CausalLM, prepare: Callable[[CausalLM], object]) -> CausalLM:
-    """The copy on the meta device."""
-    spread = parallelism_of(model)
-    param_dtype = None if spread is None else spread.plan.param_dtype
+def empty_copy(
+    model: CausalLM, prepare: Callable[[CausalLM], object], param_dtype: DtypeName | None = None
+) -> CausalLM:
+    """The copy of a `SamplingModel`, on the meta device; with `param_dtype` in the dtype of a plan's computation."""
     with torch.device("meta"), skip_init():
         copy = CausalLM(model.config, model.export_spec)
     prepare(copy)

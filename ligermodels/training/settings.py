@@ -18,7 +18,7 @@ Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
 QUANTIZED: tuple[Condition, ...] = (
     (
         ("quantize_exclude",),
-        lambda settings: settings["quantize"] is not None,
+        lambda settings: settings["quantize"] is not None or settings.get("sampling_quantize") is not None,
         "is for quantised weights; give quantize too",
     ),
     (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),

@@ -250,7 +250,13 @@ def test_the_reference_is_the_base(settings: dict[str, Any], base: Path, rewards
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), [("int4", {}), ("float8", {"temperature": 0.7, "top_k": 9}), ("int4", {"lora_rank": 2})]
+    ("kind", "settings"),
+    [
+        ("int4", {}),
+        ("float8", {"temperature": 0.7, "top_k": 9}),
+        ("int4", {"lora_rank": 2}),
+        ("int4", {"quantize_exclude": ["mlp.down", "decoder.blocks.1.mixer"]}),
+    ],
 )
 def test_sampling_from_quantised_weights(
     kind: Any, settings: dict[str, Any], ending: Path, rewards: str, tmp_path: Path
@@ -272,7 +278,7 @@ def test_sampling_from_quantised_weights(
                 parameter += 0.05 * torch.randn_like(parameter)
         batch, _ = next(rollouts), next(rollouts)  # two micro-batches
         row = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
-        rounded = quantize(deepcopy(model), kind)
+        rounded = quantize(deepcopy(model), kind, exclude=recipe.quantize_exclude)
         found, mask = batch["sampler_log_probs"], row["targets"] >= 0
         wanted, _ = by_sequence(
             rounded.log_probs(

@@ -181,7 +181,7 @@ def _view(buffer: Tensor, row: Sequence[Any]) -> Tensor:
 
 def _host() -> str:
     """The running system and its process namespace."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _uuid(device: torch.device | int) -> str:

@@ -125,7 +125,9 @@ def _check_receiver(core: Any) -> None:
     from ligermodels.integrations.vllm.receiver import WeightReceiver
 
     if not issubclass(pkgutil.resolve_name(extension), WeightReceiver):
-        raise InputError(f"engine: worker_extension_cls is {extension}; let it inherit from {RECEIVER}, or leave it out")
+        raise InputError(
+            f"engine: worker_extension_cls is {extension}; let it inherit from {RECEIVER}, or leave it out"
+        )
 
 
 def _serves_another_class(core: Any) -> InputError:
