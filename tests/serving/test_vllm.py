@@ -6,8 +6,10 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -30,7 +32,27 @@ TEXT = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(3)
 PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
-def served(
+Served = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A function: what the server generates after PROMPT. One process serves all models, since vLLM takes longer to
+    import than to run them."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [str(PYTHON), str(Path(__file__).with_name("serve.py"))]
+    with log.open("w") as errors, subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as server:  # fmt: skip
+        assert server.stdin is not None and server.stdout is not None
+        yield partial(_answer, server.stdin, server.stdout, log)
+        server.stdin.close()
+
+
+def _answer(
+    questions: IO[str],
+    answers: IO[str],
+    log: Path,
     model: Path,
     speculative: dict[str, Any] | None = None,
     dtype: str = "float32",
@@ -43,10 +65,12 @@ def served(
         "model": str(model), "dtype": dtype, "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative,
         "overrides": {"architectures": [ARCHITECTURE]} if native else {}, "ranks": ranks,
     }  # fmt: skip
-    command = [str(PYTHON), str(Path(__file__).with_name("serve.py")), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    questions.write(json.dumps(asked) + "\n")
+    questions.flush()
+    found: dict[str, Any] = json.loads(
+        next((line for line in answers if line.startswith("{")), '{"error": "it ended"}')
+    )
+    assert "error" not in found, f"{found['error']}\n{log.read_text()[-3000:]}"
     return found
 
 
@@ -69,7 +93,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(model: Any, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
+def check(served: Served, model: Any, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
     """The server's tokens are the greedy ones, and it takes exactly as many steps as we do: so each draft is ours."""
     ours = model.generate([PROMPT], max_new_tokens=NEW, tree=chain(DRAFTED), return_stats=True)
     tokens = ours.sequences[0, len(PROMPT) :].tolist()
@@ -93,7 +117,7 @@ def check(model: Any, folder: Path, speculative: dict[str, Any], **options: Any)
     ("specforge", {"vocabulary": 96, "boundaries": (0, 2, 3), "native": True}),
     ("speculators", {"vocabulary": 96, "native": True, "ranks": 2}),
 ], ids=str)  # fmt: skip
-def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
+def test_eagle3(profile: Any, options: dict[str, Any], target: Path, served: Served, tmp_path: Path) -> None:
     base, options = lm.from_pretrained(target), dict(options)
     run = {name: options.pop(name) for name in ("native", "ranks") if name in options}
     if size := options.get("vocabulary"):
@@ -102,7 +126,7 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
     model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
     trained(model, model.head_parameters(), 9)
     model.export(tmp_path, profile, base_model=str(target))
-    check(model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
+    check(served, model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
 
 
 @pytest.mark.parametrize(("profile", "options"), [
@@ -113,7 +137,7 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
     ("speculators", {"window": 16}),
     ("speculators", {"window": 16, "causal": False}),
 ], ids=str)  # fmt: skip
-def test_dflash(profile: Any, options: dict[str, Any], target: Path, tmp_path: Path) -> None:
+def test_dflash(profile: Any, options: dict[str, Any], target: Path, served: Served, tmp_path: Path) -> None:
     base, options = lm.from_pretrained(target), dict(options)
     if size := options.get("vocabulary"):
         options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
@@ -127,7 +151,7 @@ def test_dflash(profile: Any, options: dict[str, Any], target: Path, tmp_path: P
     for norm in others:  # vLLM's grouped norm on the CPU takes the first layer's weight for the context of all layers
         norm.load_state_dict(first.state_dict())
     model.export(tmp_path, profile, base_model=str(target))
-    check(model, target, {"method": "dflash", "model": str(tmp_path)})
+    check(served, model, target, {"method": "dflash", "model": str(tmp_path)})
 
 
 EXPERTS: dict[str, Any] = {
@@ -158,7 +182,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("model_type", "steps", "dtype"), [
     ("glm4_moe", 3, "float32"), ("deepseek_v3", 8, "float32"), ("qwen3_next", 3, "bfloat16"),
 ])  # fmt: skip
-def test_mtp(model_type: str, steps: int, dtype: str, tmp_path: Path) -> None:
+def test_mtp(model_type: str, steps: int, dtype: str, served: Served, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = lm.from_config({"model_type": model_type, **SIZES, **WITH_MTP[model_type]}, dtype="float32")
     trained(base, base.parameters(), 60)
@@ -166,20 +190,20 @@ def test_mtp(model_type: str, steps: int, dtype: str, tmp_path: Path) -> None:
     model = lm.MTPModel.from_base(base, DRAFTED)
     trained(model, model.head_parameters(), steps)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path, overwrite=True)
-    check(model, tmp_path, {"method": "mtp"})
+    check(served, model, tmp_path, {"method": "mtp"})
 
 
 @pytest.mark.parametrize(("native", "ranks"), [(False, 1), (True, 1), (True, 2)])
-def test_medusa(native: bool, ranks: int, target: Path, tmp_path: Path) -> None:
+def test_medusa(native: bool, ranks: int, target: Path, served: Served, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
     trained(model, model.head_parameters(), 25)
     model.export(tmp_path, "vllm")
-    check(model, target, {"method": "medusa", "model": str(tmp_path)}, native=native, ranks=ranks)
+    check(served, model, target, {"method": "medusa", "model": str(tmp_path)}, native=native, ranks=ranks)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "smollm3", "olmo2"])
-def test_checkpoints_of_new_models(model_type: str, tmp_path: Path) -> None:
+def test_checkpoints_of_new_models(model_type: str, served: Served, tmp_path: Path) -> None:
     """A model from a config without `architectures` is served as a language model, with our greedy tokens."""
     torch.manual_seed(2)
     model = lm.from_config({"model_type": model_type, **SIZES}, dtype="float32").eval()
