@@ -3,9 +3,10 @@
 A small engine of torch's own stands in for vLLM, of which tests/serving runs the real one; it takes any width of heads.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,11 @@ from two_ranks import in_ranks
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError, InputError
-from ligermodels.integrations.vllm import update_weights
+from ligermodels.convert.weight_stream import WeightStream
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.integrations.vllm import RECEIVER, update_weights
 from ligermodels.integrations.vllm.plan import AttentionPlan, StatePlan, plan_mixers
+from ligermodels.integrations.vllm.shared_buckets import read_bucket, reader_of
 from ligermodels.layers import LayerConfig
 from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.external_states import RecurrentLayer, RequestStates, rows_of_requests, run_requests
@@ -202,17 +205,70 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
         plan_mixers(config, 5, torch.float32)
 
 
-IN_WORKERS = {"model_executor": object(), "vllm_config": SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))}
+class Workers:
+    """An engine whose two workers each have a model, and take buckets as `WeightReceiver` does, in this process."""
+
+    def __init__(self, extension: str = RECEIVER, reader: dict[str, Any] | None = None, idle: bool = True) -> None:
+        self.models = [random_model(CONFIGS["llama-3"]) for _ in range(2)]
+        self.streams = [WeightStream([x.config.weight_map()], persistent_tensors(x)) for x in self.models]
+        self.readers = [reader_of(torch.device("cpu")), reader]
+        self.llm_engine, self.emptied, self.calls = self, 0, Counter[str]()
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=2, worker_extension_cls=extension),
+            model_config=SimpleNamespace(architecture="OtherForCausalLM"),
+        )
+        self.has_unfinished_requests = lambda: not idle
+
+    def reset_prefix_cache(self) -> None:
+        self.emptied += 1
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls[method] += 1
+        if method == "begin_weight_update":
+            for stream in self.streams:
+                stream.begin()
+            return self.readers
+        if method == "missing_weights":
+            return [stream.missing() for stream in self.streams]
+        return [self.load(rank, *args) for rank in range(2)]
+
+    def load(self, rank: int, handles: Any, table: Any) -> str | None:
+        try:
+            for name, tensor in read_bucket(handles[rank], table, torch.device("cpu")):
+                self.streams[rank].load(name, tensor)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
 
-@pytest.mark.parametrize(("core", "message"), [
-    (None, "engine: must be a vllm.LLM, got a SimpleNamespace"),
-    ({"has_unfinished_requests": lambda: True}, "engine: has unfinished requests"),
-    ({}, "engine: runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"),
-    (IN_WORKERS, "engine: runs in 2 workers, other processes; use vLLM's weight transfer"),
+def test_update_of_workers() -> None:
+    """All buckets reach all workers; errors name the tensor, and the prefix cache is emptied in any case."""
+    engine = Workers(reader=reader_of(torch.device("cpu")))
+    model = lm.from_config(CONFIGS["llama-3"], dtype="float64")
+    update_weights(engine, model, bucket_bytes=5000)
+    assert engine.emptied == 1 and engine.calls["load_shared_weights"] == len(
+        [*model.iter_hf_weights(bucket_bytes=5000)]
+    )
+    for served in engine.models:
+        torch.testing.assert_close(served.state_dict(), model.state_dict(), rtol=0, atol=0)
+    for layers, message in (
+        (2, "the served model has tensors that the update does not: "),
+        (4, r"layers\.3\..* not exp"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            update_weights(engine, lm.from_config({**CONFIGS["llama-3"], "num_hidden_layers": layers}, dtype="float64"))
+    assert engine.emptied == 3
+
+
+@pytest.mark.parametrize(("engine", "message"), [
+    (None, "engine: must be a vllm.LLM, got a NoneType"),
+    (SimpleNamespace(), "engine: must be a vllm.LLM, got a SimpleNamespace"),
+    (partial(Workers, idle=False), "engine: has unfinished requests"),
+    (partial(Workers, ""), "engine: serves OtherForCausalLM; start it with hf_overrides="),
+    (Workers, "engine: serves OtherForCausalLM; start it with hf_overrides="),
+    (partial(Workers, "collections.Counter"), "engine: worker_extension_cls is collections.Counter; let it inherit"),
+    (partial(Workers, reader={"host": "other", "gpus": []}), "engine: a worker runs on another host"),
 ])  # fmt: skip
-def test_engines_that_take_no_weights(core: dict[str, Any] | None, message: str) -> None:
-    idle = {"has_unfinished_requests": lambda: False}
-    parts = {} if core is None else {"llm_engine": SimpleNamespace(**{**idle, **core})}
+def test_engines_that_take_no_weights(engine: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        update_weights(SimpleNamespace(**parts), lm.from_config(CONFIGS["llama-3"], device="meta"))
+        update_weights(engine() if callable(engine) else engine, lm.from_config(CONFIGS["llama-3"]))

@@ -156,18 +156,24 @@ def test_states_of_prefixes(tmp_path: Path) -> None:
         assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
 
 
-@pytest.mark.parametrize(("name", "options"), [("qwen3_moe", CACHING), ("qwen3_next", {**HYBRID, **CACHING})])
-def test_updates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """New weights in a running engine, from a model in the process and by vLLM's own reload; nothing is left over."""
+@pytest.mark.parametrize(
+    ("name", "options", "apart"), [("qwen3_next", {**HYBRID, **CACHING}, False), ("qwen3_moe", CACHING, True)]
+)
+def test_updates(name: str, options: dict[str, Any], apart: bool, tmp_path: Path) -> None:
+    """New weights in a running engine, in this process or another, from a model and by vLLM's own reload; nothing is
+    left over."""
     config = {**servable(name), "tie_word_embeddings": True}
     old, new = (random_checkpoint(tmp_path / f"{seed}", config, seed) for seed in range(2))
-    asked = {"model": str(tmp_path / "0"), "options": options}
-    steps = [None, ["update_weights", str(tmp_path / "1")], ["reload_weights", str(tmp_path / "0")]]
+    asked = {"model": str(tmp_path / "0"), "options": options, "apart": apart}
+    update, back = ["update_weights", str(tmp_path / "1")], ["update_weights", str(tmp_path / "0")]
+    steps = [None, update, ["reload_weights", str(tmp_path / "0")], update, back, update]
     found = served([{**asked, "steps": steps}], tmp_path)
-    wanted = [ours(old), ours(new), ours(old)]
-    assert wanted[0]["tokens"] != wanted[1]["tokens"]
-    for theirs, each in zip(found, wanted, strict=True):
+    by_old, by_new = ours(old), ours(new)
+    assert by_old["tokens"] != by_new["tokens"]
+    for theirs, each in zip(found, [by_old, by_new] * 3, strict=True):
         assert_equal(theirs, each)
+    used = [theirs["resources"] for theirs in found[-3:]]
+    assert used[0] == used[1] == used[2] and used[0][1] == 0
 
 
 EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}}
@@ -184,7 +190,8 @@ def divisible(name: str) -> dict[str, Any]:
 
 
 def test_tensor_parallel(tmp_path: Path) -> None:
-    """Two workers, each with its half of the heads and channels; new weights by vLLM's own reload; and a refusal."""
+    """Two workers, each with its half of the heads and channels; new weights, from a model and by vLLM's own reload, by
+    way of the engine's own process; and a refusal."""
     configs = {name: divisible(name) for name in DIVIDED}
     configs["qwen3"] = {**divisible("qwen3"), "num_key_value_heads": 3}
     models = {name: random_checkpoint(tmp_path / name, config) for name, config in configs.items()}
@@ -194,11 +201,14 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         options = {**(HYBRID if name in HYBRIDS else {}), **RANKS}
         asked.append({"model": str(tmp_path / name), "options": options})
         if name == "gpt_oss":
-            asked[-1]["steps"] = [None, ["reload_weights", str(tmp_path / "new")]]
+            new, old = str(tmp_path / "new"), asked[-1]["model"]
+            asked[-1]["steps"] = [None, ["update_weights", new], ["update_weights", old], ["reload_weights", new]]
+            asked[-1]["apart"] = True
     *found, refusal = served(asked, tmp_path)
-    names = [name for each in DIVIDED for name in ([each, "new"] if each == "gpt_oss" else [each])]
+    names = [name for each in DIVIDED for name in ([each, "new", each, "new"] if each == "gpt_oss" else [each])]
+    wanted = {name: ours(models[name]) for name in names}
     for name, theirs in zip(names, found, strict=True):
-        assert_equal(theirs, ours(models[name]))
+        assert_equal(theirs, wanted[name])
     assert "error" in refusal  # of the workers, in their log
     message = r"blocks\[0\]\.mixer\.num_kv_heads \(num_key_value_heads\): 3 .* Numbers of ranks that work .*: 1"
     assert re.search(f"ConfigError: {message}", refusal["log"])

@@ -104,7 +104,17 @@ def test_several_gpus(base: Path, rewards: str, tmp_path: Path) -> None:
 
 def test_what_is_printed(base: Path, rewards: str, tmp_path: Path) -> None:
     data = texts(tmp_path / "prompts.jsonl")
-    flags = ["--objective", "grpo", "--reward", rewards, "--sampling-quantize", "int4", "--seq-len", "1024", "--dry-run"]
+    flags = [
+        "--objective",
+        "grpo",
+        "--reward",
+        rewards,
+        "--sampling-quantize",
+        "int4",
+        "--seq-len",
+        "1024",
+        "--dry-run",
+    ]
     result = CliRunner().invoke(app, ["train", str(base), "--data", str(data), *flags])
     (row,) = [line for line in result.output.splitlines() if line.startswith("sampling")]
     assert all(f"{part} " in row for part in ("weights", "optimizer", "copy", "cache")) and "reference" not in row
