@@ -74,7 +74,7 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
         None, description="LoRA: keep the frozen weights of the blocks in 4 or 8 bits (QLoRA).  [default: in `dtype`]"
     )
     quantize_exclude: Names = Field(
-        (), description="LoRA: patterns of layers that are not quantised, such as mlp.experts or mlp.down."
+        (), description="quantize, sampling_quantize: patterns of layers that are not quantised, such as mlp.down."
     )
 
     router_z_loss_coef: float = Field(

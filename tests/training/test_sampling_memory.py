@@ -118,4 +118,5 @@ def test_what_is_printed(base: Path, rewards: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", str(base), "--data", str(data), *flags])
     (row,) = [line for line in result.output.splitlines() if line.startswith("sampling")]
     assert all(f"{part} " in row for part in ("weights", "optimizer", "copy", "cache")) and "reference" not in row
-    assert dry_run(FineTuningRecipe(base=base, data=data, validation_fraction=0.0)).sampling is None
+    (tmp_path / "texts.jsonl").write_text('{"text": "Hello there you"}\n')
+    assert dry_run(FineTuningRecipe(base=base, data=tmp_path / "texts.jsonl", validation_fraction=0.0)).sampling is None
