@@ -49,7 +49,7 @@ def write(kind: str, model: lm.CausalLM, folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y", "y/" * 3000], ids=["name", "parent", "path"])
 def test_names_that_are_too_long(kind: str, name: str, model: lm.CausalLM, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"(xxx|y/y/).*cannot be written: .*[Nn]ame too long"):
+    with pytest.raises(CheckpointError, match=r"(xxx|/y).*cannot be written: .*[Nn]ame too long"):
         write(kind, model, tmp_path / name)
     assert not list(tmp_path.iterdir())
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_policy import recipe_for, texts
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from typer.testing import CliRunner
 
 import ligermodels as lm
@@ -35,7 +37,7 @@ def live_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.memory_allocated()
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [x.untyped_storage() for x in tensors if not isinstance(x, (FakeTensor, FunctionalTensor))]
     total = end = 0
     for start, size in sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages}):
         total += max(0, start + size - max(start, end))
