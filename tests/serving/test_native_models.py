@@ -36,7 +36,7 @@ HEAD_DIM = 32
 """vLLM's attention on the CPU has no odd widths of heads; tests/integrations/test_vllm_models.py has them."""
 LATENT = {"qk_rope_head_dim": 10, "qk_nope_head_dim": HEAD_DIM - 10, "v_head_dim": 18}
 WIDE_VALUES = {"deepseek_v3-without-experts": {"v_head_dim": 2 * HEAD_DIM}}
-UNKNOWN = {"internlm3", "iquestcoder", "lfm3"}
+UNKNOWN = {"internlm3", "iquestcoder", "lfm3", "bailing_hybrid"}
 """vLLM reads config.json by transformers, which does not have these types."""
 OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
 OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}

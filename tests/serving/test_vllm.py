@@ -33,6 +33,7 @@ PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
 Served = Callable[..., dict[str, Any]]
+NO_FLOAT32 = "expect weight to be bfloat16, float16"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,8 @@ def _answer(
     found: dict[str, Any] = json.loads(
         next((line for line in answers if line.startswith("{")), '{"error": "it ended"}')
     )
+    if NO_FLOAT32 in found.get("error", ""):
+        pytest.skip("vLLM's experts on CPUs with AMX take no float32")
     assert "error" not in found, f"{found['error']}\n{log.read_text()[-3000:]}"
     return found
 
