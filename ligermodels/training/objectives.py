@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ligermodels.adapt.lora import lora_disabled, lora_layers
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.data.batches import Batch
 from ligermodels.data.packing import Prefetcher
 from ligermodels.errors import ConfigError
@@ -135,7 +136,7 @@ def _grpo(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     settings, (rank, size) = dict(recipe), data_share(recipe.parallel)
     rewards, kind = Rewards(recipe.reward, recipe.reward_weights), recipe.sampling_quantize
 
-    def sampler_of(kind: str | None) -> Sampler:
+    def sampler_of(kind: QuantizedFormat | None) -> Sampler:
         """Samples from the current weights, rounded to this format if it is given."""
         sampling = SamplingModel(model, partial(prepare_sampling, recipe, kind), quantizes=kind is not None)
         return Sampler(sampling, rewards, {**settings, "sampling_quantize": kind}, recipe.seed, rank, size)

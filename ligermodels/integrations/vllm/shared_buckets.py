@@ -152,7 +152,7 @@ def read_bucket(handle: Handle, table: Table, device: torch.device) -> list[tupl
     if kind == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         storage = torch.UntypedStorage._new_shared_cuda(index, *values)
-        buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)  # type: ignore[call-overload]
+        buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
     else:
         path, nbytes = values
         try:
