@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,9 @@ def of_peer(folder: Path, case: str, setting: str, steps: int) -> float:
     model, batch, length, _ = CASES[case]
     (folder / "config.json").write_text(json.dumps({**CONFIGS[model], "torch_dtype": "bfloat16"}))
     command = [sys.executable, "-m", "benchmarks.cases.sft_peer", str(folder), *map(str, (batch, length, steps))]
-    done = subprocess.run([*command, setting], check=True, stdout=subprocess.PIPE, text=True)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # on several, Trainer would divide the batch
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    done = subprocess.run([*command, setting], check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return float(done.stdout.splitlines()[-1])
 
 
@@ -115,6 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if arguments.peers and (several := [case for case in arguments.cases if CASES[case][3] > 1]):
+        parser.error(f"--peers: run on one GPU, not {', '.join(several)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)

@@ -159,12 +159,11 @@ def stored_vocab_size(model: CausalLM, modules: Iterable[WeightMapping], headers
         headers: name -> dtype and shape of the file's tensors.
     """
     size, by_token = model.config.vocab_size, token_parameters(model)
-    rows = {each.target: headers[each.views[0].source].shape[0] for each in modules if each.target in by_token}
-    missing = by_token.keys() - rows.keys()
-    if model.config.head.tied and not {EMBEDDING, HEAD}.isdisjoint(rows):
-        missing -= {EMBEDDING, HEAD}
-    same = len(set(rows.values())) == 1
-    return max(size, *rows.values()) if same and not missing and model.config.per_layer_inputs is None else size
+    shapes = {each.target: headers[each.views[0].source].shape for each in modules if each.target in by_token}
+    rows = {shape[:1] for shape in shapes.values()}
+    if shapes.keys() != by_token.keys() or len(rows) != 1 or model.config.per_layer_inputs is not None:
+        return size
+    return max(size, *rows.pop())
 
 
 def set_modules(model: CausalLM, modules: Sequence[WeightMapping], values: Mapping[str, Tensor], trains: bool) -> None:

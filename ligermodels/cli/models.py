@@ -64,7 +64,8 @@ class Source:
             if last >= model.config.vocab_size:
                 raise ConfigError(
                     f"{self.adapter / 'tokenizer.json'}: has ids up to {last:,}, and the model's vocab_size is "
-                    f"{model.config.vocab_size:,}; adapters that add tokens are not implemented"
+                    f"{model.config.vocab_size:,}; save the adapter with embed_tokens and lm_head (modules_to_save), "
+                    "which then have rows for the new tokens"
                 )
         if loading.quantize is not None:
             from ligermodels.adapt.lora import merge_lora

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.convert.config_json import joined, nested_configs
-from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.models.untie import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
@@ -42,14 +40,5 @@ def grow_vocabulary(model: CausalLM, size: int) -> None:
     model.decoder.embed.num_embeddings = model.head.out_features = size
     model.config = model.decoder.config = replace(model.config, vocab_size=size)
     if model.export_spec is not None:
-        model.export_spec = _with_size(model.export_spec, size)
-
-
-def _with_size(spec: ExportSpec, size: int) -> ExportSpec:
-    source = spec.source
-    if source is not None:
-        levels = nested_configs(source.hf_config) if source.nested else {"": source.hf_config}
-        config = joined({name: {**level, SIZE: size} if SIZE in level else level for name, level in levels.items()})
-        loaded: dict[str, Any] = {**source.loaded, SIZE: size}
-        source = replace(source, hf_config=config, loaded=loaded)
-    return replace(spec, hf_config={**spec.hf_config, SIZE: size}, source=source)
+        spec = model.export_spec  # the config of a whole checkpoint takes changed fields when it is written
+        model.export_spec = replace(spec, hf_config={**spec.hf_config, SIZE: size})

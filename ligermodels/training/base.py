@@ -117,7 +117,7 @@ class Base:
                 "(alpaca, mistral, zephyr)"
             )
         # PEFT gives the base model of an adapter a row for each token, and no padding.
-        original, multiple = (None, MULTIPLE) if recipe.trains_configs else (self.weights, 1)
+        original, multiple = (None, MULTIPLE) if recipe.trains_configs else (self.config.parent.absolute(), 1)
         weights = self.weights if self.reads_weights else None
         folder = with_tokens(self.config, self.tokenizer, weights, tokens, multiple)
         return replace(

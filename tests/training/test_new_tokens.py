@@ -147,12 +147,15 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
 
 @pytest.mark.parametrize("spare", [0, 8])
 @pytest.mark.parametrize("tied", [False, True])
-def test_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool, spare: int) -> None:
+def test_lora_with_new_tokens(
+    tmp_path: Path, chats: Path, tied: bool, spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The adapter has the rows and the tokenizer, and names the original base, whose vocabulary grows with it."""
     base, out = tmp_path / "base", tmp_path / "out"
     used = make_base(base, spare=spare, tie_word_embeddings=tied)
     settings = {"lora_rank": 2, "learning_rate": 0.01, "dtype": "float32"}
-    recipe, said = recipe_of(base, chats, checkpoint_every=1, **settings), list[str]()
+    monkeypatch.chdir(tmp_path)
+    recipe, said = recipe_of(Path("base"), chats, checkpoint_every=1, **settings), list[str]()
     fine_tune(recipe.changed({"steps": 1}), out, console=Console(say=said.append))
     assert "lora_modules_to_save: is embed_tokens, lm_head, which trains the rows of the new tokens" in said
     assert fine_tune(recipe, out, resume=True).step == 2
