@@ -212,15 +212,16 @@ class Workers:
         self.models = [random_model(CONFIGS["llama-3"]) for _ in range(2)]
         self.streams = [WeightStream([x.config.weight_map()], persistent_tensors(x)) for x in self.models]
         self.readers = [reader_of(torch.device("cpu")), reader]
-        self.llm_engine, self.emptied, self.calls = self, 0, Counter[str]()
+        self.llm_engine, self.emptied, self.calls, self.empties = self, 0, Counter[str](), True
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=2, worker_extension_cls=extension),
             model_config=SimpleNamespace(architecture="OtherForCausalLM"),
         )
         self.has_unfinished_requests = lambda: not idle
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         self.emptied += 1
+        return self.empties
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls[method] += 1
@@ -258,6 +259,9 @@ def test_update_of_workers() -> None:
         with pytest.raises(CheckpointError, match=message):
             update_weights(engine, lm.from_config({**CONFIGS["llama-3"], "num_hidden_layers": layers}, dtype="float64"))
     assert engine.emptied == 3
+    engine.empties = False
+    with pytest.raises(InputError, match="engine: did not empty its prefix cache"):
+        update_weights(engine, model)
 
 
 @pytest.mark.parametrize(("engine", "message"), [

@@ -37,8 +37,8 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
     Raises:
-        InputError: the engine serves another class, has unfinished requests, or runs on another host or as another
-            user; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
+        InputError: the engine serves another class, has unfinished requests, runs on another host, or does not empty
+            its prefix cache; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
             it. Tensors that came before have their new values.
 
@@ -65,7 +65,12 @@ def _update(engine: Any, buckets: Buckets, device: torch.device) -> None:
     try:
         missing = _update_workers(core, buckets, device) if served is None else _update_here(served, buckets)
     finally:
-        engine.reset_prefix_cache()  # after an error too: some weights are new by then
+        is_empty = engine.reset_prefix_cache()  # after an error too: some weights are new by then
+    if not is_empty:
+        raise InputError(
+            "engine: did not empty its prefix cache, whose keys and values belong to the old weights; call its "
+            "reset_prefix_cache until it returns True"
+        )
     if missing:
         raise CheckpointError(f"the served model has tensors that the update does not: {', '.join(missing[:20])}")
 
