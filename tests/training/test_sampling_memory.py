@@ -31,13 +31,19 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rewards_by_length:length"
 
 
+def live_tensors() -> list[torch.Tensor]:
+    """All tensors with memory."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    return [x for x in tensors if not isinstance(x, (FakeTensor, FunctionalTensor))]
+
+
 def live_bytes(device: str) -> int:
     """Bytes of all tensors, of those that share memory once."""
-    gc.collect()
+    tensors = live_tensors()
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    storages = [x.untyped_storage() for x in tensors if not isinstance(x, (FakeTensor, FunctionalTensor))]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
     total = end = 0
     for start, size in sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages}):
         total += max(0, start + size - max(start, end))
@@ -70,6 +76,7 @@ def test_the_bytes_of_a_run(
     prepare_lora(recipe, model)
     kind = recipe.sampling_quantize
     sampling = SamplingModel(model, partial(prepare_sampling, recipe, kind), quantizes=kind is not None)
+    others = live_tensors()  # held, so that no tensor of another test is freed meanwhile
     before = live_bytes(device)
     with sampling() as sampler:
         copied = live_bytes(device) - before
@@ -78,7 +85,7 @@ def test_the_bytes_of_a_run(
     about = pytest.approx if device == "cpu" else partial(pytest.approx, rel=0.1, abs=2**16)  # blocks of 512 bytes
     assert (found.copy, found.cache) == (about(copied), about(cached)) and cached > 0 and bool(copied) == bool(kind)
     assert live_bytes(device) - before == cached, "the copy is freed"
-    del state
+    del state, others
     new_state = CausalLM.new_state
     monkeypatch.setattr(CausalLM, "new_state", lambda self, *sizes: [states.append(sizes), new_state(self, *sizes)][1])
     fine_tune(recipe, tmp_path / "out", device=device)
