@@ -50,8 +50,8 @@ class PerLayerInputsConfig:
         check_sizes(self, "vocab_size", "num_layers", "size")
 
     def weight_mappings(self, native: str, checkpoint: str) -> list[WeightMapping]:
-        """Mappings of the tensors: `native` and `checkpoint` are the prefixes of their names."""
-        return [rename(f"{native}.{part}.weight", f"{checkpoint}.{name}.weight") for part, name in self.NAMES.items()]
+        """Mappings of the tensors: `native` and `checkpoint` are the prefixes of their names, with the dot."""
+        return [rename(f"{native}{part}.weight", f"{checkpoint}{name}.weight") for part, name in self.NAMES.items()]
 
 
 class PerLayerInputs(nn.Module):

@@ -153,7 +153,7 @@ def choose_layout(
     """
     _, heads = without_heads(hf_config)
     family = family_of(hf_config)
-    layout = nearest_layout(family.weight_maps(config), headers, state)
+    layout = nearest_layout(family.weight_maps(config, headers), headers, state)
     return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -75,9 +75,20 @@ class Family:
         named = ((layout, layout.get("names", {}).get("experts.gate_up", ".weight")) for layout in self.layouts)
         return [layout for layout, name in named if not name.endswith(".weight")]
 
-    def weight_maps(self, config: DecoderConfig) -> list[WeightMap]:
-        """The weight map of `config` in each of the `layouts`."""
-        return [config.weight_map(**layout) for layout in self.layouts]
+    def weight_maps(self, config: DecoderConfig, stored: Collection[str] = ()) -> list[WeightMap]:
+        """The weight map of `config` in each of the `layouts`.
+
+        Args:
+            config: the decoder's config.
+            stored: names of a checkpoint's tensors. If none has the prefix of a layout, as in checkpoints of a base
+                model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the maps without the
+                first part of the prefix are returned too. Default: the usual names only.
+        """
+        layouts = [{"prefix": "model", **layout} for layout in self.layouts]
+        prefixes = tuple([f"{layout['prefix']}." for layout in layouts])
+        if stored and not any(name.startswith(prefixes) for name in stored):
+            layouts += [{**layout, "prefix": layout["prefix"].partition(".")[2]} for layout in layouts]
+        return [config.weight_map(**layout) for layout in layouts]
 
 
 FAMILIES: dict[str, Family] = {}

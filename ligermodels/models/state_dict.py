@@ -58,7 +58,8 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Fill `model` from a state dict in any layout of its family; see `CausalLM.load_hf_state_dict`."""
     state = persistent_tensors(model)
     _check(state_dict)
-    weight_map = nearest_layout(family_of(model.hf_config).weight_maps(model.config), state_dict, state)
+    weight_maps = family_of(model.hf_config).weight_maps(model.config, state_dict)
+    weight_map = nearest_layout(weight_maps, state_dict, state)
     weight_map.load(StateDict(state_dict), state)
 
 
