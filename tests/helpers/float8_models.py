@@ -32,6 +32,7 @@ GEMMA4 = {**SIZES, "num_key_value_heads": 1, "global_head_dim": 32}
 DENSE, ATTENTION = ("mlp.gate_up", "mlp.down"), ("mixer.qkv", "mixer.o")
 UNGATED = ("mlp.shared.up", "mlp.shared.down")
 SHARED = ("mlp.shared.gate_up", "mlp.shared.down")
+QKV_LATENT = tuple(f"mixer.{name}" for name in ("q", "kv_a", "kv_b", "o"))
 LATENT_LINEARS = tuple(f"mixer.{name}" for name in ("q_a", "q_b", "kv_a", "kv_b", "o"))
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "deepseek_v3": (
@@ -41,7 +42,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "deepseek_v3, without a latent of queries": (
         {**CONFIGS["deepseek_v3-without-experts"], **LATENT, "q_lora_rank": None},
-        {"mixer.q", "mixer.kv_a", "mixer.kv_b", "mixer.o", *DENSE},
+        {*QKV_LATENT, *DENSE},
     ),
     "qwen3_next": (
         {**CONFIGS["qwen3_next"], **SIZES, **DELTA, **FULL},
@@ -69,6 +70,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         | {"moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 16, "mamba_head_dim": 4}
         | {"n_groups": 2, "ssm_state_size": 16},
         {*ATTENTION, "mixer.in_proj", "mixer.out", "mlp.latent_in", "mlp.latent_out", *UNGATED},
+    ),
+    "kimi_linear": (
+        {**CONFIGS["kimi_linear"], **LATENT, "q_lora_rank": None, "num_expert_group": 1, "topk_group": 1}
+        | {"num_experts_per_token": 8, "moe_intermediate_size": 32}
+        | {"linear_attn_config": CONFIGS["kimi_linear"]["linear_attn_config"] | {"head_dim": 16, "num_heads": 16}},
+        {*QKV_LATENT, "mixer.in_proj", "mixer.low_rank", "mixer.decay_b", "mixer.z_b", "mixer.out", *DENSE, *SHARED},
+    ),
+    "bailing_hybrid": (
+        {**CONFIGS["bailing_hybrid"], **LATENT, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16}
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
+        {*QKV_LATENT, "mixer.in_proj", "mixer.out", *DENSE, *SHARED},
     ),
     "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
     "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
