@@ -27,18 +27,29 @@ CAPABILITIES = {
     "generate": ["archs/test_families.py::test_greedy_tokens_*", "archs/test_multimodal.py::test_greedy_tokens_*"],
     "Medusa heads": ["archs/test_families.py::test_medusa_*", "speculative/test_medusa.py::*"],
     "export": ["archs/test_families.py::test_export_*", "archs/test_multimodal.py::test_export_*"],
+    "nativize": ["nativize/test_nativize.py::test_a_native_model_*"],
+    "MTP heads": ["archs/test_newer_families.py::test_new_mtp_heads_are_lossless_*"],
+    "LoRA": ["adapt/test_adapter_commands.py::test_adapters_of_every_kind_*"],
+    "int4": ["archs/test_newer_families.py::test_decoding_in_four_bits_*"],
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
-BY_LAYERS = {"packed", "generate", "Medusa heads"}
+BY_KIND = {"MTP heads", "LoRA", "int4"}
+"""Capabilities whose code goes by layers, shown in configurations that together have every kind of layer."""
+
+BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize"} | BY_KIND
 """Capabilities whose code goes by layers, not by families: shown in one configuration of each type."""
+
+OTHERWISE = {**dict.fromkeys(BY_KIND, "by kind"), "nativize": "error"}
+"""The cell of a type without a test of a capability."""
 
 HEAD = """# What the tests show
 
 Of each family, by `model_type`: ✓ where all tests of a capability pass, and ✗ where one does not. Every configuration
 named here is loaded, trained and exported; packed documents, generation and Medusa heads are tested in one of each
-type, and in those that together have every kind of layer with every option. The tests hold tiny random models of
-awkward sizes to transformers' own. `make matrix` runs them and writes this page.
+type, and in those that together have every kind of layer with every option; MTP heads, LoRA and int4 only in the
+latter ("by kind"). `nativize` of types with "error" is refused by name. The tests hold tiny random models of awkward
+sizes to transformers' own. `make matrix` runs them and writes this page.
 """
 
 
@@ -76,7 +87,7 @@ class Matrix:
             f"no test shows {capability} of {family}"
             for family in FAMILIES
             for capability in CAPABILITIES
-            if not self.cells[family, capability] and FAMILIES[family].text is None
+            if not self.cells[family, capability] and FAMILIES[family].text is None and capability not in OTHERWISE
         ]
 
     def page(self) -> str:
@@ -92,6 +103,8 @@ class Matrix:
         tests, text = self.cells[family, capability], FAMILIES[family].text
         if not tests and text is not None:
             return f"as `{text(NEEDED.get(family, {}))['model_type']}`"
+        if not tests and capability in OTHERWISE:
+            return OTHERWISE[capability]
         shown = [any(f"[{config}]" in test for test in tests) for config in self.configs[family]]
         enough = any(shown) if capability in BY_LAYERS else all(shown)
         return "✓" if tests and enough and all(self.passed.get(test, True) for test in tests) else "✗"
