@@ -31,10 +31,11 @@ CAPABILITIES = {
     "MTP heads": ["archs/test_newer_families.py::test_new_mtp_heads_are_lossless_*"],
     "LoRA": ["adapt/test_adapter_commands.py::test_adapters_of_every_kind_*"],
     "int4": ["archs/test_newer_families.py::test_decoding_in_four_bits_*"],
+    "shard, context, tensor": ["parallel/test_every_kind.py::test_losses_and_every_gradient"],
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
-BY_KIND = {"MTP heads", "LoRA", "int4"}
+BY_KIND = {"MTP heads", "LoRA", "int4", "shard, context, tensor"}
 """Capabilities whose code goes by layers, shown in configurations that together have every kind of layer."""
 
 BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize"} | BY_KIND
@@ -47,9 +48,10 @@ HEAD = """# What the tests show
 
 Of each family, by `model_type`: ✓ where all tests of a capability pass, and ✗ where one does not. Every configuration
 named here is loaded, trained and exported; packed documents, generation and Medusa heads are tested in one of each
-type, and in those that together have every kind of layer with every option; MTP heads, LoRA and int4 only in the
-latter ("by kind"). `nativize` of types with "error" is refused by name. The tests hold tiny random models of awkward
-sizes to transformers' own. `make matrix` runs them and writes this page.
+type, and in those that together have every kind of layer with every option; MTP heads, LoRA, int4 and
+parallel plans (FSDP2, context and tensor parallelism on two ranks) only in the latter ("by kind"). `nativize` of types
+with "error" is refused by name. The tests hold tiny random models of awkward sizes to transformers' own. `make matrix`
+runs them and writes this page.
 """
 
 
@@ -106,13 +108,14 @@ class Matrix:
         if not tests and capability in OTHERWISE:
             return OTHERWISE[capability]
         shown = [any(f"[{config}]" in test for test in tests) for config in self.configs[family]]
-        enough = any(shown) if capability in BY_LAYERS else all(shown)
+        enough = capability in BY_KIND or (any(shown) if capability in BY_LAYERS else all(shown))
         return "✓" if tests and enough and all(self.passed.get(test, True) for test in tests) else "✗"
 
 
 def families_of(item: pytest.Function) -> list[str]:
     """Those whose configurations are among a test's parameters, or else the one in its name."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else []
+    given = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+    given += [each for several in given if isinstance(several, list | tuple) for each in several]
     by_parameter = [TINY[each]["model_type"] for each in given if isinstance(each, str) and each in TINY]
     by_name = sorted((family for family in FAMILIES if f"_{family}_" in item.originalname), key=len)
     return by_parameter or by_name[-1:]
