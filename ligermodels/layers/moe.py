@@ -322,7 +322,7 @@ class MoE(ComposedExperts, Layer):
         top_k, mesh = self.config.router.top_k, self._expert_mesh
         rows = (tokens[:, None] * weights.to(tokens.dtype)[..., None]).flatten(0, 1)
         exchange = None if mesh is None else ExpertExchange(rows, 1, mesh, context)
-        mixed = self._mix(rows, weights.new_ones(len(rows), 1), experts.reshape(-1, 1), exchange)
+        mixed = self._mix(rows, weights.new_ones(rows.shape[0], 1), experts.reshape(-1, 1), exchange)
         return (mixed.get() if isinstance(mixed, Pending) else mixed).unflatten(0, (-1, top_k)).sum(1)
 
     def _mix(

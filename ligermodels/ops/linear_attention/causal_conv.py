@@ -76,7 +76,7 @@ def causal_conv_reference(
     inputs, taps = inputs.to(wide), weight.to(wide)
     first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
     sources = None if tree is None else conv_sources(*tree, width)
-    token, row = torch.arange(tokens, device=x.device), torch.arange(len(x), device=x.device)[:, None]
+    token, row = torch.arange(tokens, device=x.device), torch.arange(x.shape[0], device=x.device)[:, None]
     total = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
     for back in range(width):
         start = width - 1 - back

@@ -51,7 +51,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         InputError: shapes, dtypes or devices do not fit.
     """
     q, k, cos, sin = _HEADS.check("rope", q, k, cos, sin)
-    _check_tables("rope", len(q), q.shape[3], cos)
+    _check_tables("rope", q.shape[0], q.shape[3], cos)
     if not use_kernels(q, k, cos, sin):
         return rope_reference(q, k, cos, sin)
     return _Rope.apply(q, k, cos, sin)
@@ -170,7 +170,7 @@ def check_packed(
             f"got {tuple(qkv.shape)}"
         )
     tensors = _PACKED.check(op, qkv, cos, sin, q_norm, k_norm, D=shape.head_dim)
-    _check_tables(op, len(qkv), shape.head_dim, cos)
+    _check_tables(op, qkv.shape[0], shape.head_dim, cos)
     check_casting_mode(op, casting_mode)
     return tensors
 
