@@ -15,6 +15,7 @@ from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import chat_templates, tokenizer_files
 from ligermodels.convert.more_rows import MULTIPLE
+from ligermodels.convert.quantization import without_quantization
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
@@ -22,7 +23,8 @@ from ligermodels.data.new_tokens import untrained_tokens, with_tokens
 from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointWarning, ConfigError
-from ligermodels.models.extra_heads import require_model
+from ligermodels.models.extra_heads import require_model, without_heads
+from ligermodels.models.families import family_of
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -138,7 +140,9 @@ class Base:
 
     def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
-        if tokens := untrained_tokens(self.config, self.tokenizer, weights, template):
+        hf_config, _ = without_heads(without_quantization(read_json(self.config))[0])
+        vocab_size = family_of(hf_config).decoder_config(hf_config).vocab_size  # not each config.json names it
+        if tokens := untrained_tokens(vocab_size, self.tokenizer, weights, template):
             warnings.warn(
                 f"chat_template: the embeddings of {', '.join(tokens)} in {weights} are zero: the base model was not "
                 "trained on them, and this run does not train them. Train all parameters, or with LoRA also "

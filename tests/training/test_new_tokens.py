@@ -205,9 +205,15 @@ def test_an_adapter_names_the_base_on_the_hub(
     assert read_json(tmp_path / "out" / "adapter_config.json")["base_model_name_or_path"] == "some/base"
 
 
-def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:
+@pytest.mark.parametrize("names_vocab_size", [True, False])
+def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path, names_vocab_size: bool) -> None:
     """As Llama 3's base models have them: nearly zero."""
-    make_base(tmp_path / "base")
+    used = make_base(tmp_path / "base")
+    make_base(tmp_path / "base", spare=32_000 - used, hidden_size=8, head_dim=2, intermediate_size=8)
+    config = read_json(tmp_path / "base/config.json")
+    if not names_vocab_size:  # the default of transformers' class
+        del config["vocab_size"]
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
     weights = load_file(tmp_path / "base/model.safetensors")
     end = Tokenizer(tmp_path / "base").backend.token_to_id("<|eot_id|>")
     for name, rows in weights.items():
