@@ -196,6 +196,7 @@ def test_info_of_an_adapter(adapter: Path, speaker: Path, tmp_path: Path) -> Non
         "alpha": 24,
         "use_rslora": False,
         "modules_to_save": [],
+        "trainable_token_indices": [],
         "adapted_layers": len(tensors) // 2,
         "parameters": count,
         "weights_bytes": 4 * count,
