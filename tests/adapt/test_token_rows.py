@@ -301,6 +301,14 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh, kind: str) -> None:
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-6)
     found = model.eval().generate(tokens(2, 9), max_new_tokens=4)
     assert torch.equal(found, plain.eval().generate(tokens(2, 9), max_new_tokens=4))
+    indices = KINDS[kind][1]
+    options = {"plan": lm.ParallelPlan(), "prepare": lambda model: lm.add_lora(model, trainable_token_indices=indices)}
+    torch.manual_seed(rank)  # A is the same on all ranks
+    new = lm.from_pretrained(folder / "base", **options)
+    base = lm.from_pretrained(folder / "base")
+    for name, rows in token_rows(new).items():
+        assert torch.equal(rows.rows.full_tensor(), base.get_parameter(f"{name}.weight")[list(rows.token_indices)])
+    torch.testing.assert_close(new(tokens()).logits, base(tokens()).logits, rtol=1e-4, atol=1e-5)
     lm.save_adapter(model, folder / "sharded")
     if rank == 0:
         lm.save_adapter(plain, folder / "plain")
@@ -312,6 +320,7 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh, kind: str) -> None:
 
 @of_each_kind
 def test_fsdp2(kind: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base", KINDS[kind][0])
     in_two_ranks(train_sharded, tmp_path, kind)
 
 
