@@ -115,7 +115,7 @@ def test_only_rows_have_a_state_in_the_optimizer(kind: str) -> None:
 @pytest.mark.parametrize("mode", ["compiled", "selective", "full"])
 def test_compiled_and_with_activation_checkpointing(kind: str, mode: str) -> None:
     model, plain = build(kind), build(kind)
-    called = torch.compile(model, backend="aot_eager", fullgraph=False) if mode == "compiled" else model
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if mode == "compiled" else model
     if mode != "compiled":
         model.activation_checkpointing = mode
     for each, module in ((model, called), (plain, plain)):
