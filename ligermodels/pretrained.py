@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ligermodels.adapt.lora import initialize_lora, lora_layers
 from ligermodels.adapt.quantize import quantize as quantize_weights
 from ligermodels.adapt.quantized_loading import load_weights
 from ligermodels.arguments import QuantizedFormat, check_flag, check_format, check_function
@@ -159,6 +160,7 @@ def from_pretrained(
         if target.type != "meta":
             load_weights(model, weight_map, reader, model_dtype, progress, mapped=mapped)
         keep_stored_dtypes(model, weight_map, reader.headers, model_dtype)
+        _initialize_lora(model, plan)
     model.batch_invariant = batch_invariant
     return model.eval()
 
@@ -215,6 +217,7 @@ def from_config(
         prepare(model)
     _allocate(model, model_dtype or dtype_of(hf_config), target, plan)
     model.reset_parameters()
+    _initialize_lora(model, plan)
     return model
 
 
@@ -337,6 +340,17 @@ def _allocate(
     parallelize(model, plan)
     if device.type != "meta":
         model.to_empty(device=device)
+
+
+def _initialize_lora(model: CausalLM, plan: ParallelPlan | None) -> None:
+    """Fill LoRA that `prepare` added while the model was on the meta device. Ranks draw the same numbers."""
+    if not lora_layers(model) or model.device.type == "meta":
+        return
+    if plan is None:
+        return initialize_lora(model)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(0)  # the ranks' own random states may differ
+        initialize_lora(model)
 
 
 def _on_meta(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:

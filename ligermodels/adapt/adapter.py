@@ -19,6 +19,8 @@ from ligermodels.adapt.expert_files import check_expert_format, converted, exper
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
 from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, stored_vocab_size, written_modules
 from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
+from ligermodels.adapt.token_rows import NAME as TOKEN_ROWS
+from ligermodels.adapt.token_rows import distinct, fold_rows, vocab_size_with_rows
 from ligermodels.arguments import ExpertFormat, check_flag
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
@@ -58,7 +60,7 @@ def save_adapter(
     expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> None:
-    """Write the LoRA of a model, and its modules that are trained whole, in PEFT's format.
+    """Write the LoRA of a model, its modules that are trained whole, and its trained rows of tokens, in PEFT's format.
 
     `peft.PeftModel.from_pretrained` loads it on transformers' model. Tensors are written exactly, in their dtype. The
     tokenizer and chat template are written too if they differ from the files of the base checkpoint. If the model is
@@ -157,11 +159,13 @@ def load_adapter(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Model:
-    """Freeze a model and add an adapter in PEFT's format to it, in place: LoRA, and modules that were trained whole.
+    """Freeze a model and add an adapter in PEFT's format to it, in place: LoRA, modules that were trained whole, and
+    rows of tokens.
 
     Whole modules replace those of the model. If it ties its head to the embedding and they differ in the adapter, it is
     untied, and `save_pretrained` after `merge_lora` writes both. If the adapter has embedding and head with rows for
-    more tokens, the model's vocabulary grows.
+    more tokens, or the rows of more tokens in both, the model's vocabulary grows. Rows beside a whole module, as PEFT
+    writes them for a resized vocabulary, become part of it.
 
     Args:
         model: a model without LoRA, not sharded.
@@ -194,8 +198,10 @@ def load_adapter(
     with open_adapter(folder) as (config, checkpoint):
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype)
         vocab_size = stored_vocab_size(model, modules, checkpoint.headers)
-        values = saved_values(model, modules, vocab_size)
-        adapter_map(updates, form, modules).load(checkpoint, {**lora_tensors(updates), **values})
+        values, tensors = saved_values(model, modules, vocab_size), lora_tensors(updates)
+        adapter_map(updates, form, modules).load(checkpoint, {**tensors, **values})
+        fold_rows(model, updates, tensors, values)
+        vocab_size = vocab_size_with_rows(model, updates, vocab_size)
     if vocab_size > model.config.vocab_size:
         grow_vocabulary(model, vocab_size)
     insert(model, updates, trainable=is_trainable)
@@ -227,14 +233,18 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         headers = checkpoint.headers
-        stored = functools.reduce(torch.promote_types, (h.dtype for name, h in headers.items() if ".lora_" in name))
+        adapted = (header.dtype for name, header in headers.items() if ".lora_" in name or TOKEN_ROWS.fullmatch(name))
+        stored = functools.reduce(torch.promote_types, adapted)
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in lora_tensors(updates).items()}
         vocab_size, given = stored_vocab_size(model, modules, headers), resolve_dtype(dtype, None)
         values = saved_values(model, modules, vocab_size, "cpu")
         for each in modules:
-            tensors[each.target] = values[each.target].to(given or headers[each.views[0].source].dtype)
-        adapter_map(updates, form, modules).load(checkpoint, tensors)
+            values[each.target] = values[each.target].to(given or headers[each.views[0].source].dtype)
+        adapter_map(updates, form, modules).load(checkpoint, {**tensors, **values})
+        fold_rows(model, updates, tensors, values)
+        tensors |= values
+        vocab_size_with_rows(model, updates, vocab_size)
     options: dict[str, Any] = {"expert_format": expert_format or form, "overwrite": overwrite}
     write_adapter(model, updates, tensors, folder, modules=modules, **options)
 
@@ -276,7 +286,7 @@ def adapter_map(
         modules: the whole parameters. Default: none.
     """
     mappings: list[WeightMapping] = [*modules]
-    for name, update in updates.items():
+    for name, update in distinct(updates).items():
         if isinstance(update, ExpertLoRA):
             mappings += expert_mappings(f"{name}.update", update, expert_format)
         else:
@@ -285,10 +295,10 @@ def adapter_map(
 
 
 def lora_tensors(updates: Mapping[str, AnyLoRA]) -> dict[str, Tensor]:
-    """A and B by the names of the model's parameters."""
+    """A, B and rows of tokens by the names of the model's parameters."""
     return {
         f"{name}.update.{own}": tensor
-        for name, update in updates.items()
+        for name, update in distinct(updates).items()
         for own, tensor in update.lora_parameters().items()
     }
 

@@ -13,12 +13,14 @@ from ligermodels.adapt.expert_files import SHARED
 from ligermodels.adapt.lora import AnyLoRA
 from ligermodels.adapt.patterns import full_matches
 from ligermodels.adapt.targets import container, leaf
+from ligermodels.adapt.token_rows import FIELD, rows_by_path
 from ligermodels.arguments import LARGEST, ExpertFormat
 from ligermodels.convert.config_json import short
 from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.errors import AdapterWarning, ConfigError
 from ligermodels.layers.expert_lora import ExpertPart
 from ligermodels.layers.lora import MOST_RANKS, LoRAPart
+from ligermodels.layers.token_rows import TokenRows
 
 NO_EFFECT = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -30,7 +32,7 @@ NO_EFFECT = frozenset((
 modules; only if one weight of the experts is adapted, `target_parameters` tells which."""
 READ = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern",
-    "use_rslora",
+    "trainable_token_indices", "use_rslora",
 ))  # fmt: skip
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that do not change the base weights."""
@@ -48,21 +50,22 @@ def adapter_config(
     """The fields of adapter_config.json. The most frequent rank and scaling are values; others are patterns.
 
     Args:
-        updates: the LoRA of each layer.
+        updates: the LoRA of each layer, and trained rows of tokens.
         adaptable: the paths of all layers that could be adapted; None if the adapter may have layers that the model
             does not have.
         base_model: name of the base model. Default: None.
         expert_format: see `save_adapter`.
         modules_to_save: the paths of modules that the adapter has whole.
     """
-    parts = [part for update in updates.values() for part in update.parts]
+    lora = [update for update in updates.values() if not isinstance(update, TokenRows)]
+    parts = [part for update in lora for part in update.parts]
     r = Counter(part.r for part in parts).most_common(1)[0][0]
     alpha = Counter(part.lora_alpha for part in parts).most_common(1)[0][0]
     has_experts = any(isinstance(part, ExpertPart) for part in parts)
     is_stacked = expert_format == "target_parameters"
     parameters = [part.name for part in parts if isinstance(part, ExpertPart) and is_stacked]
     modules = [_module_name(part, expert_format) for part in parts if part.name not in parameters]
-    first = next(iter(updates.values()))
+    first, rows = lora[0], rows_by_path(updates)
     patterns = {_pattern(part, expert_format): part for part in parts}
     return {
         "peft_type": "LORA",
@@ -81,6 +84,7 @@ def adapter_config(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": list(modules_to_save) or None,
+        **({FIELD: rows} if rows else {}),
         "use_dora": False,
     }
 
@@ -147,6 +151,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     modules = config.get("modules_to_save") or []
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise _error(config, "modules_to_save", "must be a list of names")
+    rows = config.get(FIELD) or []
+    of_each = list(rows.values()) if isinstance(rows, dict) else [rows]
+    if not all(isinstance(ids, list) and all(map(_is_id, ids)) and len(set(ids)) == len(ids) for ids in of_each):
+        raise _error(config, FIELD, "must be a list of different token ids, or an object of such lists")
     if not isinstance(config.get("use_rslora") or False, bool):
         raise _error(config, "use_rslora", "must be true or false")
     for pattern, name in PATTERNS.items():
@@ -213,6 +221,10 @@ def _check_pattern(config: Mapping[str, Any], name: str, *, ranks: bool) -> None
         except ValueError as error:
             reason = f"must have regular expressions as keys, and {short(expression)} {error}"
             raise _error(config, name, reason) from None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_positive(value: Any, *, ranks: bool) -> bool:

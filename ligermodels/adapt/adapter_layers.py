@@ -12,6 +12,8 @@ from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
 from ligermodels.adapt.saved_modules import check_unquantized, stored_modules
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
+from ligermodels.adapt.token_rows import NAME as TOKEN_ROWS
+from ligermodels.adapt.token_rows import rows_of_file
 from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
 from ligermodels.convert.loading import Spec
@@ -27,7 +29,7 @@ from ligermodels.models.state_dict import layout_in_memory
 class Adapter(NamedTuple):
     """The contents of an adapter's file, for a model."""
 
-    updates: dict[str, AnyLoRA]  # empty, not yet in the model
+    updates: dict[str, AnyLoRA]  # LoRA and rows of tokens, empty, not yet in the model
     expert_format: ExpertFormat
     modules: tuple[WeightMapping, ...]  # parameters that the file has whole: see `stored_modules`
 
@@ -47,7 +49,7 @@ def adapter_of_file(
     """
     check_config(config)
     check_family(model, config)
-    paths, whole = adapted_paths(checkpoint.headers)
+    paths, of_tokens, whole = adapted_paths(checkpoint.headers)
     layouts = _layouts(model)
     linear, experts = _targets(model, layouts, paths)
     modules = stored_modules(layouts, whole, config)
@@ -73,23 +75,26 @@ def adapter_of_file(
     parts = {path: known[path].part(path, ranks[path], alphas[path], rslora) for path in named}
     shared = found.form == "shared_outer" and _is_shared(checkpoint, found.names)
     options: dict[str, Any] = {"dropout": config.get("lora_dropout") or 0.0, "dtype": dtype, "shared_outer": shared}
-    return Adapter(new_updates(model, known, parts, **options), found.form, modules)
+    rows = rows_of_file(model, layouts, of_tokens, config, dtype)
+    return Adapter({**new_updates(model, known, parts, **options), **rows}, found.form, modules)
 
 
-def adapted_paths(names: Collection[str]) -> tuple[set[str], list[str]]:
-    """Paths of the layers that a file with tensors of these `names` adapts, and the names of tensors of whole modules.
+def adapted_paths(names: Collection[str]) -> tuple[set[str], list[str], list[str]]:
+    """Paths of the layers that a file with tensors of these `names` adapts, and the names of its rows of tokens and of
+    its tensors of whole modules.
 
     Raises CheckpointError if the file contains other tensors of LoRA than A and B, or no A and B.
     """
     matches = {name: re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name) for name in names}
-    whole = [name for name, match in matches.items() if match is None]
+    rows = [name for name in names if TOKEN_ROWS.fullmatch(name)]
+    whole = [name for name, match in matches.items() if match is None and name not in rows]
     if other := [name for name in whole if not name.startswith(PREFIX) or ".lora_" in name]:
         raise CheckpointError(
             f"{ADAPTER}: has {len(other)} tensors that are no A or B of a linear layer, such as {other[0]}"
         )
-    if len(whole) == len(matches):
+    if not any(matches.values()):
         raise CheckpointError(f"{ADAPTER}: has no tensors A and B of LoRA")
-    return {match[1] for match in matches.values() if match is not None}, whole
+    return {match[1] for match in matches.values() if match is not None}, rows, whole
 
 
 def layers_of_file(config: Mapping[str, Any], headers: Mapping[str, Spec]) -> dict[str, tuple[int, float]]:

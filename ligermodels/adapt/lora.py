@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from ligermodels.adapt.saved_modules import chosen_modules, module_paths, train_modules
 from ligermodels.adapt.target_modules import chosen_targets
 from ligermodels.adapt.targets import Target
+from ligermodels.adapt.token_rows import Indices, chosen_rows, initialize_rows
 from ligermodels.arguments import check_count, check_flag, check_number
 from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.errors import InputError, short
 from ligermodels.layers import MoE
 from ligermodels.layers.expert_lora import ExpertLoRA
-from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.layers.initialization import persistent_tensors, whole_parameters
 from ligermodels.layers.lora import MOST_RANKS, LoRA, LoRAPart
 from ligermodels.layers.quantized import quantized_layers
 from ligermodels.layers.sharding import is_sharded
+from ligermodels.layers.token_rows import TokenRows
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
 
 Model = TypeVar("Model", bound=CausalLM)
-AnyLoRA = LoRA | ExpertLoRA
-"""LoRA of a linear layer, or of the experts of a mixture."""
+AnyLoRA = LoRA | ExpertLoRA | TokenRows
+"""LoRA of a linear layer, or of the experts of a mixture; or trained rows of the embedding or the LM head."""
 
 
 def add_lora(
@@ -38,15 +40,16 @@ def add_lora(
     target_parameters: Sequence[str] | None = None,
     experts_shared_outer_loras: bool = False,
     modules_to_save: Sequence[str] | None = None,
+    trainable_token_indices: Indices | None = None,
     use_rslora: bool = False,
     dtype: DtypeLike | None = None,
 ) -> Model:
     """Freeze a model and add LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685) to its linear layers, in place.
 
     A layer with weight W (out, in) then computes W x + scaling * B A dropout(x), with A (r, in) and B (out, r). A and B
-    are trained, and `modules_to_save`; nothing else. W may be quantised (QLoRA; Dettmers et al., 2023,
-    https://arxiv.org/abs/2305.14314) or compute in float8. Add LoRA before the model is sharded and before an optimizer
-    is created. `save_adapter` writes A and B, `merge_lora` adds them to W. Arguments have PEFT's names.
+    are trained, `modules_to_save` and `trainable_token_indices`; nothing else. W may be quantised (QLoRA; Dettmers et
+    al., 2023, https://arxiv.org/abs/2305.14314) or compute in float8. Add LoRA before the model is sharded and before
+    an optimizer is created. `save_adapter` writes A and B, `merge_lora` adds them to W. Arguments have PEFT's names.
 
     Args:
         model: the model, without LoRA and not sharded.
@@ -67,16 +70,22 @@ def add_lora(
         modules_to_save: names of modules in transformers that are trained whole, such as ["embed_tokens", "lm_head"]
             for tokens that the base model does not know. As in PEFT, a name is the end of a path: "norm" is every norm.
             A tied embedding and head stay one weight. Default: none.
+        trainable_token_indices: ids of tokens whose rows alone are trained, as in PEFT: a list, for the embedding, and
+            for the LM head if it is tied; or a dict such as {"embed_tokens": [5, 7], "lm_head": [5, 7]}. The other rows
+            stay frozen, and the adapter has the rows of these tokens. For many tokens `modules_to_save` takes less
+            time. Default: none.
         use_rslora: the scaling is lora_alpha / sqrt(r) instead (Kalajdzievski, 2023). Default: False.
-        dtype: dtype of A and B, which compute in the dtype of x. Default: the dtype of W, or the model's dtype if W is
-            quantised.
+        dtype: dtype of A, B and rows of tokens, which compute in the dtype of x. Default: the dtype of W, or the
+            model's dtype if W is quantised.
 
     Returns:
         `model`.
 
     Raises:
-        InputError: an argument is out of range; a name in `target_modules` or `modules_to_save` matches nothing (the
-            message lists the known names), or both name a layer; or the model has LoRA already, or is sharded.
+        InputError: an argument is out of range; `trainable_token_indices` names a module of `modules_to_save`, or an LM
+            head with a bias, which PEFT leaves out there; a name in `target_modules` or `modules_to_save` matches
+            nothing (the message lists the known names), or both name a layer; or the model has LoRA already, or is
+            sharded.
         ConfigError: the model was composed by hand, and has no `export_spec` with the names.
 
     Examples:
@@ -90,9 +99,11 @@ def add_lora(
     check_flag("experts_shared_outer_loras", experts_shared_outer_loras)
     chosen = chosen_targets(model, target_modules, target_parameters)
     modules = chosen_modules(model, modules_to_save, {target.module for target in chosen.values()})
+    rows = chosen_rows(model, trainable_token_indices, modules, dtype)
     parts = {path: target.part(path, r, lora_alpha, use_rslora) for path, target in chosen.items()}
     options: dict[str, Any] = {"dropout": lora_dropout, "dtype": dtype, "shared_outer": experts_shared_outer_loras}
-    insert(model, new_updates(model, chosen, parts, **options))
+    insert(model, {**new_updates(model, chosen, parts, **options), **rows})
+    initialize_rows(model)
     train_modules(model, modules)
     return model
 
@@ -198,9 +209,22 @@ def insert(model: Model, updates: Mapping[str, AnyLoRA], *, trainable: bool = Tr
 
 
 def lora_layers(model: nn.Module) -> dict[str, AnyLoRA]:
-    """The LoRA updates of a model, by the native names of their linear layers and mixtures."""
+    """The LoRA updates of a model, by the native names of their linear layers and mixtures; and trained rows of tokens.
+
+    The rows of a tied embedding and LM head are under both names."""
     named = ((name, getattr(module, "update", None)) for name, module in model.named_modules())
-    return {name: update for name, update in named if isinstance(update, LoRA | ExpertLoRA)}
+    return {name: update for name, update in named if isinstance(update, LoRA | ExpertLoRA | TokenRows)}
+
+
+def initialize_lora(model: nn.Module) -> None:
+    """Fill the updates of a model with their initial values, whose sum with the weights is the base model.
+
+    If the model is sharded, all ranks must call this, with the same random state."""
+    for update in lora_layers(model).values():
+        if not isinstance(update, TokenRows):
+            with whole_parameters(update, update.lora_parameters()):
+                update.init_weights()
+    initialize_rows(model)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def chosen_modules(
     """
     _check_names(names)
     layout = transformers_layout(model)
-    mappings = [*layout.mappings, *_heads(layout)]
+    mappings = every_mapping(layout)
     chosen = {path for name in names or () for path in _named(mappings, name)}
     tied = {container(name) for pair in layout.aliases.items() for name in pair}
     if tied & chosen:
@@ -54,7 +54,7 @@ def chosen_modules(
 def token_modules(model: CausalLM) -> list[str]:
     """Names in transformers of the embedding and the LM head."""
     layout = transformers_layout(model)
-    found = [mapping for mapping in (*layout.mappings, *_heads(layout)) if mapping.target in (EMBEDDING, HEAD)]
+    found = [mapping for mapping in every_mapping(layout) if mapping.target in (EMBEDDING, HEAD)]
     return [leaf(path) for mapping in found for path in _paths(mapping)]
 
 
@@ -114,7 +114,7 @@ def stored_modules(
     stored = {_path(name): name for name in names}
     found: dict[str, WeightMapping] = {}
     for layout in layouts:
-        for mapping in (*layout.mappings, *_heads(layout)):
+        for mapping in every_mapping(layout):
             if mapping.target not in found and all(source in stored for source in _sources(mapping)):
                 found[mapping.target] = _in_file(mapping, stored)
     used = {source for mapping in found.values() for source in _sources(mapping)}
@@ -206,13 +206,13 @@ def module_paths(modules: Iterable[WeightMapping]) -> list[str]:
 
 
 def _path(name: str) -> str:
-    """The name in transformers of a whole tensor in PEFT's file. LoRA's own copy of a base weight is `base_layer`."""
-    return re.sub(r"\.base_layer(?=\.\w+$)", "", name.removeprefix(PREFIX))
+    """The name in transformers of a whole tensor in PEFT's file. The copy of a base weight is `base_layer` there."""
+    return re.sub(r"(\.token_adapter)?\.base_layer(?=\.\w+$)", "", name.removeprefix(PREFIX))
 
 
-def _heads(layout: WeightMap) -> Iterator[WeightMapping]:
-    """The mapping of a tied head, which repeats the embedding."""
-    return (rename(HEAD, alias) for alias in layout.aliases)
+def every_mapping(layout: WeightMap) -> list[WeightMapping]:
+    """The mappings of a weight map, and of a tied head, which repeats the embedding."""
+    return [*layout.mappings, *(rename(HEAD, alias) for alias in layout.aliases)]
 
 
 def _paths(mapping: WeightMapping) -> list[str]:

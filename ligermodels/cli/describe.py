@@ -182,6 +182,7 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
             "use_rslora": bool(config.get("use_rslora")),
             "targets": config.get("target_modules"),
             "modules_to_save": config.get("modules_to_save") or [],
+            "trainable_token_indices": config.get("trainable_token_indices") or [],
         }
         try:
             layers = layers_of_file(config, headers)

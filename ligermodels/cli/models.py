@@ -64,8 +64,8 @@ class Source:
             if last >= model.config.vocab_size:
                 raise ConfigError(
                     f"{self.adapter / 'tokenizer.json'}: has ids up to {last:,}, and the model's vocab_size is "
-                    f"{model.config.vocab_size:,}; save the adapter with embed_tokens and lm_head (modules_to_save), "
-                    "which then have rows for the new tokens"
+                    f"{model.config.vocab_size:,}; save the adapter with the rows of the new tokens in embed_tokens "
+                    "and lm_head (trainable_token_indices), or with both whole (modules_to_save)"
                 )
         if loading.quantize is not None:
             from ligermodels.adapt.lora import merge_lora

@@ -22,11 +22,11 @@ from ligermodels.errors import CheckpointError
 GENERATION = "generation_config.json"
 
 
-def untrained_tokens(config: Path, tokenizer: Path, weights: Path, template: str | None) -> list[str]:
+def untrained_tokens(vocab_size: int, tokenizer: Path, weights: Path, template: str | None) -> list[str]:
     """The special tokens of a built-in chat template whose embeddings are zero, such as those of Llama 3's base models.
 
     Args:
-        config: path of config.json.
+        vocab_size: number of rows of the embeddings.
         tokenizer: folder of the tokenizer, which has the tokens.
         weights: folder of the weights.
         template: name of the template; any other text, and None, has no tokens.
@@ -35,7 +35,7 @@ def untrained_tokens(config: Path, tokenizer: Path, weights: Path, template: str
         return []
     backend = Tokenizer(tokenizer).backend
     ids = {id: token for token in tokens if (id := backend.token_to_id(token)) is not None}
-    return [ids[row] for row in zero_rows(weights, config_for(config, 0)[1], ids)]
+    return [ids[row] for row in zero_rows(weights, vocab_size, ids)]
 
 
 def with_tokens(

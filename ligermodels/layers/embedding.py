@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import ops
+from ligermodels.layers.linear import Composed
+from ligermodels.layers.linear_parts import Compute
 from ligermodels.layers.sharding import TensorSharding, is_tensor_parallel, sum_over_ranks
+from ligermodels.layers.token_rows import TokenRows
 
 
-class Embedding(nn.Embedding):
-    """Token embedding: rows of the weight, multiplied by a scale.
+class Embedding(Composed[Compute, TokenRows], nn.Embedding):
+    """Token embedding: rows of the weight, multiplied by a scale. Its `update` may replace rows (`TokenRows`).
 
     Args:
         vocab_size: number of rows.
@@ -25,6 +28,8 @@ class Embedding(nn.Embedding):
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0}
+    part_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"update": TokenRows}
+    weight_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ()}
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Embedding(nn.Embedding):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids long (...) -> (..., H)."""
         x = self._of_shard(input_ids) if is_tensor_parallel(self) else super().forward(input_ids)
+        x = x if self.update is None else self.update(x, input_ids)
         x = x if self.norm_eps is None else ops.rms_norm(x, None, self.norm_eps)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")
 

@@ -17,8 +17,9 @@ from ligermodels.arguments import check_flag, check_number, is_sequence
 from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
-from ligermodels.layers.linear_parts import Compute
+from ligermodels.layers.linear_parts import UNSHARDED, Compute
 from ligermodels.layers.sharding import TensorSharding, call_gathered, gather_last, local, used_in_parts
+from ligermodels.layers.token_rows import TokenRows
 from ligermodels.ops.runtime.checks import check_plain
 
 
@@ -230,7 +231,8 @@ def scaled_logits(config: HeadConfig, logits: Tensor) -> Tensor:
 class LMHead(Linear):
     """Projects hidden states to the vocabulary, and computes its own loss, for which no logits are kept.
 
-    Its weight may be the embedding's (`HeadConfig.tied`) or be quantised (`store`).
+    Its weight may be the embedding's (`HeadConfig.tied`) or be quantised (`store`). Its `update` may replace rows
+    (`TokenRows`).
     """
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {"weight": 0, "bias": 0}
@@ -242,9 +244,9 @@ class LMHead(Linear):
             self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def check_part(self, name: str, part: Any) -> None:
-        """The loss of a head is computed from its weight: it has no update, and `compute` must hold the weight."""
+        """The loss of a head is computed from its weight: an `update` replaces rows, and `compute` holds the weight."""
         super().check_part(name, part)
-        if part is not None and (name == "update" or not part.holds_weight):
+        if part is not None and not (isinstance(part, TokenRows) if name == "update" else part.holds_weight):
             advice = "only a Compute that holds the weight is" if name == "compute" else "train the weight itself"
             raise InputError(f"{name}: a {type(part).__name__} is not supported by a language-model head; {advice}")
 
@@ -280,13 +282,26 @@ class LMHead(Linear):
             with self.loss_weight(hidden.dtype) as weight:
                 return loss_or_log_probs(self.config, hidden, weight, targets, self.bias, **loss_options)
         if self.weight is None:
-            return scaled_logits(self.config, super().forward(hidden))
+            return scaled_logits(self.config, self._updated(self._product(hidden, None, self.bias, UNSHARDED), hidden))
         logits = ops.linear(used_in_parts(self, hidden), local(self, self.weight), local(self, self.bias))
+        logits = self._updated(logits, hidden)
         return gather_last(self, scaled_logits(self.config, logits), self.out_features)
 
     def loss_weight(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]:
         """The weight for a loss, as a context manager. A quantised weight is dequantised to `dtype` for the loss."""
-        return self._dequantized(dtype) if self.weight is None else nullcontext(self.weight)
+        weight = self._dequantized(dtype) if self.weight is None else nullcontext(self.weight)
+        return weight if self.update is None else self._with_rows(weight)
+
+    def _updated(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of `hidden` (..., H), before they are scaled, with the logits of the update."""
+        rows = cast("TokenRows | None", self.update)
+        return logits if rows is None else rows.replace_logits(logits, hidden, self.bias)
+
+    @contextmanager
+    def _with_rows(self, base: AbstractContextManager[Tensor]) -> Iterator[Tensor]:
+        """The weight with the rows of the update."""
+        with base as weight:
+            yield cast(TokenRows, self.update).replace_rows(weight)
 
     @contextmanager
     def _dequantized(self, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -299,7 +299,11 @@ def quantized_weights(module: nn.Module) -> dict[str, Codes]:
 
 
 def dense_state(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of a linear layer or a head, with its weight as numbers of `dtype` where the weight is quantised."""
+    """The state of a linear layer or a head, with its weight as numbers of `dtype` where the weight is quantised.
+
+    Raises InputError if the layer has an update, whose values are not in its weight."""
+    if getattr(module, "update", None) is not None:
+        raise InputError("base: its lm_head has trained rows of tokens; lm.merge_lora(base) puts them into the weight")
     codes = weight_codes(module)
     if codes is None:
         return module.state_dict()

@@ -220,10 +220,11 @@ def tensor_part(model: CausalLM, mesh: Any) -> CausalLM:
         mesh: a DeviceMesh, or an object with its methods `size`, `get_local_rank` and `get_group`.
 
     Raises:
-        ConfigError: the ranks do not divide a size of the model.
+        ConfigError: the ranks do not divide a size of the model, or a layer has no rule.
     """
     config, ranks = model.config, mesh.size()
     check_tensor_parallel(config, ranks)
+    list(modules_with_rules(model, "", ranks))  # raises for modules without rules
 
     per_layer, blocks = config.per_layer_inputs, [block.tensor_shard(ranks) for block in config.blocks]
     if per_layer is not None:

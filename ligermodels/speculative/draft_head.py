@@ -82,6 +82,11 @@ class DraftHeadModel(MultiHeadModel):
         self.head: Any = allocated(partial(network, config), base.dtype, base.device)
         initialize(self.head, base.config.initializer_range, self.head_type)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the base model that the head was made for."""
+        return self.vocabulary.vocab_size
+
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -225,6 +230,7 @@ class DraftHeadModel(MultiHeadModel):
         Examples:
             >>> eagle.export("head/", profile="specforge")
         """
+        self.check_vocabulary()
         formats = self.formats
         form = files.profile_named(profile, formats.PROFILES[self.head_type], self.kind, self.config)
         config = form.config(self.config, files.Target.of(self, base_model), **self.stored_settings())

@@ -171,6 +171,11 @@ class MedusaModel(MultiHeadModel):
         """K."""
         return self.shape.num_heads
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the base model that the heads were made for."""
+        return self.shape.vocab_size
+
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the heads; a shared lm_head is the base model's."""
         return self.heads.parameters()
@@ -244,6 +249,7 @@ class MedusaModel(MultiHeadModel):
         Examples:
             >>> medusa.export("heads/", profile="tgi", base_model="meta-llama/Llama-3.1-8B")
         """
+        self.check_vocabulary()
         chosen, spec = profile_named(profile), self.base.export_spec
         if base_model is not None:
             path = as_path(base_model, InputError, "base_model")

@@ -49,6 +49,19 @@ class MultiHeadModel(RefusesDropout):
     loss_options: ClassVar[tuple[str, ...] | None] = None
     """Options of the loss that a caller may choose; None for all of `ops.linear_cross_entropy`."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the base model that the heads were made for."""
+        return self.base.config.vocab_size
+
+    def check_vocabulary(self) -> None:
+        """Raise InputError if the base model's vocabulary has grown since the heads were made for it."""
+        if (size := self.base.config.vocab_size) != self.vocab_size:
+            raise InputError(
+                f"base: has {size:,} tokens, and the {self.kind} heads were made when it had {self.vocab_size:,}; load "
+                "the adapter with new tokens before you make or load heads, and train them on the larger vocabulary"
+            )
+
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the heads, without the base model's parameters."""
         raise NotImplementedError
@@ -196,6 +209,7 @@ class MultiHeadModel(RefusesDropout):
         Raises:
             InputError: an argument is of a wrong type, dtype or shape, does not go with another, or is unknown.
         """
+        self.check_vocabulary()
         if self.loss_options is not None and (
             others := loss_options.keys() - {*self.loss_options, "num_items_in_batch"}
         ):
@@ -347,6 +361,7 @@ class MultiHeadModel(RefusesDropout):
             >>> out.sequences, out.tokens_per_step
         """
         check_values(return_stats=return_stats)
+        self.check_vocabulary()
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree | DynamicTree):
             raise InputError(f"tree: must be a Tree or a DynamicTree, got {type(tree).__name__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ligermodels.adapt.saved_modules import token_modules
+from ligermodels.adapt.targets import leaf
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import chat_templates, tokenizer_files
 from ligermodels.convert.more_rows import MULTIPLE
+from ligermodels.convert.quantization import without_quantization
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.fingerprint import Fingerprint
@@ -22,7 +24,8 @@ from ligermodels.data.new_tokens import untrained_tokens, with_tokens
 from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointWarning, ConfigError
-from ligermodels.models.extra_heads import require_model
+from ligermodels.models.extra_heads import require_model, without_heads
+from ligermodels.models.families import family_of
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -106,7 +109,7 @@ class Base:
         tokens = missing_tokens(self.tokenizer, recipe.chat_template)
         if not tokens:
             if not recipe.trains_embeddings and self.weights is not None and self.reads_weights:
-                self._warn_of_untrained(self.weights, recipe.chat_template)
+                self._warn_of_untrained(self.weights, recipe)
             return self
         if recipe.trains_heads:
             raise ConfigError(
@@ -129,21 +132,39 @@ class Base:
             original=original,
         )
 
-    def with_token_modules(self, recipe: R) -> R:
-        """The recipe; with LoRA and new tokens, it also trains the embedding and the LM head whole."""
+    def with_token_rows(self, recipe: R) -> R:
+        """The recipe; with LoRA and new tokens, it also trains their rows of the embedding and the LM head.
+
+        If one of these is trained whole, or the head has a bias, which PEFT leaves out if it trains rows, both are.
+        """
         if not self.new_tokens or recipe.trains_embeddings:
             return recipe
-        names = [*recipe.settings()["lora_modules_to_save"], *token_modules(from_config(self.config, device="meta"))]
-        return recipe.model_copy(update={"lora_modules_to_save": tuple(dict.fromkeys(names))})
+        settings, model = recipe.settings(), from_config(self.config, device="meta")
+        whole, modules = settings["lora_modules_to_save"], token_modules(model)
+        if model.head.bias is not None or not {leaf(name) for name in whole}.isdisjoint(modules):
+            name, values = "lora_modules_to_save", (*whole, *modules)
+        else:
+            name = "lora_trainable_token_indices"
+            values = (*settings[name], *self._ids(self.new_tokens).values())
+        return recipe.model_copy(update={name: tuple(dict.fromkeys(values))})
 
-    def _warn_of_untrained(self, weights: Path, template: str | None) -> None:
+    def _ids(self, tokens: Iterable[str]) -> dict[str, int]:
+        """The ids of tokens that the tokenizer has."""
+        backend = Tokenizer(self.tokenizer).backend
+        return {token: id for token in tokens if (id := backend.token_to_id(token)) is not None}
+
+    def _warn_of_untrained(self, weights: Path, recipe: TrainingRecipe) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
-        if tokens := untrained_tokens(self.config, self.tokenizer, weights, template):
+        template, rows = recipe.chat_template, recipe.settings().get("lora_trainable_token_indices", ())
+        hf_config, _ = without_heads(without_quantization(read_json(self.config))[0])
+        vocab_size = family_of(hf_config).decoder_config(hf_config).vocab_size  # not each config.json names it
+        ids = self._ids(untrained_tokens(vocab_size, self.tokenizer, weights, template))
+        if ids := {token: id for token, id in ids.items() if id not in rows}:
             warnings.warn(
-                f"chat_template: the embeddings of {', '.join(tokens)} in {weights} are zero: the base model was not "
-                "trained on them, and this run does not train them. Train all parameters, or with LoRA also "
-                "embed_tokens and lm_head (lora_modules_to_save), or give a template without special tokens (alpaca, "
-                "mistral, zephyr)",
+                f"chat_template: the embeddings of {', '.join(ids)} in {weights} are zero: the base model was not "
+                "trained on them, and this run does not train them. Train all parameters, or with LoRA also their rows "
+                f"(lora_trainable_token_indices: {', '.join(map(str, ids.values()))}), or give a template without "
+                "special tokens (alpaca, mistral, zephyr)",
                 CheckpointWarning,
                 stacklevel=2,
             )

@@ -92,13 +92,14 @@ class DistillationModel(ObjectiveModel):
 
     def _head_divergence(self, hidden: Tensor, taught: Tensor, mask: Tensor, num_tokens: int | None) -> Tensor:
         head, other, size = self.model.head, self.teacher.head, self._vocab_size
-        return generalized_jsd_loss(  # type: ignore[return-value]  # a tensor without extras
-            hidden, head.weight[:size], taught, other.weight[:size], mask, reduction="sum", num_tokens=num_tokens,
-            bias=None if head.bias is None else head.bias[:size],
-            teacher_bias=None if other.bias is None else other.bias[:size],
-            softcap=head.config.softcap, logit_scale=head.config.logit_scale, teacher_softcap=other.config.softcap,
-            teacher_logit_scale=other.config.logit_scale, **self.options,
-        )  # fmt: skip
+        with head.loss_weight(hidden.dtype) as weight, other.loss_weight(taught.dtype) as teacher_weight:
+            return generalized_jsd_loss(  # type: ignore[return-value]  # a tensor without extras
+                hidden, weight[:size], taught, teacher_weight[:size], mask, reduction="sum", num_tokens=num_tokens,
+                bias=None if head.bias is None else head.bias[:size],
+                teacher_bias=None if other.bias is None else other.bias[:size],
+                softcap=head.config.softcap, logit_scale=head.config.logit_scale, teacher_softcap=other.config.softcap,
+                teacher_logit_scale=other.config.logit_scale, **self.options,
+            )  # fmt: skip
 
 
 def load_teacher(name: str, tokenizer: Path, model: CausalLM) -> CausalLM:

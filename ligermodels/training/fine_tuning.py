@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ligermodels.adapt.adapter import save_adapter, write_adapter
-from ligermodels.adapt.lora import lora_layers
+from ligermodels.adapt.lora import initialize_lora, lora_layers
 from ligermodels.arguments import ExpertFormat
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.layers.initialization import whole_parameters
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -117,9 +116,7 @@ def _job(recipe: FineTuningRecipe, model: CausalLM, *, resuming: bool) -> Job:
     layers = lora_layers(model)
     if layers:
         torch.manual_seed(recipe.seed)  # of the A matrices and of dropout
-        for layer in layers.values():
-            with whole_parameters(layer, layer.lora_parameters()):
-                layer.init_weights()
+        initialize_lora(model)
 
     def save(folder: Path) -> None:
         if layers:

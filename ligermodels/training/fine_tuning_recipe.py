@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.training.objective_recipe import ObjectiveRecipe
-from ligermodels.training.settings import QUANTIZED, Condition, Names
+from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names
 
 LM_EVAL = ("lm_eval_every", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_batch_size", "lm_eval_include_path")
 """Options of lm-eval. After `lm_eval_` come names of lm-eval's command line."""
@@ -28,7 +28,7 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     kind: ClassVar[str] = "train"
     conditions: ClassVar[tuple[Condition, ...]] = (
         (
-            ("lora_alpha", "lora_dropout", "lora_targets", "lora_modules_to_save"),
+            ("lora_alpha", "lora_dropout", "lora_targets", "lora_modules_to_save", "lora_trainable_token_indices"),
             lambda settings: settings["lora_rank"] is not None,
             "is for LoRA; give lora_rank too",
         ),
@@ -68,6 +68,11 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     )
     lora_modules_to_save: Names = Field(
         (), description="LoRA: names of modules that are trained whole, such as embed_tokens and lm_head, or norm."
+    )
+    lora_trainable_token_indices: Integers = Field(
+        (),
+        description="LoRA: ids of tokens whose rows of the embedding and the LM head are trained.  [default: the ids "
+        "that the chat template adds]",
     )
 
     quantize: QuantizedFormat | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ligermodels.adapt.lora import add_lora
+from ligermodels.adapt.saved_modules import token_modules
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import ConfigError, arguments_named
 from ligermodels.models.causal_lm import CausalLM
@@ -17,6 +18,8 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
     quantize_base(recipe, model)
     if recipe.lora_rank is not None:
         names = {"target_modules": "lora_targets", "modules_to_save": "lora_modules_to_save"}
+        names["trainable_token_indices"] = "lora_trainable_token_indices"
+        rows = recipe.lora_trainable_token_indices
         with arguments_named(r="lora_rank", **names):
             add_lora(
                 model,
@@ -25,6 +28,7 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
                 lora_dropout=recipe.lora_dropout,
                 target_modules=recipe.lora_targets or "all-linear",
                 modules_to_save=recipe.lora_modules_to_save,
+                trainable_token_indices=dict.fromkeys(token_modules(model), rows) if rows else None,
             )
 
 

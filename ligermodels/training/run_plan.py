@@ -160,7 +160,7 @@ def plan_run(
 
     _check_recipe(recipe)
     base = Base.find(recipe, on_meta=on_meta)
-    recipe = base.with_token_modules(recipe)
+    recipe = base.with_token_rows(recipe)
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
@@ -208,11 +208,12 @@ def plan_run(
 
 
 def _tell_of_new_tokens(recipe: TrainingRecipe, base: Base, console: Console) -> None:
-    """Say which tokens the chat template adds, and which modules LoRA trains whole for them."""
+    """Say which tokens the chat template adds, and which rows or whole modules LoRA trains for them."""
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
-        if whole := recipe.settings().get("lora_modules_to_save"):
-            console.say(f"lora_modules_to_save: is {', '.join(whole)}, which trains the rows of the new tokens")
+        for name in ("lora_modules_to_save", "lora_trainable_token_indices"):
+            if values := recipe.settings().get(name):
+                console.say(f"{name}: is {', '.join(map(str, values))}, which trains the rows of the new tokens")
 
 
 def _check_start(recipe: TrainingRecipe) -> None:

@@ -196,6 +196,7 @@ def test_info_of_an_adapter(adapter: Path, speaker: Path, tmp_path: Path) -> Non
         "alpha": 24,
         "use_rslora": False,
         "modules_to_save": [],
+        "trainable_token_indices": [],
         "adapted_layers": len(tensors) // 2,
         "parameters": count,
         "weights_bytes": 4 * count,
@@ -372,7 +373,7 @@ def test_the_tokenizer_and_template_of_an_adapter(speaker: Path, adapter: Path, 
     assert ok("chat", own, *asked, input="May I\n") == ok("chat", tmp_path / "out", *asked, input="May I\n")
     tokenizer["model"]["vocab"]["longer"] = 10_000
     (own / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "save the adapter with embed_tokens and lm_head" in refused("export", own, tmp_path / "no")
+    assert "save the adapter with the rows of the new tokens in embed_tokens" in refused("export", own, tmp_path / "no")
 
 
 def test_what_is_no_model_is_named(speaker: Path, adapter: Path, heads: Path, tmp_path: Path) -> None:

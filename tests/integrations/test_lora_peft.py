@@ -154,7 +154,6 @@ def test_a_bfloat16_model_merges_as_in_peft(dtype: torch.dtype, use_rslora: bool
         (LoraConfig(use_dora=True, target_modules=["q_proj"]), "use_dora"),
         (LoraConfig(bias="lora_only", target_modules=["q_proj"]), "bias"),
         (LoraConfig(lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
-        (LoraConfig(trainable_token_indices=[3], target_modules=["q_proj"]), "trainable_token_indices"),
         (LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"]), "init_lora_weights"),
         (LoraConfig(target_modules=["lm_head", "q_proj"]), "lm_head"),
         (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens"),

@@ -13,8 +13,9 @@ from zoo import CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels import training
 from ligermodels.cli import app, options
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.models.extra_heads import HEADS
+from ligermodels.models.vocabulary import grow_vocabulary
 from ligermodels.speculative.block_drafter import BlockDrafter
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -159,3 +160,37 @@ def test_a_misspelled_flag(command: str) -> None:
     for flag, nearest in (("export", "--overwrite"), ("eval", "--max-new-tokens"), ("train", "--learning-rate")):
         result = CliRunner().invoke(app, [command, flag, "a", "b", "c", nearest[:-1]])
         assert result.exit_code == 2 and nearest[:-1] in result.output and nearest in result.output
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_of_a_base_whose_vocabulary_grows(folder: Path, kind: str, tmp_path: Path) -> None:
+    """Heads with sizes of the vocabulary name it before they compute or are written; MTP heads have none."""
+    base = lm.from_pretrained(folder / "base", dtype=torch.float32)
+    heads = getattr(lm, HEADS[kind][1]).from_pretrained(base, folder / kind)
+    grow_vocabulary(base, 310)
+    ids = torch.arange(280, 310)[None]
+    calls = [
+        lambda: heads(ids, labels=ids).loss,
+        lambda: heads.generate([[309, 5]], max_new_tokens=3),
+        lambda: heads.save_pretrained(tmp_path / "heads"),
+    ]
+    for call in calls:
+        if kind == "mtp":
+            call()
+            continue
+        with pytest.raises(InputError, match=r"base: has 310 tokens, and the .* heads were made when it had 307; load"):
+            call()
+    assert (tmp_path / "heads").exists() == (kind == "mtp")
+
+
+def test_heads_in_the_checkpoint_of_a_base_whose_vocabulary_grows(folder: Path, tmp_path: Path) -> None:
+    base = lm.from_pretrained(folder / "base", dtype=torch.float32)
+    lm.MedusaModel.from_pretrained(base, folder / "medusa", own_lm_heads=True).save_whole(tmp_path / "whole")
+    base = lm.from_pretrained(tmp_path / "whole")
+    grow_vocabulary(base, 310)
+    with pytest.raises(
+        CheckpointError, match=r"medusa_head.* does not fit .* 310 instead of 307; .*keep='without-head"
+    ):
+        base.save_pretrained(tmp_path / "out")
+    base.save_pretrained(tmp_path / "out", keep="without-heads")
+    assert lm.from_pretrained(tmp_path / "out").config.vocab_size == 310

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ def test_lora_with_new_tokens(
     monkeypatch.chdir(tmp_path)
     recipe, said = recipe_of(Path("base"), chats, checkpoint_every=1, **settings), list[str]()
     fine_tune(recipe.changed({"steps": 1}), out, console=Console(say=said.append))
-    assert "lora_modules_to_save: is embed_tokens, lm_head, which trains the rows of the new tokens" in said
+    rows = f"{used}, {used + 1}"
+    assert f"lora_trainable_token_indices: is {rows}, which trains the rows of the new tokens" in said
     assert fine_tune(recipe, out, resume=True).step == 2
     assert read_json(out / "adapter_config.json")["base_model_name_or_path"] == str(base)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -173,6 +175,10 @@ def test_lora_with_new_tokens(
     lm.save_adapter(model, tmp_path / "again")
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     stored = load_file(out / "adapter_model.safetensors")
+    assert {name: len(tensor) for name, tensor in stored.items() if "lora" not in name} == {
+        f"base_model.model.{module}.token_adapter.trainable_tokens_delta": 2
+        for module in (["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"])
+    }
     assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
     rewrite_adapter(lm.from_pretrained(base, device="meta"), out, tmp_path / "rewritten")
     assert load_file(tmp_path / "rewritten" / "adapter_model.safetensors").keys() == stored.keys()
@@ -187,6 +193,43 @@ def test_lora_with_new_tokens(
     export_adapter(out, tmp_path / "checkpoint")  # the last checkpoint of the run
     found = load_file(tmp_path / "checkpoint" / "adapter_model.safetensors")
     assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_peft_opens_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool, spare: int) -> None:
+    """As it is, through the tokenizer beside the adapter; or on a base that was resized for it."""
+    peft = pytest.importorskip("peft", reason="needs ligermodels[integrations]")
+    base, out = tmp_path / "base", tmp_path / "out"
+    used = make_base(base, spare=spare, tie_word_embeddings=tied)
+    fine_tune(recipe_of(base, chats, lora_rank=2, learning_rate=0.05, dtype="float32"), out)
+    ids = torch.tensor([[3, used, 5, used + 1, 7]])
+    logits = lm.load_adapter(lm.from_pretrained(base), out).eval()(ids).logits[..., : used + 2]
+    resized = AutoModelForCausalLM.from_pretrained(base)
+    if not spare:
+        resized.resize_token_embeddings(used + 2)
+    with torch.no_grad():
+        for theirs in (
+            peft.AutoPeftModelForCausalLM.from_pretrained(out),
+            peft.PeftModel.from_pretrained(resized, out),
+        ):
+            torch.testing.assert_close(theirs.eval()(ids).logits[..., : used + 2], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("whole", ["lora_modules_to_save", "a bias of the head"])
+def test_lora_with_new_tokens_trains_whole_modules_that_have_no_single_rows(
+    tmp_path: Path, chats: Path, whole: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_base(tmp_path / "base")
+    recipe = recipe_of(tmp_path / "base", chats, lora_rank=2)
+    if whole == "lora_modules_to_save":
+        recipe = recipe.changed({whole: ["embed_tokens"]})
+    else:
+        head = SimpleNamespace(head=SimpleNamespace(bias=torch.zeros(1)))
+        monkeypatch.setattr("ligermodels.training.base.from_config", lambda *_, **__: head)
+        monkeypatch.setattr("ligermodels.training.base.token_modules", lambda _: ["embed_tokens", "lm_head"])
+    recipe = Base.find(recipe).with_token_rows(recipe)
+    assert recipe.lora_modules_to_save == ("embed_tokens", "lm_head") and not recipe.lora_trainable_token_indices
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3"])
@@ -205,9 +248,15 @@ def test_an_adapter_names_the_base_on_the_hub(
     assert read_json(tmp_path / "out" / "adapter_config.json")["base_model_name_or_path"] == "some/base"
 
 
-def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path) -> None:
+@pytest.mark.parametrize("names_vocab_size", [True, False])
+def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path, names_vocab_size: bool) -> None:
     """As Llama 3's base models have them: nearly zero."""
-    make_base(tmp_path / "base")
+    used = make_base(tmp_path / "base")
+    make_base(tmp_path / "base", spare=32_000 - used, hidden_size=8, head_dim=2, intermediate_size=8)
+    config = read_json(tmp_path / "base/config.json")
+    if not names_vocab_size:  # the default of transformers' class
+        del config["vocab_size"]
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
     weights = load_file(tmp_path / "base/model.safetensors")
     end = Tokenizer(tmp_path / "base").backend.token_to_id("<|eot_id|>")
     for name, rows in weights.items():
@@ -218,6 +267,8 @@ def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path
         Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="llama3"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        rows = {"lora_rank": 2, "lora_trainable_token_indices": [end]}
+        Base.find(recipe_of(tmp_path / "base", chats, **rows, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="alpaca"))
 

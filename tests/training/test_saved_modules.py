@@ -105,4 +105,32 @@ def test_a_setting_that_does_not_fit_is_named(text: Path, tmp_path: Path) -> Non
         fine_tune(recipe_for(folder, text, lora_modules_to_save=["embed_tokens"]), tmp_path / "run")
     with pytest.raises(InputError, match=r"lora_modules_to_save: 'wte' matches no module; there are .*embed_tokens"):
         fine_tune(recipe_for(folder, text, lora_rank=2, lora_modules_to_save=["wte"]), tmp_path / "run")
+    name = "lora_trainable_token_indices"
+    with pytest.raises(ConfigError, match=f"{name}: is for LoRA"):
+        fine_tune(recipe_for(folder, text, **{name: [3]}), tmp_path / "run")
+    with pytest.raises(InputError, match=rf"{name}: must lie in \[0, "):
+        fine_tune(recipe_for(folder, text, lora_rank=2, **{name: [3, 100_000]}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run_that_trains_rows(tied: bool, text: Path, tmp_path: Path) -> None:
+    """By the command, with a quantised base; its checkpoint goes on, and is an adapter."""
+    folder = base(tmp_path, tied=tied)
+    common = ["--data", text, "--lora-rank", 2, "--lora-targets", "q_proj", "--device", "cpu", "--dtype", "float32"]
+    common += ["--lora-trainable-token-indices", 70, "--lora-trainable-token-indices", 5, "--validation-fraction", 0]
+    common += ["--seq-len", 32, "--batch-tokens", 64, "--checkpoint-every", 2, "--lr", 0.02]
+    run("train", folder, "--out", tmp_path / "run", "--steps", 2, *common)
+    run("train", folder, "--out", tmp_path / "run", "--steps", 4, *common, "--resume")
+    run("lora", "to-hf", tmp_path / "run", tmp_path / "again")
+    stored, again = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("run", "again"))
+    assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+    rows = {name: tensor for name, tensor in stored.items() if "lora" not in name}
+    assert len(rows) == (1 if tied else 2) and {len(tensor) for tensor in rows.values()} == {2}
+    original = load_file(folder / "model.safetensors")["model.embed_tokens.weight"][[70, 5]]
+    assert not torch.equal(rows["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"], original)
+    run("lora", "merge", folder, tmp_path / "run", tmp_path / "merged")
+    model = lm.load_adapter(lm.from_pretrained(folder), tmp_path / "run").eval()
+    merged = lm.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert "70" in run("info", tmp_path / "run", "--json")
