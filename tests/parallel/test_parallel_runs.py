@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAFT = {"num_steps": 3, "draft_vocab_size": 60}
 BLOCKS = {"block_size": 3, "num_layers": 1, "num_anchors": 5, "markov_rank": 8}
-EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 3, "checkpoint_every": None}
+EXACT = {"dtype": "float64", "evaluate_every": None, "steps": 2, "checkpoint_every": None}
 
 
 def common(recipe: TrainingRecipe, kind: type[TrainingRecipe]) -> dict[str, Any]:
