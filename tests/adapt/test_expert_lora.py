@@ -26,9 +26,12 @@ from ligermodels.errors import AdapterWarning, BackendError, CheckpointError, Co
 from ligermodels.layers import MoEConfig, RouterConfig
 from ligermodels.layers.expert_lora import ExpertLoRA, ExpertPart
 from ligermodels.layers.moe import MoE
+from ligermodels.models.families import family_of
 
 HALVES = ["gate_proj", "up_proj", "down_proj"]
-MIXTURES = sorted(name for name, config in CONFIGS.items() if mixtures(lm.from_config(config, device="meta")))
+MIXTURES = sorted(
+    name for name, config in CONFIGS.items() if "MoEConfig(" in repr(family_of(config).decoder_config(config).blocks)
+)
 OF_EACH_FORM = [name for name in MIXTURES if name in {*EACH_FAMILY, *OF_EACH_KIND}]
 """Names in files go by families, tensors by the kinds of layers."""
 FORMATS = ("target_parameters", "per_expert", "shared_outer")

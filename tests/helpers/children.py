@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # What the processes of most tests use. To import it runs no operation of torch's and so starts no thread, which a fork
 # would be without.
@@ -26,10 +27,14 @@ PRELOADED = [
     "ligermodels.cli",
     "ligermodels.parallel",
     "ligermodels.speculative.joint",
+    "ligermodels.training.dspark",
+    "ligermodels.training.eagle",
+    "ligermodels.training.fine_tuning",
     "ligermodels.training.medusa",
+    "ligermodels.training.mtp",
     "runs",
+    "typer.testing",
     "zoo",
-    "frozen",
 ]
 
 
@@ -37,7 +42,8 @@ PRELOADED = [
 def forks() -> ForkServerContext:
     """The context to make them from. Their environment is that of the first call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    without_gpu = [] if torch.cuda.is_available() else ["left_out"]
+    context.set_forkserver_preload([*PRELOADED, *without_gpu, "frozen"])
     with pytest.MonkeyPatch.context() as environment:
         # The server looks for modules where Python does, and ignores those that it does not find.
         environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)

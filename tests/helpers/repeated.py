@@ -9,7 +9,7 @@ import torch
 
 
 def leave_out() -> None:
-    """Of the modules that are imported by now: build the command line once, not for each call of a test; let
+    """Of the modules that are imported by now: build the command line once, not for each call; let
     transformers log the kind of a config, not its text, which is made for each model though nothing shows it; and write
     the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some); and save models of
     transformers without importing DeepSpeed, to see whether its engine is around them. Without a GPU,
@@ -19,8 +19,9 @@ def leave_out() -> None:
     if not torch.cuda.is_available():
         for kind in (torch.cuda, torch.xpu, torch.mtia):
             kind.manual_seed_all = lambda seed: None
-    if typer := sys.modules.get("typer.testing"):
-        typer._get_command = lru_cache(maxsize=None)(typer._get_command)
+    if testing := sys.modules.get("typer.testing"):
+        main = sys.modules["typer.main"]
+        main.get_command = testing._get_command = lru_cache(maxsize=None)(main.get_command)
     if transformers := sys.modules.get("transformers.configuration_utils"):
         transformers.PreTrainedConfig.__repr__ = lambda self: f"<{type(self).__name__}>"
     if run := sys.modules.get("ligermodels.training.run"):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.neftune import neftune_post_forward_hook
 from two_ranks import in_two_ranks
 from zoo_oracles import NULLS
 
@@ -370,6 +369,8 @@ def test_a_hook_sees_and_changes_what_it_does_in_transformers(path: str, trainin
 
 def test_noise_on_embeddings_is_of_the_size_that_transformers_gives_it() -> None:
     """NEFTune goes by the shape of the batch, padding included."""
+    from transformers.integrations.neftune import neftune_post_forward_hook  # imports PEFT, where it is installed
+
     losses = []
     for native in (False, True):
         hf = lm.nativize(make("llama-3")) if native else make("llama-3")

@@ -190,12 +190,14 @@ def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     compile_module = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_module(module, backend=backend)  # type: ignore[method-assign]
     every = inputs_of_all_kinds()
+    # Without the softcap, whose attention in torch's own ops takes most of the time that is traced.
+    one = {**CONFIGS["gemma2"], "num_hidden_layers": 1, "attn_logit_softcapping": None}
     for inputs, kind in (("rows", "full_attention"), ("packed", "sliding_attention")):
         graphs.clear()
         models = []
         for _ in range(2):
             torch.manual_seed(0)
-            models.append(lm.from_config({**CONFIGS["gemma2"], "num_hidden_layers": 1, "layer_types": [kind]}))
+            models.append(lm.from_config({**one, "layer_types": [kind]}))
         plain, model = models[0], lm.parallelize(models[1], lm.ParallelPlan(context=2, compile="blocks"))
         check_pass(model, plain, every[inputs])
         assert graphs
@@ -233,10 +235,10 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             },
         ),
     )
-    for i, (name, fields) in enumerate(recurrent_sizes, start=1):
+    for i, (name, fields) in enumerate(recurrent_sizes):
         recurrent = build(name, **fields)
         spread_out = lm.parallelize(build(name, **fields), lm.ParallelPlan(context=2, tensor=2))
-        for inputs in some_inputs(i, 3):
+        for inputs in some_inputs(i, 4):  # of each kind for one of them
             check_pass(spread_out, recurrent, inputs)
     # Four parts of each sequence; of the heads of stage 2 too.
     for i, name in enumerate(("llama-3.2", "gemma2", "qwen3_moe")):

@@ -24,7 +24,7 @@ SIZES = {
     "batch_tokens": 768,
     "max_bad_lines": 0,
     **EXACT,
-    "steps": 3,
+    "steps": 2,
     "learning_rate": 1e-3,
 }
 TWO = ("dpo", "dpo micro", "kto", "orpo", "distill", "loss", "dpo lora")

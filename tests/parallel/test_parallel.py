@@ -224,7 +224,7 @@ def families(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str], *p
 
 
 def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    """Medusa, LoRA, the optimizer inside the backward pass, mixed dtypes, and what may not be done."""
+    """Medusa, the optimizer inside the backward pass, mixed dtypes, and what may not be done."""
     for name, lm_head in (("llama-3", "own"), ("gemma2", "shared")):
         several: list[lm.MedusaModel] = []
         for spread in (False, True):
@@ -250,16 +250,6 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         check_training(joint[1], joint[0], torch.optim.SGD, rtol=1e-3, atol=1e-5)
         with pytest.raises(InputError, match=r"reference: .*for a sharded model"):
             frozen_copy(model.base, "cpu_offload")
-
-    adapted = []
-    for spread in (False, True):
-        model = build("qwen3")
-        torch.manual_seed(2)
-        lm.add_lora(model, 3, target_modules=["q_proj", "down_proj"])
-        adapted.append(lm.parallelize(model) if spread else model)
-    check_training(adapted[1], adapted[0], torch.optim.SGD)
-    with pytest.raises(InputError, match="sharded already"):
-        lm.add_lora(lm.parallelize(build("qwen3")), 3)
 
     # Blocks that stay gathered between their passes, and are sharded again after the backward pass or without one.
     plain, model = build("qwen3_moe"), lm.parallelize(build("qwen3_moe"), lm.ParallelPlan(reshard_after_forward=False))
@@ -312,6 +302,18 @@ def jobs(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     wide = {kind for kind, dtypes in own.items() if dtypes == {torch.float32}}
     assert wide == {kind for kind in own if issubclass(kind, FullPrecision)} and wide
     assert all(dtypes == {torch.bfloat16} for kind, dtypes in own.items() if kind not in wide)
+
+
+def lora(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    adapted = []
+    for spread in (False, True):
+        model = build("qwen3")
+        torch.manual_seed(2)
+        lm.add_lora(model, 3, target_modules=["q_proj", "down_proj"])
+        adapted.append(lm.parallelize(model) if spread else model)
+    check_training(adapted[1], adapted[0], torch.optim.SGD)
+    with pytest.raises(InputError, match="sharded already"):
+        lm.add_lora(lm.parallelize(build("qwen3")), 3)
 
 
 def sums_of_gradients(model: Any, given: Batch) -> list[int]:
@@ -452,9 +454,13 @@ def test_models_of_one_plan_share_process_groups(tmp_path: Path) -> None:
     in_ranks(4, groups, tmp_path)
 
 
-def test_medusa_lora_and_dtypes(tmp_path: Path) -> None:
+def test_medusa_and_dtypes(tmp_path: Path) -> None:
+    in_ranks(2, jobs, tmp_path)
+
+
+def test_lora(tmp_path: Path) -> None:
     """On four ranks, of which one has nothing of LoRA's three rows."""
-    in_ranks(4, jobs, tmp_path)
+    in_ranks(4, lora, tmp_path)
 
 
 def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}, 0),
     (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}, 0),
     (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"replicate": 2, "tensor": 2}, 3),
-    (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 0),
     (CONFIGS["llama-3"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 3),
     (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}, 0),
     (CONFIGS["qwen3_5_text"], {"shard": 4, "param_dtype": "bfloat16"}, 0),
