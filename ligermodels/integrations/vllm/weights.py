@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.integrations.vllm import ARCHITECTURE, RECEIVER
 from ligermodels.integrations.vllm.shared_buckets import SharedBuckets
+from ligermodels.layers.initialization import persistent_tensors
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -40,28 +41,47 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
         InputError: the engine serves another class, has unfinished requests, runs on another host, or does not empty
             its prefix cache; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
-            it. Tensors that came before have their new values.
+            it. Tensors that came before have their new values. On several ranks of a sharded model also if another rank
+            fails; the message names the rank and its error.
 
     Examples:
         >>> from vllm import LLM  # doctest: +SKIP
         >>> engine = LLM("model/", hf_overrides={"architectures": ["LigerModelsForCausalLM"]})  # doctest: +SKIP
         >>> update_weights(engine, model)  # doctest: +SKIP
     """
-    buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
-    try:
-        if engine is not None or Ranks.of_group().rank == 0:
-            _update(engine, buckets, model.device)
-    finally:
-        for _ in buckets:  # takes part in gathering, without an engine and after an error
-            pass
+    ranks, sends = Ranks(persistent_tensors(model).values()), engine is not None or Ranks.of_group().rank == 0
+    with ranks.step("update_weights", ""):  # before any rank gathers a tensor
+        buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
+        target = _checked(engine) if sends else None
+    with ranks.step("update_weights", ""):
+        try:
+            if target is not None:
+                _update(target, buckets, model.device)
+        finally:
+            for _ in buckets:  # takes part in gathering, without an engine and after an error
+                pass
 
 
-def _update(engine: Any, buckets: Buckets, device: torch.device) -> None:
-    """Copy the buckets of a model on `device` into an engine."""
+class _Target(NamedTuple):
+    """An engine, its `llm_engine`, and its model if the engine's worker is this process."""
+
+    engine: Any
+    core: Any
+    served: Any
+
+
+def _checked(engine: Any) -> _Target:
+    """An engine that takes weights."""
     core = _idle_core(engine)
     served = _served_here(core)
     if served is None:
         _check_receiver(core)
+    return _Target(engine, core, served)
+
+
+def _update(target: _Target, buckets: Buckets, device: torch.device) -> None:
+    """Copy the buckets of a model on `device` into an engine."""
+    engine, core, served = target
     try:
         missing = _update_workers(core, buckets, device) if served is None else _update_here(served, buckets)
     finally:
