@@ -1,6 +1,7 @@
 """New weights for an engine: `update_weights` with engines that stand in for vLLM, of which tests/serving runs the real
 one."""
 
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from two_ranks import in_two_ranks
 from zoo import CONFIGS
@@ -28,6 +30,8 @@ class Workers:
         self.models = [lm.from_config(CONFIGS["llama-3"], dtype="float64") for _ in range(2)]
         self.streams = [WeightStream([x.config.weight_map()], persistent_tensors(x)) for x in self.models]
         self.readers = [reader_of(torch.device("cpu")), reader]
+        self.model_executor: Any = None
+        self.apply_model: Any = None
         self.llm_engine, self.emptied, self.calls, self.empties = self, 0, Counter[str](), True
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=2, worker_extension_cls=extension),
@@ -92,6 +96,54 @@ def test_update_of_workers() -> None:
 def test_engines_that_take_no_weights(engine: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         update_weights(engine() if callable(engine) else engine, lm.from_config(CONFIGS["llama-3"]))
+
+
+class Executor:
+    """Stands for vLLM's executor with the worker in this process, which `external_launcher` inherits from."""
+
+
+class Launched(Executor):
+    """Stands for the executor of `external_launcher`."""
+
+
+class Served(torch.nn.Module):
+    """Stands for the model of a worker: the methods that an update calls."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.native = lm.from_config({**CONFIGS["llama-3"], "num_hidden_layers": layers}, dtype="float64")
+        self.stream = WeightStream([self.native.config.weight_map()], persistent_tensors(self.native))
+        self.begin_update, self.not_updated = self.stream.begin, self.stream.missing
+
+    def update(self, bucket: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in bucket:
+            self.stream.load(name, tensor)
+
+
+@pytest.mark.parametrize(("executor", "world_size"), [(Launched, 2), (Executor, 1), (object, 1), (object, 2)])
+def test_the_executor_says_where_the_workers_are(
+    executor: type, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, as one of several launched ranks too; or in other processes, as a single one too."""
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.v1.executor.uniproc_executor",
+        SimpleNamespace(UniProcExecutor=Executor),  # type: ignore[arg-type]
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "ligermodels.integrations.vllm.model",
+        SimpleNamespace(LigerModelsForCausalLM=Served),  # type: ignore[arg-type]
+    )
+    engine = Workers(reader=reader_of(torch.device("cpu")))
+    engine.vllm_config.parallel_config.world_size = world_size
+    here = Served(2)
+    engine.model_executor, engine.apply_model = executor(), lambda function: [function(here)]
+    model = lm.from_config(CONFIGS["llama-3"], dtype="float64")
+    update_weights(engine, model, bucket_bytes=5000)
+    assert engine.emptied == 1 and bool(engine.calls) == (executor is object)
+    for served in engine.models if executor is object else [here.native]:
+        torch.testing.assert_close(served.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def on_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:

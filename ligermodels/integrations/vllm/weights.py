@@ -27,13 +27,14 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
     The engine's tensors are overwritten in place, one bucket after another, and cast to its dtype. Its prefix cache is
     emptied, because cached keys and values belong to the old weights. Draft heads keep their weights.
 
-    An engine in this process copies from the model's tensors. The workers of other engines, also of tensor parallelism,
-    copy their parts from a buffer of one bucket: in the model's GPU if all of them read it directly (CUDA IPC), else
-    in shared memory of the host.
+    An engine whose worker is this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `external_launcher`) copies from the
+    model's tensors. The workers of other engines, also of tensor parallelism, copy their parts from a buffer of one
+    bucket: in the model's GPU if all of them read it directly (CUDA IPC), else in shared memory of the host.
 
     Args:
         engine: a `vllm.LLM` of `LigerModelsForCausalLM` or `LigerModelsHybridForCausalLM`. On several ranks, rank 0 has
-            the engine, and the others give None, or engines of their own.
+            the engine, and the others give None, or engines of their own. With vLLM's `external_launcher` each rank
+            has an engine, and gives it.
         model: the model with the new weights, of any parallel plan; if it is sharded, all ranks call this.
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
@@ -129,8 +130,13 @@ def _idle_core(engine: Any) -> Any:
 
 
 def _served_here(core: Any) -> Any:
-    """The model of an engine whose only worker is this process; None for an engine with workers in others."""
-    if getattr(core, "model_executor", None) is None or core.vllm_config.parallel_config.world_size > 1:
+    """The model of an engine whose worker is this process, by the type of its executor; None for workers in others."""
+    executor = getattr(core, "model_executor", None)
+    if executor is None:  # the engine runs in another process
+        return None
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if not isinstance(executor, UniProcExecutor):
         return None
     from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
 
