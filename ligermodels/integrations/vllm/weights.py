@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from ligermodels import errors
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, EngineWarning, InputError
 from ligermodels.integrations.vllm import ARCHITECTURE, RECEIVER
 from ligermodels.integrations.vllm.shared_buckets import SharedBuckets
 from ligermodels.layers.initialization import persistent_tensors
@@ -18,7 +21,11 @@ from ligermodels.layers.initialization import persistent_tensors
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
-Buckets = Iterable[list[tuple[str, Tensor]]]
+Bucket = list[tuple[str, Tensor]]
+Buckets = Iterable[Bucket]
+
+_WITHOUT_CUDA_IPC: WeakSet[Any] = WeakSet()
+"""The `llm_engine` of engines with a worker that cannot open the trainer's GPU memory."""
 
 
 def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1GB") -> None:
@@ -29,7 +36,8 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
 
     An engine whose worker is this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `external_launcher`) copies from the
     model's tensors. The workers of other engines, also of tensor parallelism, copy their parts from a buffer of one
-    bucket: in the model's GPU if all of them read it directly (CUDA IPC), else in shared memory of the host.
+    bucket: in the model's GPU if all of them read it directly (CUDA IPC), else in shared memory of the host. If CUDA
+    IPC is forbidden, an `EngineWarning` says so.
 
     Args:
         engine: a `vllm.LLM` of `LigerModelsForCausalLM` or `LigerModelsHybridForCausalLM`. On several ranks, rank 0 has
@@ -111,12 +119,31 @@ def _update_workers(core: Any, buckets: Buckets, device: torch.device) -> list[s
     if None in readers:
         raise _serves_another_class(core)
     with SharedBuckets(device, readers) as shared:
+        if shared.device.type == "cuda":
+            _try_cuda_ipc(core, shared)
         for bucket in buckets:
-            errors = core.collective_rpc("load_shared_weights", args=shared.pack(bucket))
-            for error in filter(None, errors):
-                raise CheckpointError(error)
+            _send(core, shared, bucket)
     missing: list[str] = core.collective_rpc("missing_weights")[0]
     return missing
+
+
+def _try_cuda_ipc(core: Any, shared: SharedBuckets) -> None:
+    """Send an empty bucket; if a worker cannot open it, take shared memory of the host for this engine."""
+    try:
+        if core not in _WITHOUT_CUDA_IPC:
+            _send(core, shared, [])
+    except InputError as error:
+        _WITHOUT_CUDA_IPC.add(core)  # one warning, and one buffer that CUDA keeps for the worker
+        warnings.warn(f"{error}. New weights go through shared memory of the host.", EngineWarning, stacklevel=5)
+    if core in _WITHOUT_CUDA_IPC:
+        shared.use_host()
+
+
+def _send(core: Any, shared: SharedBuckets, bucket: Bucket) -> None:
+    """Copy a bucket into the models of all workers. Raises the first error of a worker."""
+    for error in filter(None, core.collective_rpc("load_shared_weights", args=shared.pack(bucket))):
+        kind, message = error
+        raise getattr(errors, kind)(message)
 
 
 def _idle_core(engine: Any) -> Any:
