@@ -42,6 +42,10 @@ class Float8Warning(UserWarning):
     """A large part of a model's weights has no rule for float8 and stays in the model's dtype."""
 
 
+class EngineWarning(UserWarning):
+    """New weights reach an inference engine by a slower way than its GPU has."""
+
+
 class HubError(LigerModelsError, OSError):
     """A repository could not be found, reached or read on the Hugging Face hub."""
 

@@ -3,13 +3,11 @@
 A small engine of torch's own stands in for vLLM, of which tests/serving runs the real one; it takes any width of heads.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,11 +19,8 @@ from two_ranks import in_ranks
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.convert.weight_stream import WeightStream
-from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.integrations.vllm import RECEIVER, update_weights
+from ligermodels.errors import ConfigError
 from ligermodels.integrations.vllm.plan import AttentionPlan, StatePlan, plan_mixers
-from ligermodels.integrations.vllm.shared_buckets import read_bucket, reader_of
 from ligermodels.layers import LayerConfig
 from ligermodels.layers.external_attention import AttentionLayer
 from ligermodels.layers.external_states import RecurrentLayer, RequestStates, rows_of_requests, run_requests
@@ -203,76 +198,3 @@ def test_scalings_that_move_with_the_length_are_refused() -> None:
     assert len(plan_mixers(config, 4, torch.float32)) == len(config.blocks)
     with pytest.raises(ConfigError, match=r"rope: LongRopeScaling .* give --max-model-len 4 or less"):
         plan_mixers(config, 5, torch.float32)
-
-
-class Workers:
-    """An engine whose two workers each have a model, and take buckets as `WeightReceiver` does, in this process."""
-
-    def __init__(self, extension: str = RECEIVER, reader: dict[str, Any] | None = None, idle: bool = True) -> None:
-        self.models = [random_model(CONFIGS["llama-3"]) for _ in range(2)]
-        self.streams = [WeightStream([x.config.weight_map()], persistent_tensors(x)) for x in self.models]
-        self.readers = [reader_of(torch.device("cpu")), reader]
-        self.llm_engine, self.emptied, self.calls, self.empties = self, 0, Counter[str](), True
-        self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=2, worker_extension_cls=extension),
-            model_config=SimpleNamespace(architecture="OtherForCausalLM"),
-        )
-        self.has_unfinished_requests = lambda: not idle
-
-    def reset_prefix_cache(self) -> bool:
-        self.emptied += 1
-        return self.empties
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls[method] += 1
-        if method == "begin_weight_update":
-            for stream in self.streams:
-                stream.begin()
-            return self.readers
-        if method == "missing_weights":
-            return [stream.missing() for stream in self.streams]
-        return [self.load(rank, *args) for rank in range(2)]
-
-    def load(self, rank: int, handles: Any, table: Any) -> str | None:
-        try:
-            for name, tensor in read_bucket(handles[rank], table, torch.device("cpu")):
-                self.streams[rank].load(name, tensor)
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-
-def test_update_of_workers() -> None:
-    """All buckets reach all workers; errors name the tensor, and the prefix cache is emptied in any case."""
-    engine = Workers(reader=reader_of(torch.device("cpu")))
-    model = lm.from_config(CONFIGS["llama-3"], dtype="float64")
-    update_weights(engine, model, bucket_bytes=5000)
-    assert engine.emptied == 1 and engine.calls["load_shared_weights"] == len(
-        [*model.iter_hf_weights(bucket_bytes=5000)]
-    )
-    for served in engine.models:
-        torch.testing.assert_close(served.state_dict(), model.state_dict(), rtol=0, atol=0)
-    for layers, message in (
-        (1, "the served model has tensors that the update does not: "),
-        (3, r"layers\.2\..* not exp"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            update_weights(engine, lm.from_config({**CONFIGS["llama-3"], "num_hidden_layers": layers}, dtype="float64"))
-    assert engine.emptied == 3
-    engine.empties = False
-    with pytest.raises(InputError, match="engine: did not empty its prefix cache"):
-        update_weights(engine, model)
-
-
-@pytest.mark.parametrize(("engine", "message"), [
-    (None, "engine: must be a vllm.LLM, got a NoneType"),
-    (SimpleNamespace(), "engine: must be a vllm.LLM, got a SimpleNamespace"),
-    (partial(Workers, idle=False), "engine: has unfinished requests"),
-    (partial(Workers, ""), "engine: serves OtherForCausalLM; start it with hf_overrides="),
-    (Workers, "engine: serves OtherForCausalLM; start it with hf_overrides="),
-    (partial(Workers, "collections.Counter"), "engine: worker_extension_cls is collections.Counter; let it inherit"),
-    (partial(Workers, reader={"host": "other", "gpus": []}), "engine: a worker runs on another host"),
-])  # fmt: skip
-def test_engines_that_take_no_weights(engine: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        update_weights(engine() if callable(engine) else engine, lm.from_config(CONFIGS["llama-3"]))

@@ -20,6 +20,9 @@ os.environ |= {
 }
 
 from vllm import LLM, SamplingParams  # reads the environment
+from worker_forks import fork_workers
+
+fork_workers()
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:

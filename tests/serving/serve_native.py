@@ -25,9 +25,12 @@ os.environ |= {
 
 import psutil
 from vllm import LLM, SamplingParams  # reads the environment
+from worker_forks import fork_workers
 
 import ligermodels as lm
 from ligermodels.integrations.vllm import ARCHITECTURE, update_weights
+
+fork_workers()
 
 
 def started(model: str, options: dict[str, Any], apart: bool) -> LLM:

@@ -30,7 +30,7 @@ class WeightReceiver:
         model.begin_update()
         return reader_of(self.device)
 
-    def load_shared_weights(self, handles: list[Handle], table: Table) -> str | None:
+    def load_shared_weights(self, handles: list[Handle], table: Table) -> list[str] | None:
         """Copy this worker's part of a bucket into the model.
 
         Args:
@@ -38,14 +38,14 @@ class WeightReceiver:
             table: table of the bucket.
 
         Returns:
-            None; or the message of an error.
+            None; or name of the class and message of an error in `ligermodels.errors`.
         """
         model = self.get_model()
         assert isinstance(model, LigerModelsForCausalLM)
         try:
             model.update(read_bucket(handles[self.rank], table, self.device))
         except (CheckpointError, InputError) as error:
-            return str(error)
+            return [type(error).__name__, str(error)]
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -71,7 +71,7 @@ class SharedBuckets:
             )
         is_read = device.type == "cuda" and all(_uuid(device) in reader["gpus"] for reader in readers)
         self.device = device if is_read else torch.device("cpu")
-        self._count = len(readers)
+        self._count, self._nbytes = len(readers), 1
         self._buffer: Tensor | None = None
         self._file: int | None = None
 
@@ -82,6 +82,11 @@ class SharedBuckets:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def use_host(self) -> None:
+        """Take shared memory of the host from now on, for readers that cannot open the GPU's memory."""
+        self.close()
+        self.device, self._nbytes = torch.device("cpu"), 1
 
     def close(self) -> None:
         """Release the buffer."""
@@ -101,17 +106,19 @@ class SharedBuckets:
             A handle for each reader, in their order, to be read once; and the table of the bucket.
 
         Raises:
-            InputError: the host has no memory for the bucket.
+            InputError: the host has no memory for the bucket, or CUDA does not share the GPU's memory.
         """
         table, end = Table(), 0
         for name, tensor in bucket:
             table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = self._buffer
-        if buffer is None or buffer.numel() < end:
-            del buffer
+        # A storage keeps a counter and an event for each handle that it had. On a GPU each bucket has its own storage,
+        # with memory from torch's cache.
+        if self._buffer is None or self._nbytes < end or self.device.type == "cuda":
             self.close()
-            self._buffer = buffer = self._allocate(max(1, end))
+            self._nbytes = max(self._nbytes, end)
+            self._buffer = self._allocate(self._nbytes)
+        buffer = self._buffer
         for (_, tensor), row in zip(bucket, table, strict=True):
             _view(buffer, row).copy_(tensor)
         if self.device.type == "cuda":
@@ -132,9 +139,14 @@ class SharedBuckets:
 
     def _handle(self, buffer: Tensor) -> Handle:
         """A handle for one reader. CUDA counts the readers that have opened each of its handles."""
-        if self._file is None:
-            return ["cuda", *buffer.untyped_storage()._share_cuda_()[1:]]
-        return ["file", f"/proc/{os.getpid()}/fd/{self._file}", buffer.numel()]
+        if self._file is not None:
+            return ["file", f"/proc/{os.getpid()}/fd/{self._file}", buffer.numel()]
+        try:
+            values = buffer.untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            raise _no_cuda_ipc("share the trainer's", error) from None
+        # With True as last value the reader waits for an event, which torch never closes. The bucket is complete.
+        return ["cuda", *values[1:-1], False]
 
 
 def read_bucket(handle: Handle, table: Table, device: torch.device) -> list[tuple[str, Tensor]]:
@@ -151,7 +163,10 @@ def read_bucket(handle: Handle, table: Table, device: torch.device) -> list[tupl
     kind, *values = handle
     if kind == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        storage = torch.UntypedStorage._new_shared_cuda(index, *values)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(index, *values)
+        except RuntimeError as error:
+            raise _no_cuda_ipc("open the trainer's", error) from None
         buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
     else:
         path, nbytes = values
@@ -164,6 +179,13 @@ def read_bucket(handle: Handle, table: Table, device: torch.device) -> list[tupl
                 "the same user"
             ) from None
     return [(row[0], _view(buffer, row)) for row in table]
+
+
+def _no_cuda_ipc(action: str, error: RuntimeError) -> InputError:
+    return InputError(
+        f"engine: CUDA IPC cannot {action} GPU memory ({str(error).splitlines()[0]}); containers need the right to it, "
+        "as by docker's --ipc=host and --cap-add=SYS_PTRACE"
+    )
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:

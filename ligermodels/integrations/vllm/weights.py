@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import pkgutil
+import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from ligermodels import errors
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, EngineWarning, InputError
 from ligermodels.integrations.vllm import ARCHITECTURE, RECEIVER
 from ligermodels.integrations.vllm.shared_buckets import SharedBuckets
+from ligermodels.layers.initialization import persistent_tensors
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
 
-Buckets = Iterable[list[tuple[str, Tensor]]]
+Bucket = list[tuple[str, Tensor]]
+Buckets = Iterable[Bucket]
+
+_WITHOUT_CUDA_IPC: WeakSet[Any] = WeakSet()
+"""The `llm_engine` of engines with a worker that cannot open the trainer's GPU memory."""
 
 
 def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1GB") -> None:
@@ -26,13 +34,15 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
     The engine's tensors are overwritten in place, one bucket after another, and cast to its dtype. Its prefix cache is
     emptied, because cached keys and values belong to the old weights. Draft heads keep their weights.
 
-    An engine in this process copies from the model's tensors. The workers of other engines, also of tensor parallelism,
-    copy their parts from a buffer of one bucket: in the model's GPU if all of them read it directly (CUDA IPC), else
-    in shared memory of the host.
+    An engine whose worker is this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `external_launcher`) copies from the
+    model's tensors. The workers of other engines, also of tensor parallelism, copy their parts from a buffer of one
+    bucket: in the model's GPU if all of them read it directly (CUDA IPC), else in shared memory of the host. If CUDA
+    IPC is forbidden, an `EngineWarning` says so.
 
     Args:
         engine: a `vllm.LLM` of `LigerModelsForCausalLM` or `LigerModelsHybridForCausalLM`. On several ranks, rank 0 has
-            the engine, and the others give None, or engines of their own.
+            the engine, and the others give None, or engines of their own. With vLLM's `external_launcher` each rank
+            has an engine, and gives it.
         model: the model with the new weights, of any parallel plan; if it is sharded, all ranks call this.
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
@@ -40,28 +50,47 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
         InputError: the engine serves another class, has unfinished requests, runs on another host, or does not empty
             its prefix cache; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
-            it. Tensors that came before have their new values.
+            it. Tensors that came before have their new values. On several ranks of a sharded model also if another rank
+            fails; the message names the rank and its error.
 
     Examples:
         >>> from vllm import LLM  # doctest: +SKIP
         >>> engine = LLM("model/", hf_overrides={"architectures": ["LigerModelsForCausalLM"]})  # doctest: +SKIP
         >>> update_weights(engine, model)  # doctest: +SKIP
     """
-    buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
-    try:
-        if engine is not None or Ranks.of_group().rank == 0:
-            _update(engine, buckets, model.device)
-    finally:
-        for _ in buckets:  # takes part in gathering, without an engine and after an error
-            pass
+    ranks, sends = Ranks(persistent_tensors(model).values()), engine is not None or Ranks.of_group().rank == 0
+    with ranks.step("update_weights", ""):  # before any rank gathers a tensor
+        buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
+        target = _checked(engine) if sends else None
+    with ranks.step("update_weights", ""):
+        try:
+            if target is not None:
+                _update(target, buckets, model.device)
+        finally:
+            for _ in buckets:  # takes part in gathering, without an engine and after an error
+                pass
 
 
-def _update(engine: Any, buckets: Buckets, device: torch.device) -> None:
-    """Copy the buckets of a model on `device` into an engine."""
+class _Target(NamedTuple):
+    """An engine, its `llm_engine`, and its model if the engine's worker is this process."""
+
+    engine: Any
+    core: Any
+    served: Any
+
+
+def _checked(engine: Any) -> _Target:
+    """An engine that takes weights."""
     core = _idle_core(engine)
     served = _served_here(core)
     if served is None:
         _check_receiver(core)
+    return _Target(engine, core, served)
+
+
+def _update(target: _Target, buckets: Buckets, device: torch.device) -> None:
+    """Copy the buckets of a model on `device` into an engine."""
+    engine, core, served = target
     try:
         missing = _update_workers(core, buckets, device) if served is None else _update_here(served, buckets)
     finally:
@@ -90,12 +119,31 @@ def _update_workers(core: Any, buckets: Buckets, device: torch.device) -> list[s
     if None in readers:
         raise _serves_another_class(core)
     with SharedBuckets(device, readers) as shared:
+        if shared.device.type == "cuda":
+            _try_cuda_ipc(core, shared)
         for bucket in buckets:
-            errors = core.collective_rpc("load_shared_weights", args=shared.pack(bucket))
-            for error in filter(None, errors):
-                raise CheckpointError(error)
+            _send(core, shared, bucket)
     missing: list[str] = core.collective_rpc("missing_weights")[0]
     return missing
+
+
+def _try_cuda_ipc(core: Any, shared: SharedBuckets) -> None:
+    """Send an empty bucket; if a worker cannot open it, take shared memory of the host for this engine."""
+    try:
+        if core not in _WITHOUT_CUDA_IPC:
+            _send(core, shared, [])
+    except InputError as error:
+        _WITHOUT_CUDA_IPC.add(core)  # one warning, and one buffer that CUDA keeps for the worker
+        warnings.warn(f"{error}. New weights go through shared memory of the host.", EngineWarning, stacklevel=5)
+    if core in _WITHOUT_CUDA_IPC:
+        shared.use_host()
+
+
+def _send(core: Any, shared: SharedBuckets, bucket: Bucket) -> None:
+    """Copy a bucket into the models of all workers. Raises the first error of a worker."""
+    for error in filter(None, core.collective_rpc("load_shared_weights", args=shared.pack(bucket))):
+        kind, message = error
+        raise getattr(errors, kind)(message)
 
 
 def _idle_core(engine: Any) -> Any:
@@ -109,8 +157,13 @@ def _idle_core(engine: Any) -> Any:
 
 
 def _served_here(core: Any) -> Any:
-    """The model of an engine whose only worker is this process; None for an engine with workers in others."""
-    if getattr(core, "model_executor", None) is None or core.vllm_config.parallel_config.world_size > 1:
+    """The model of an engine whose worker is this process, by the type of its executor; None for workers in others."""
+    executor = getattr(core, "model_executor", None)
+    if executor is None:  # the engine runs in another process
+        return None
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if not isinstance(executor, UniProcExecutor):
         return None
     from ligermodels.integrations.vllm.model import LigerModelsForCausalLM
 

@@ -1,0 +1,129 @@
+"""Engines of native models inside vLLM: their caches, new weights, several ranks, and settings that they refuse."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_checkpoints import (
+    CACHING,
+    HYBRID,
+    assert_equal,
+    has_states,
+    needs_vllm,
+    ours,
+    random_checkpoint,
+    servable,
+    served,
+)
+from zoo import CONFIGS
+
+import ligermodels as lm
+
+pytestmark = needs_vllm
+
+FIRST, OTHER = (torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (90, 40))
+BEGUN = [FIRST, FIRST[:50] + OTHER[:20], FIRST[:33], FIRST[:64] + OTHER[20:]]
+"""Prompts that begin alike."""
+
+
+def test_states_of_prefixes(tmp_path: Path) -> None:
+    """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt."""
+    blocks = {"qwen3_next": 32, "bamba": 64, "lfm2": 32}  # vLLM's, for attention to have pages as large as states
+    models = {name: random_checkpoint(tmp_path / name, servable(name)) for name in blocks}
+    options = {**HYBRID, **CACHING, "max_num_batched_tokens": 64}
+    asked = {"prompts": BEGUN, "options": options, "steps": [None, None]}
+    found = iter(served([{"model": str(tmp_path / name), **asked} for name in blocks], tmp_path))
+    for name, block in blocks.items():
+        wanted, first, second = ours(models[name], BEGUN), next(found), next(found)
+        assert_equal(first, wanted)
+        assert_equal(second, wanted)
+        assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "apart"), [("qwen3_next", {**HYBRID, **CACHING}, False), ("qwen3_moe", CACHING, True)]
+)
+def test_updates(name: str, options: dict[str, Any], apart: bool, tmp_path: Path) -> None:
+    """New weights in a running engine, in this process or another, from a model and by vLLM's own reload; nothing is
+    left over."""
+    config = {**servable(name), "tie_word_embeddings": True}
+    old, new = (random_checkpoint(tmp_path / f"{seed}", config, seed) for seed in range(2))
+    asked = {"model": str(tmp_path / "0"), "options": options, "apart": apart}
+    update, back = ["update_weights", str(tmp_path / "1")], ["update_weights", str(tmp_path / "0")]
+    steps = [None, update, ["reload_weights", str(tmp_path / "0")], update, back, update]
+    found = served([{**asked, "steps": steps}], tmp_path)
+    by_old, by_new = ours(old), ours(new)
+    assert by_old["tokens"] != by_new["tokens"]
+    for theirs, each in zip(found, [by_old, by_new] * 3, strict=True):
+        assert_equal(theirs, each)
+    used = [theirs["resources"] for theirs in found[-3:]]
+    assert used[0] == used[1] == used[2] and used[0][1] == 0
+
+
+EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}}
+DIVIDED = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Windows, softcaps and a tied head; experts and sinks; latent attention; recurrent mixers. Each engine takes long to
+start; tests/integrations/test_vllm_models.py has more of them."""
+RANKS = {"tensor_parallel_size": 2}
+
+
+def divisible(name: str) -> dict[str, Any]:
+    """A servable config with sizes that two ranks divide."""
+    config = {**servable(name), **EVEN.get(name, {})}
+    return config | {field: size + size % 2 for field, size in config.items() if field.endswith("intermediate_size")}
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Two workers, each with its half of the heads and channels; new weights, from a model and by vLLM's own reload, by
+    way of the engine's own process; and a refusal."""
+    configs = {name: divisible(name) for name in DIVIDED}
+    configs["qwen3"] = {**divisible("qwen3"), "num_key_value_heads": 3}
+    models = {name: random_checkpoint(tmp_path / name, config) for name, config in configs.items()}
+    models["new"] = random_checkpoint(tmp_path / "new", configs["gpt_oss"], 1)
+    asked: list[dict[str, Any]] = []
+    for name in configs:
+        options = {**(HYBRID if has_states(name) else {}), **RANKS}
+        asked.append({"model": str(tmp_path / name), "options": options})
+        if name == "gpt_oss":
+            new, old = str(tmp_path / "new"), asked[-1]["model"]
+            asked[-1]["steps"] = [None, ["update_weights", new], ["update_weights", old], ["reload_weights", new]]
+            asked[-1]["apart"] = True
+    *found, refusal = served(asked, tmp_path)
+    names = [name for each in DIVIDED for name in ([each, "new", each, "new"] if each == "gpt_oss" else [each])]
+    wanted = {name: ours(models[name]) for name in names}
+    for name, theirs in zip(names, found, strict=True):
+        assert_equal(theirs, wanted[name])
+    assert "error" in refusal  # of the workers, in their log
+    message = r"blocks\[0\]\.mixer\.num_kv_heads \(num_key_value_heads\): 3 .* Numbers of ranks that work .*: 1"
+    assert re.search(f"ConfigError: {message}", refusal["log"])
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bamba", {}, r"blocks.0.mixer: keeps a recurrent state, .*LigerModelsHybridForCausalLM"),
+    ("lfm2", {**HYBRID, **CACHING, "prefix_match_unit": 16}, "prefix_match_unit: .* whole blocks"),
+    ("qwen3_next", {**HYBRID, "mamba_cache_dtype": "bfloat16"}, "mamba_cache_dtype: must be auto or float32"),
+    ("qwen2", HYBRID, "architectures: LigerModelsHybridForCausalLM is for models with recurrent mixers"),
+    ("phi3-long", {}, "rope: LongRopeScaling .* give --max-model-len 4 or less"),
+    ("llama-3", {"quantization": "fp8", "dtype": "bfloat16"}, "quantization: fp8 "),
+    ("llama-2", {"enable_lora": True}, "enable_lora: "),
+    ("qwen3_moe", {"enable_expert_parallel": True}, "enable_expert_parallel: tensor_parallel_size divides"),
+    (
+        "qwen3",
+        {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
+        "hf_overrides: may name architectures alone",
+    ),
+    # The last one, because vLLM starts no other engine in a process in which one with drafts has failed.
+    ("nemotron_h", {**HYBRID, "speculative_config": NGRAM}, "speculative_config: .* after rejected drafts"),
+]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """At load, with errors of this package that name the reason."""
+    for name, _, _ in REFUSED:
+        lm.from_config(CONFIGS[name]).save_pretrained(tmp_path / name)
+    found = served([{"model": str(tmp_path / name), "options": options} for name, options, _ in REFUSED], tmp_path)
+    for answer, (_, _, message) in zip(found, REFUSED, strict=True):
+        assert re.search(f"^ConfigError: {message}", answer["error"])
